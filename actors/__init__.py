@@ -11,6 +11,7 @@ Models and what they compute:
 
 * `model`: the interface of a model and of a cached sequence.
 * `mlx`: mlx-lm's models and caches behind that interface. A new cache class goes there.
+* `translated`: a draft model of another vocabulary behind that interface, with its target's tokens.
 * `sampling`: from logits to the distribution that tokens are drawn from. A new sampler or filter goes there.
 * `workers`: what runs the jobs of one model, on a thread or in simulated time.
 

@@ -14,6 +14,7 @@ import trio
 
 from actors.model import CachedSequence, Model
 from actors.prefix_cache import CacheHit, PrefixCache
+from actors.prompt_cache import open_continued
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
@@ -249,9 +250,11 @@ class ModelActor(Actor[S]):
         try:
             await super().serve(task_status)
         finally:
-            if len(self._prefix_cache) > 0:
-                with trio.CancelScope(shield=True):
+            with trio.CancelScope(shield=True):
+                if len(self._prefix_cache) > 0:
                     await self._close_prefix_cache()
+                if self._prefix_cache.store is not None:
+                    await self._prefix_cache.store.flush()
 
     async def _close_prefix_cache(self) -> None:
         try:
@@ -269,7 +272,14 @@ class ModelActor(Actor[S]):
         opened = session.shared.opened
         if opened.settings.reuse_prefix:
             await self.wait_for_unwanted(session)
-            call = partial(self._prefix_cache.take_longest_match, opened.prompt, beside_another=beside_another)
+            # The last of these tokens is fed in any case, for its logits.
+            read = opened.prompt[: opened.num_read + 1]
+            if (store := self._prefix_cache.store) is not None:
+                await store.bring_back(read, beside_another=beside_another)
+            call = partial(self._prefix_cache.take_longest_match, read, beside_another=beside_another)
+        elif opened.settings.prompt_cache_file is not None and self.name == "target":
+            # The drafter reads the text alone: it costs speed, not text.
+            call = partial(_open_continued, self.model, opened.settings.prompt_cache_file, beside_another)
         else:
             call = partial(_open_empty, self.model, beside_another)
         hit = await self.worker.run(Job("open", call, session.id))
@@ -292,7 +302,7 @@ class ModelActor(Actor[S]):
                     session.cached_tokens.tokens,
                     tuple(session.state.committed),
                     beside_another=beside_another,
-                    num_prompt=len(opened.prompt),
+                    num_prompt=opened.num_read + 1,
                 )
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("close", put_away, session.id))
@@ -300,6 +310,11 @@ class ModelActor(Actor[S]):
     def session_of(self, session_id: int) -> S | None:
         """The actor's state of a session that is under way; None if there is none."""
         return self._sessions.get(session_id)
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        """The prefix cache. It belongs to the worker's thread: only jobs may touch its sequences."""
+        return self._prefix_cache
 
     async def settled_prefix_cache(self) -> PrefixCache:
         """The prefix cache, once the sessions that nobody wants any more have put their sequences into it."""
@@ -322,6 +337,10 @@ class ModelActor(Actor[S]):
     def busy_seconds(self) -> float:
         """See `Worker.busy_seconds`."""
         return self.worker.busy_seconds
+
+
+def _open_continued(model: Model, path: str, beside_another: bool) -> CacheHit:
+    return CacheHit(open_continued(model, path, beside_another=beside_another), 0)
 
 
 def _open_empty(model: Model, beside_another: bool) -> CacheHit:

@@ -91,6 +91,13 @@ class CachedSequence(Protocol):
         """What `take_features` will read, to be evaluated together with something else."""
         ...
 
+    def record_features(self, wanted: bool) -> None:
+        """Say whether somebody reads the features of this text; if not, none are recorded from the next pass on.
+
+        In any thread while no pass over the text runs. Until it is called, they are recorded if the model records any.
+        """
+        ...
+
     def take_features(self, end: int) -> Features | None:
         """The features of tokens before position `end` that were fed since the last call; None if there are none."""
         ...
@@ -226,6 +233,9 @@ class RecordsNothing:
     def feature_arrays(self) -> list[mx.array]:
         """See `CachedSequence.feature_arrays`."""
         return []
+
+    def record_features(self, wanted: bool) -> None:
+        """See `CachedSequence.record_features`."""
 
     def take_features(self, end: int) -> Features | None:
         """See `CachedSequence.take_features`."""

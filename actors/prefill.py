@@ -20,14 +20,14 @@ CHECKPOINT_DISTANCE = 16
 async def prefill(
     worker: Worker, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
 ) -> None:
-    """Feed the prompt tokens that are not cached, except the last one, whose logits the first round needs.
+    """Feed the prompt tokens that are read without logits and are not cached.
 
     Args:
         chunk_size: of the model; used if the setting is "auto", and updated in any case.
 
     Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
     """
-    num_read = len(opened.prompt) - 1
+    num_read = opened.num_read
     prefix_checkpoints = (
         {num_read - CHECKPOINT_DISTANCE, num_read}
         if opened.settings.reuse_prefix and sequence.needs_prefix_checkpoints

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
 import attrs
 
@@ -59,16 +60,56 @@ class _Entry:
     packed: bytes
 
     def may_serve(self, num_common: int, num_reusable: int) -> bool:
-        """Whether a prompt that shares `num_common` tokens with this sequence, and can reuse some, may take it.
+        """See `may_serve`."""
+        return may_serve(self.num_prompt, len(self.tokens), num_common, num_reusable)
 
-        Yes if the prompt continues the sequence's prompt, or if it reuses at least as many tokens as it discards.
-        Otherwise two conversations that share only their beginning would take the sequence from each other each turn.
+
+def may_serve(num_prompt: int, num_tokens: int, num_common: int, num_reusable: int) -> bool:
+    """Whether a prompt that shares `num_common` tokens with a sequence, and can reuse some, may take the sequence.
+
+    Yes if the prompt continues the sequence's prompt, or if it reuses at least as many tokens as it discards.
+    Otherwise two conversations that share only their beginning would take the sequence from each other each turn.
+
+    Args:
+        num_prompt: tokens of the sequence that were the prompt of its text.
+        num_tokens: all tokens of the sequence.
+        num_common, num_reusable: of the other prompt.
+    """
+    return num_common >= num_prompt - NUM_ANSWER_CUE_TOKENS or num_reusable >= num_tokens - num_reusable
+
+
+class PrefixStore(Protocol):
+    """Where sequences go that leave a prefix cache, and come back from."""
+
+    def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
+        """Take a copy of a sequence that is about to be closed. Called on the model's thread; must not raise.
+
+        Args:
+            sequence: holds `tokens`.
+            tokens: the cached tokens.
+            num_prompt: how many of them were the prompt of their text.
         """
-        return num_common >= self.num_prompt - NUM_ANSWER_CUE_TOKENS or num_reusable >= len(self.tokens) - num_reusable
+
+    async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
+        """Put the sequence that has most of a prompt into the prefix cache, if no better one is there.
+
+        Args:
+            prompt: as for `PrefixCache.take_longest_match`.
+            beside_another: how the sequence is opened.
+
+        Cancellation: waits for the running job.
+        """
+
+    async def flush(self) -> None:
+        """Store all that was evicted, at the end."""
 
 
 class PrefixCache:
-    """The cached sequences of one model that no session uses. All methods run on the model's thread."""
+    """The cached sequences of one model that no session uses. All methods run on the model's thread.
+
+    Attributes:
+        store: gets the sequences that leave for want of room, or at the end; None to drop them.
+    """
 
     def __init__(self, model: Model, max_bytes: int) -> None:
         """Make an empty cache.
@@ -77,6 +118,7 @@ class PrefixCache:
             model: opens the sequences.
             max_bytes: bound of the sequences' memory, >= 0. The oldest entries are closed first.
         """
+        self.store: PrefixStore | None = None
         self._model = model
         self._max_bytes = max_bytes
         self._entries: list[_Entry] = []  # oldest first
@@ -175,12 +217,18 @@ class PrefixCache:
         self._evict_prefixes_of(entry)
         self._entries.append(entry)
         while self.num_bytes > self._max_bytes or len(self._entries) > MAX_SEQUENCES:
-            self._entries.pop(0).sequence.close()
+            self._evict_oldest()
 
     def close(self) -> None:
         """Close all sequences."""
         while self._entries:
-            self._entries.pop().sequence.close()
+            self._evict_oldest()
+
+    def _evict_oldest(self) -> None:
+        entry = self._entries.pop(0)
+        if self.store is not None:
+            self.store.evict(entry.sequence, entry.tokens, entry.num_prompt)
+        entry.sequence.close()
 
     def _evict_prefixes_of(self, newer: _Entry) -> None:
         """Close sequences that are a prefix of a newer one, if the newer one can rewind to that prefix."""

@@ -10,6 +10,7 @@ import trio
 from actors.sampling.logits_pipeline import LogitsPipeline
 from protocol.errors import OutriderError
 from protocol.messages import Open
+from protocol.scores import TokenScore
 from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.stop_strings import Stop
@@ -35,6 +36,7 @@ class Session:
         logits_pipeline: shapes the logits of both models.
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
             string ends the text, if one does; must not raise. None if there are no stop strings.
+        scores: of the tokens that the session is to score, as far as the target has come.
     """
 
     opened: Open
@@ -49,6 +51,7 @@ class Session:
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
+    scores: list[TokenScore] = attrs.field(factory=list)
 
     def end(self, error: OutriderError | None = None) -> None:
         """Close the commits, and record the reason. The first reason stands."""

@@ -32,9 +32,13 @@ OPEN_ARGUMENTS = (
     "max_streams",
     "max_batch",
     "prefix_cache_bytes",
+    "prefix_cache_dir",
+    "prefix_cache_dir_bytes",
     "defaults",
+    "chat_template_args",
     "trace",
     "tune_mlx",
+    "group",
 )
 
 ALIASES = {
@@ -68,6 +72,8 @@ ALIASES = {
     "max_num_seqs": "max_streams",
     "max_cache_bytes": "prefix_cache_bytes",
     "prompt_cache_bytes": "prefix_cache_bytes",
+    "chat_template_config": "chat_template_args",
+    "chat_template_kwargs": "chat_template_args",
     # settings
     "block_size": "lookahead",
     "draft_tokens": "lookahead",
@@ -114,8 +120,18 @@ _ONE_DEVICE = (
     "mx.set_default_device(mx.cpu) before, or give the command line --device cpu"
 )
 
+# Options of `mlx_lm.load`, which belong to one of the models.
+_OF_MODEL_SPEC = ("adapter_path", "model_config", "quantize", "revision", "tokenizer_config", "trust_remote_code")
+
 # What to do in place of options that do not exist here.
-INSTEAD = {"device": _ONE_DEVICE, "draft_device": _ONE_DEVICE, "target_device": _ONE_DEVICE}
+INSTEAD = {
+    "device": _ONE_DEVICE,
+    "draft_device": _ONE_DEVICE,
+    "target_device": _ONE_DEVICE,
+    "chat_template": 'give the target as runtime.ModelSpec(path, tokenizer_config={"chat_template": ...})',
+    "prompt_cache": "prompt_cache_file= of a stream reads what mlx-lm has saved; reuse_prefix=True reuses what is read",
+    **{name: f"give the model as runtime.ModelSpec(path, {name}=...)" for name in _OF_MODEL_SPEC},
+}
 
 
 def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

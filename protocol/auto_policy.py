@@ -40,13 +40,15 @@ MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 
 @attrs.define
 class AutoPolicy:
-    """Three rules over measured prices.
+    """Four rules over measured prices.
 
     *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to come. The left side is what
     they may bring, the right side is what else the time that they cost would bring.
     *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
     time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
     step would run past the verdict, which then waits for a step that was of no use.
+    *Use or refresh*: after a hit, what a trained drafter has drafted ahead is dropped if drafting anew, on the hidden
+    states that the verdict has brought, promises more although the target waits for it.
     *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
 
     Attributes:
@@ -242,6 +244,51 @@ class AutoPolicy:
                 other_step_s = max(self.prices.draft_share_s(view.num_to_feed(other), beside_target=True), step_s)
                 best = max(best, other.reach * step_s / other_step_s)
         return best
+
+    def drops_stale(self, view: PolicyView) -> bool:
+        """See `Policy.drops_stale`. Whether a fresh proposal is worth more, the wait for it included.
+
+        Of what was drafted ahead, only the confidence in the first token is looked at. How many tokens there are, and
+        how likely they are, depends on which token was drawn first.
+        """
+        choice = view.tree.root.choice
+        if choice is None or choice.guess is None or not self.prices.is_known:
+            return False
+        staleness, expected = choice.guess.staleness, self.calibration.expected
+        # A fresh draft is sure where a stale one is. It is wrong less often, by as much as fresh drafts are on average.
+        misses = min(1.0, (1.0 - expected(0)) / max(1.0 - expected(staleness), 1e-9))
+        step_s = self.prices.draft_share_s(1, beside_target=True)
+        # Half a step of what is being drafted now, whatever that is, and one pass.
+        refresh_s = step_s / 2 + self.prices.draft_share_s(view.num_to_refresh, beside_target=False)
+        # What was drafted in a pass of the target, after the token that the target has added.
+        num_ready = max(1, int(self.prices.verify(self.prices.num_texts) / max(step_s, 1e-9)) - 1)
+        use = self._gain_of_chain(view, choice.reach, staleness, num_ready, refresh_s)
+        wait = self._gain_of_chain(view, 1.0 - misses * (1.0 - choice.reach), 0, 0, refresh_s)
+        return wait > use
+
+    def _gain_of_chain(
+        self, view: PolicyView, reach: float, staleness: int, num_ready: int, next_token_s: float
+    ) -> float:
+        """As the gain of `_best_length`, of a chain of which only the beginning is known.
+
+        Args:
+            reach: of its first token.
+            staleness: likewise.
+            num_ready: how many of its tokens are drafted already.
+            next_token_s: seconds until there is one more.
+        """
+        step_s, drafting_s = self.prices.draft_share_s(1, beside_target=False), 0.0
+        best_gain = expected = 0.0
+        for length in range(1, view.max_proposal + 1):
+            if length > num_ready:
+                drafting_s += next_token_s if length == num_ready + 1 else step_s
+            expected += reach
+            cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafting_s)
+            best_gain = max(best_gain, expected - self.prices.rate * cost_s)
+            reach *= self.calibration.expected(staleness + length)
+            if reach < MIN_REACH:
+                break
+        return best_gain
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""

@@ -22,12 +22,14 @@ SHIFT_KEPT = 0.97
 # The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
 # when another text begins. It is optimistic, since a drafter that is never tried is never known.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
+# Staleness is told apart as 0, 1, 2 to 3, 4 to 7, and 8 or more.
+LAST_STALENESS_CLASS = 4
 MIN_CONFIDENCE, MAX_CONFIDENCE = 0.002, 0.9995
 
 
 @attrs.define
 class _Curve:
-    """The correction of one rank's confidence: an offset for each knot, and a shift of all of them."""
+    """The correction of the confidence of one kind of guess: an offset for each knot, and a shift of all of them."""
 
     _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_KNOTS)
     # Fisher information on each offset: p (1 - p), summed over the observations.
@@ -61,22 +63,23 @@ class _Curve:
 
 
 @attrs.define
-class Calibration:
-    """What is known of one drafter's confidence under one acceptance rule: a curve for each rank of guess.
+class MeanAcceptance:
+    """How often the drafter's own choice was right, whatever its confidence.
 
     Attributes:
         memory: observations over which `mean_acceptance` is averaged.
         mean_acceptance: probability, in [0, 1], that the drafter's own choice is right where its confidence is not
             known yet.
-        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`;
-            in [0, 1].
     """
 
     memory: float = 30.0
     mean_acceptance: float = PRIOR_ACCEPTANCE
-    trust: float = 1.0
-    _curves: dict[int, _Curve] = attrs.field(factory=dict)
     _weight: float = PRIOR_WEIGHT
+
+    def average(self, right: float) -> None:
+        """Add a choice: 1 if it was right, 0 if not; the probability that it was, if that is all that is known."""
+        self._weight = min(self.memory, self._weight + 1.0)
+        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
 
     def begin_text(self) -> None:
         """Move the mean acceptance towards the prior: the latest observations are about the last text, not this one."""
@@ -84,32 +87,79 @@ class Calibration:
             self._weight = NEW_TEXT_WEIGHT
             self.mean_acceptance += (PRIOR_ACCEPTANCE - self.mean_acceptance) / 4
 
-    def __call__(self, rank: int, raw: float) -> float:
-        """The modelled probability, in (0, 1), that a guess of this rank and confidence is right."""
-        return self._curve(rank)(raw)
+
+@attrs.define
+class Calibration(MeanAcceptance):
+    """What is known of one drafter's confidence under one acceptance rule: a curve for each rank of guess, and for each
+    class of staleness.
+
+    Attributes:
+        memory, mean_acceptance: see `MeanAcceptance`; of choices of any staleness.
+        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`;
+            in [0, 1].
+    """
+
+    trust: float = 1.0
+    _curves: dict[tuple[int, int], _Curve] = attrs.field(factory=dict)
+    _means: dict[int, MeanAcceptance] = attrs.field(factory=dict)  # by class of staleness
+
+    def begin_text(self) -> None:
+        """See `MeanAcceptance.begin_text`."""
+        MeanAcceptance.begin_text(self)
+        for mean in self._means.values():
+            mean.begin_text()
+
+    def __call__(self, rank: int, raw: float, staleness: int = 0) -> float:
+        """The modelled probability, in (0, 1), that a guess of this rank, confidence and staleness is right."""
+        return self._curve(rank, staleness)(raw)
+
+    def expected(self, staleness: int) -> float:
+        """Probability, in [0, 1], that the drafter's own choice is right, if only its staleness is known.
+
+        Of a class of staleness without observations as much is expected as of the next fresher one that has some.
+        """
+        for known in range(_staleness_class(staleness), -1, -1):
+            if known in self._means:
+                return self._means[known].mean_acceptance
+        return self.mean_acceptance
 
     def snapshot(self) -> Calibration:
         """A copy that does not change with later observations."""
-        curves = {rank: curve.snapshot() for rank, curve in self._curves.items()}
-        return attrs.evolve(self, curves=curves)
+        curves = {key: curve.snapshot() for key, curve in self._curves.items()}
+        means = {known: attrs.evolve(mean) for known, mean in self._means.items()}
+        return attrs.evolve(self, curves=curves, means=means)
 
     def observe(self, guess: Guess, was_right: bool) -> None:
         """Learn from a guess that was checked against the committed text."""
-        self._curve(guess.rank).observe(guess.raw, was_right)
+        self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
         if guess.rank == 0:
-            self._average(float(was_right))
+            self._average(float(was_right), guess.staleness)
+
+    def observe_dropped(self, guess: Guess, was_right: bool) -> None:
+        """Learn from a guess that was dropped, since one with less staleness took its place."""
+        self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
+        if guess.rank == 0:
+            self._mean_of(guess.staleness).average(float(was_right))
 
     def observe_unjudged(self, raw: float) -> None:
         """Count a choice with this confidence if it is unknown whether it would have been accepted."""
-        self._average(self(0, raw))
-        self._curve(0).fade_shift()
+        self._average(self(0, raw), 0)
+        self._curve(0, 0).fade_shift()
 
-    def _average(self, right: float) -> None:
-        self._weight = min(self.memory, self._weight + 1.0)
-        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
+    def _average(self, right: float, staleness: int) -> None:
+        self.average(right)
+        self._mean_of(staleness).average(right)
 
-    def _curve(self, rank: int) -> _Curve:
-        return self._curves.setdefault(rank, _Curve())
+    def _mean_of(self, staleness: int) -> MeanAcceptance:
+        return self._means.setdefault(_staleness_class(staleness), MeanAcceptance(self.memory))
+
+    def _curve(self, rank: int, staleness: int) -> _Curve:
+        return self._curves.setdefault((rank, _staleness_class(staleness)), _Curve())
+
+
+def _staleness_class(staleness: int) -> int:
+    """The class of a staleness: guesses of one class are calibrated together."""
+    return min(staleness.bit_length(), LAST_STALENESS_CLASS)
 
 
 def _knot_below(logit: float) -> tuple[int, float]:

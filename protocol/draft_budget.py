@@ -52,8 +52,8 @@ class DraftBudget:
         best_other_reach: the greatest reach of every other node that could be drafted after, per step of width 1.
             While the target works, the next step must beat it.
         step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
-        calibrate: (rank, the drafter's own confidence) → modelled probability that the guess is right; None where
-            reach does not matter.
+        calibrate: (rank, the drafter's own confidence, staleness) → modelled probability that the guess is right; None
+            where reach does not matter.
         mean_acceptance: what to expect of a choice that is not known yet, in [0, 1].
     """
 
@@ -62,7 +62,7 @@ class DraftBudget:
     min_reaches: tuple[float, ...] = (0.0,)
     best_other_reach: float = 0.0
     step_worth: StepWorth | None = None
-    calibrate: Callable[[int, float], float] | None = None
+    calibrate: Callable[[int, float, int], float] | None = None
     mean_acceptance: float = 1.0
 
     def after(self, guesses: Sequence[Guess], now_s: float) -> DraftBudget | None:
@@ -74,7 +74,7 @@ class DraftBudget:
         """
         if self.calibrate is None:
             return self._after(1.0, (), now_s)
-        choice, *others = (self.calibrate(guess.rank, guess.raw) for guess in guesses)
+        choice, *others = (self.calibrate(guess.rank, guess.raw, guess.staleness) for guess in guesses)
         return self._after(choice, others, now_s)
 
     def foresees_another(self, now_s: float) -> bool:

@@ -27,7 +27,7 @@ class ModelError(OutriderError):
 
 
 class VocabularyMismatchError(ModelError):
-    """Target and draft give different tokens the same id."""
+    """Target and draft model have different vocabularies, and one cannot be translated to the other."""
 
 
 class SessionFileError(OutriderError):
@@ -67,6 +67,10 @@ class ProcessorError(OutriderError):
 
 class RuntimeBrokenError(OutriderError):
     """The target model failed, which closed the runtime; the original error is the cause."""
+
+
+class RankError(OutriderError):
+    """A rank of a sharded target is missing, has ended, hangs, or differs from the others; the message names it."""
 
 
 class StreamFailedError(OutriderError):

@@ -33,6 +33,8 @@ class PolicyView:
         drafting_until_s: when that step should end.
         queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
             the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
+        num_to_refresh: how many tokens the drafter must feed in order to draft after the root anew, with hidden states
+            of the target that it did not have when it drafted there; 0 if there are none.
     """
 
     tree: LookaheadTree
@@ -45,6 +47,7 @@ class PolicyView:
     drafting_node: Node | None = None
     drafting_until_s: float = 0.0
     queue_slack_s: float = 0.0
+    num_to_refresh: int = 0
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
@@ -75,6 +78,15 @@ class Policy(Protocol):
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, down the drafter's own choices, after a node that `expansion` returned."""
+        ...
+
+    def drops_stale(self, view: PolicyView) -> bool:
+        """Whether to drop what was drafted ahead without hidden states that the target has given since, and to draft
+        anew with them. Called when the drafter's turn begins, if `PolicyView.num_to_refresh` > 0.
+
+        Under the rejection rule the answer must not depend on the tokens that would be dropped, nor on what was drafted
+        after them.
+        """
         ...
 
     def should_rest(self) -> bool:
@@ -131,6 +143,10 @@ class ChainPolicy:
         # On the drafter's turn, up to a proposal.
         max_depth = min(self.lookahead, view.max_proposal) if view.verdict_due_s is None else self._max_depth
         return DraftBudget(min(max_depth, view.max_depth) - view.tree.depth(node) - 1)
+
+    def drops_stale(self, view: PolicyView) -> bool:
+        """See `Policy.drops_stale`."""
+        return False
 
     def should_rest(self) -> bool:
         """See `Policy.should_rest`."""

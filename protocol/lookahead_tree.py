@@ -19,6 +19,8 @@ from protocol.randomness import further
 
 # The rank of a guess that was looked up in the text.
 LOOKED_UP = -1
+# Stands for a token in the trail of a root that is drafted after anew; no token has this id.
+_ANEW = 1 << 32
 
 
 @attrs.frozen
@@ -33,6 +35,8 @@ class Guess:
         rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `LOOKED_UP` for a
             token that was looked up.
         raw: the drafter's own confidence, before calibration, in [0, 1].
+        staleness: how many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for
+            a drafter that reads none of the target's.
     """
 
     token: int
@@ -40,6 +44,7 @@ class Guess:
     probs: mx.array | None = attrs.field(default=None, eq=False, repr=False)
     rank: int = 0
     raw: float = 0.0
+    staleness: int = 0
 
 
 class Node:
@@ -49,7 +54,8 @@ class Node:
         guess: the drafted token; None at a root that was not drafted.
         token: its id.
         position: absolute position of the token in the text.
-        trail: a hash of the text up to and including this token; see `protocol.randomness.further`.
+        trail: a hash of the text up to and including this token (see `protocol.randomness.further`); another one after
+            each `LookaheadTree.drop_ahead`.
         parent: None at the root.
         children: by token.
         is_expanded: whether the draft model has been run on it.
@@ -166,6 +172,22 @@ class LookaheadTree:
         self.root.parent = None
         return node is not None
 
+    def drop_ahead(self) -> tuple[Guess, ...]:
+        """Drop all nodes but the root, so that the drafter begins there anew, with other random numbers.
+
+        With the same numbers, a token that is drawn anew would resemble the dropped one, and so depend on how long the
+        drafter is busy with what it had begun to draft after that.
+
+        Returns: the guesses at the token after the root.
+        """
+        guesses = tuple(child.guess for child in self.root.children.values() if child.guess is not None)
+        for dropped in _below(self.root):
+            dropped.alive = dropped is self.root
+        self.root.children = {}
+        self.root.is_expanded = False
+        self.root.trail = further(self.root.trail, _ANEW)
+        return guesses
+
     def chain(self) -> list[Node]:
         """The nodes that would be proposed, in order from the root on, root excluded."""
         path: list[Node] = []
@@ -190,6 +212,14 @@ class LookaheadTree:
     def depth(self, node: Node) -> int:
         """How many tokens a node lies beyond the root; 0 for the root."""
         return node.position - self.root.position
+
+    def is_stale(self, node: Node) -> bool:
+        """Whether a drafted node was drafted before the target gave hidden states that it has given by now.
+
+        A drafter that has all of them needs none of its own to draft after the root, and one more for each token
+        beyond.
+        """
+        return node.guess is not None and node.guess.staleness >= max(1, self.depth(node))
 
     def _rescale(self, top: Node, reach: float) -> None:
         """Set a node's reach, and compute the reach of all nodes below it again."""

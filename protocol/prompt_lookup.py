@@ -60,6 +60,8 @@ class Found:
 class PromptLookup:
     """An index over one text, the prompt and the tokens committed after it, which grows with the text.
 
+    A reference can come before the text: tokens that the text may quote without containing them.
+
     It maps each n-gram to the position where it ended last. An n-gram longer than the shortest is entered only once its
     last n - 1 tokens have occurred a second time: until then, the tokens before them can be read from the text. So
     n-grams that occur once cost one entry for all n together, and a token costs at most two entries for each n, in
@@ -79,11 +81,20 @@ class PromptLookup:
             raise ProtocolError(f"shortest and longest must be 1 <= shortest <= longest, got {shortest} and {longest}")
         self._longest = longest
         self._shortest = shortest
-        self._text: list[int] = []
+        self._text: list[int] = []  # the reference, and then the text
+        self.num_reference = 0  # tokens of the reference
         self._ends: dict[tuple[int, ...], int] = {}  # by n-gram: the position after its last occurrence
 
     def __len__(self) -> int:
-        return len(self._text)
+        """Tokens of the text, without the reference."""
+        return len(self._text) - self.num_reference
+
+    def append_reference(self, tokens: Sequence[int]) -> None:
+        """Add tokens at the end of the reference; only while the text is empty."""
+        if len(self):
+            raise ProtocolError(f"a reference comes before the text, which has {len(self)} tokens already")
+        self.append(tokens)
+        self.num_reference += len(tokens)
 
     def append(self, tokens: Iterable[int]) -> None:
         """Add tokens at the end of the text."""

@@ -4,6 +4,8 @@ A number depends on where it is used, not on how many were drawn before. So the 
 thrown away, repeated or done in another order changes nothing. For the rejection rule this does more. If a dropped node
 of the lookahead tree were drafted again with fresh randomness, a policy could drop it *because of* the token that was
 drawn, and the output would be biased. Here, drafting it again draws the same token.
+Where a trained drafter drafts anew on other hidden states, `LookaheadTree.drop_ahead` gives it other numbers; whether
+it does so must not depend on what was drawn.
 
 No two decisions about one position share a purpose, so they are independent of each other.
 """
@@ -40,6 +42,16 @@ def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.ar
     """
     mixed = _mix(_mix(_mix(seed) ^ int(purpose)) ^ position)
     return mx.random.key(_mix(mixed ^ trail) if trail else mixed)
+
+
+def seed_of_text(seed: int, number: int) -> int:
+    """The seed of one of several texts that are generated with one seed, in [0, 2**64); of the first it is that seed.
+
+    Args:
+        seed: of all of them, in [0, 2**64).
+        number: of the text, from 0.
+    """
+    return seed if number == 0 else _mix(_mix(seed) ^ _mix(number))
 
 
 def further(trail: int, token: int) -> int:

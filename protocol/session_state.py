@@ -86,6 +86,7 @@ class Commit:
         num_from_draft: how many of the tokens, from the front, the drafter had proposed.
         num_rejected: judged tokens that were rejected, or came after a rejected one. Tokens proposed beyond the end of
             the text do not count, nor do those that the target left out.
+        num_stale: judged tokens, from the front, that were stale; see `Proposal.num_stale`.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
         resting: whether the target decoded the round alone because the drafter rested or was late.
@@ -101,6 +102,7 @@ class Commit:
     tokens: tuple[int, ...]
     num_from_draft: int
     num_rejected: int = 0
+    num_stale: int = 0
     bonus: bool = False
     single_step: bool = False
     settles: bool = False
@@ -270,6 +272,7 @@ class SessionState:
             tokens=tokens[:num_tokens],
             num_from_draft=min(num_tokens, verdict.num_accepted),
             num_rejected=num_judged - verdict.num_accepted if has_own_token else 0,
+            num_stale=min(num_judged, self.outstanding.num_stale if self.outstanding else 0),
             bonus=has_own_token and num_judged > 0 and num_judged == verdict.num_accepted,
             single_step=verdict.single_step,
             settles=verdict.settles,

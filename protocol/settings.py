@@ -139,6 +139,15 @@ def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         )
 
 
+def _path(value: Any) -> Any:
+    return value.__fspath__() if hasattr(value, "__fspath__") else value
+
+
+def _file(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise SettingsError(f"{attribute.name} must be the path of a file or None, got {shown(value)}")
+
+
 # The settings that a user's sampler replaces.
 _OF_SAMPLING = (
     *("temperature", "draft_temperature", "top_p", "min_p", "min_tokens_to_keep", "top_k"),
@@ -204,8 +213,15 @@ class Settings:
         acceptance: "match", "rejection", or "auto": match at temperature 0 or with a seed, else rejection. At
             temperature 0 the two rules are the same.
         lookahead: the most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
+        prediction: ids of a text that the answer may resemble, such as a file that is edited. Prompt lookup drafts from
+            it, as from the prompt; a drafter that has a model does so after a miss, with `lookahead="auto"`. It changes
+            how many drafted tokens are accepted, never the distribution of the text.
         reuse_prefix: begin with the cached tokens of an earlier text that shares a prefix with this one, and keep this
             text's cached tokens for later ones.
+        prompt_cache_file: path of a file of `mlx_lm.cache_prompt`, or of mlx-lm's `save_prompt_cache`, made with this
+            target and the same options of its caches; the text continues what is cached in it, and the prompt is what
+            comes after that. As in mlx-lm, penalties and logits processors do not see the tokens before the prompt,
+            whose ids the file does not have. None for none.
 
     Raises: SettingsError: a value is of the wrong type, out of its range or not finite.
     """
@@ -251,9 +267,16 @@ class Settings:
     lookahead: int | Literal["auto"] = attrs.field(
         default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding")
     )
+    prediction: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
     reuse_prefix: bool = attrs.field(default=False, validator=_flag)
+    prompt_cache_file: str | None = attrs.field(default=None, converter=_path, validator=_file)
 
     def __attrs_post_init__(self) -> None:
+        if self.prompt_cache_file is not None and self.reuse_prefix:
+            raise SettingsError(
+                "a text either continues prompt_cache_file or reuses a prefix; leave out prompt_cache_file or "
+                "reuse_prefix (a conversation always reuses what it has read)"
+            )
         if self.sampler is None:
             return
         defaults = attrs.fields_dict(Settings)
@@ -356,6 +379,7 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
         "stop_tokens": settings.stop_tokens,
         "logit_bias": settings.logit_bias,
         "xtc_special_tokens": settings.xtc_special_tokens,
+        "prediction": settings.prediction,
     }
     for name, ids in named.items():
         if outside := [token for token in ids if token >= vocab_size]:

@@ -42,4 +42,14 @@ class SettingsArguments(TypedDict, total=False):
     prefill_step_size: int | Literal["auto"]
     acceptance: Acceptance
     lookahead: int | Literal["auto"]
+    prediction: Iterable[int] | None
     reuse_prefix: bool
+    prompt_cache_file: str | None
+
+
+class ScoreArguments(TypedDict, total=False):
+    """The keyword arguments of `score`, which explains them."""
+
+    logprobs: int
+    reuse_prefix: bool
+    prefill_step_size: int | Literal["auto"]

@@ -43,7 +43,11 @@ class Statistics:
         draft_failures: drafters that failed; the rest was decoded without them.
         draft_timeouts: how often the target stopped waiting for a drafter that was late with a proposal or was still
             reading the prompt, and went on alone until the drafter had caught up.
+        accepted_stale, rejected_stale: accepted and rejected tokens of a trained drafter that it had drafted ahead,
+            before the target gave hidden states that it had given by the time they were proposed.
         acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
+        fresh_acceptance, stale_acceptance: the same for the tokens that were not stale in this sense, all of those of a
+            draft model among them; and for those that were. None if none was proposed.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
         prompt_tps: prompt tokens per second of the target's prefill.
         generation_tps: generated tokens per second, from the end of the first round to the last token. The tokens of
@@ -89,7 +93,11 @@ class Statistics:
     rows_per_pass: float | None
     wait_seconds: float
     longest_wait_seconds: float
+    accepted_stale: int
+    rejected_stale: int
     acceptance_rate: float | None
+    fresh_acceptance: float | None
+    stale_acceptance: float | None
     tokens_per_round: float
     prompt_tps: float
     generation_tps: float | None
@@ -131,6 +139,8 @@ class Counts:
     generated_tokens: int = 0
     accepted: int = 0
     rejected: int = 0
+    accepted_stale: int = 0
+    rejected_stale: int = 0
     bonus: int = 0
     rounds: int = 0
     n1_rounds: int = 0
@@ -163,8 +173,10 @@ class Counts:
             self.resting_rounds += commit.resting
         if index < commit.num_from_draft:
             self.accepted += 1
+            self.accepted_stale += index < commit.num_stale
         else:
             self.rejected += commit.num_rejected
+            self.rejected_stale += max(0, commit.num_stale - commit.num_from_draft)
             self.bonus += commit.bonus
 
     def take_part(self, num_rows: int, *, is_first: bool) -> None:
@@ -211,13 +223,15 @@ class Counts:
             estimates: what the runtime has measured so far.
             lookahead: see `protocol.advice.advise`.
         """
-        proposed = self.accepted + self.rejected
+        proposed, proposed_stale = self.accepted + self.rejected, self.accepted_stale + self.rejected_stale
         num_timed = self.generated_tokens - num_untimed
         shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
         statistics = Statistics(
             **shared,
             proposed=proposed,
-            acceptance_rate=self.accepted / proposed if proposed else None,
+            acceptance_rate=_share(self.accepted, proposed),
+            fresh_acceptance=_share(self.accepted - self.accepted_stale, proposed - proposed_stale),
+            stale_acceptance=_share(self.accepted_stale, proposed_stale),
             rows_per_pass=self.pass_rows / self.pass_shares if self.pass_shares else None,
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
             prompt_tps=_ratio(self.prefilled_tokens, self.prefill_seconds),
@@ -230,6 +244,10 @@ class Counts:
             estimates=estimates,
         )
         return attrs.evolve(statistics, advice=advise(statistics, lookahead))
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _ratio(part: float, whole: float) -> float:

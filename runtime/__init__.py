@@ -12,7 +12,7 @@ import sys
 import warnings
 from importlib import import_module
 
-from runtime.loading import mlx_environment
+from runtime.loading import file_limit, mlx_environment
 from runtime.name_collisions import check_packages
 
 # Before anything is imported from these packages.
@@ -29,6 +29,7 @@ from protocol.errors import (
     PromptError,
     PromptTooLongError,
     ProtocolError,
+    RankError,
     RewindError,
     RuntimeBrokenError,
     RuntimeClosedError,
@@ -44,9 +45,12 @@ TYPE_CHECKING = False  # as `typing.TYPE_CHECKING`; importing `typing` takes a w
 if TYPE_CHECKING:
     from typing import Any
 
+    from actors.distributed.joining import join_ranks
+    from actors.distributed.rank_group import RankGroup
     from protocol.logits_processors import Checkpointed, LogitsProcessor, Stateless, stateless
     from protocol.messages import Likelihood
     from protocol.prices import Estimates
+    from protocol.scores import Score, ScoredToken, TopLogprob
     from protocol.session_state import Commit
     from protocol.settings import Settings
     from protocol.statistics import Statistics
@@ -61,9 +65,20 @@ if TYPE_CHECKING:
     from runtime.generation.grammar import Grammar
     from runtime.generation.many_prompts import Completions, TokenStreams
     from runtime.generation.reasoning import ReasoningTracker
-    from runtime.generation.token_reader import Token, TopLogprob
+    from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import Completion, TokenStream
+    from runtime.generation.tool_calls.events import (
+        CallArguments,
+        CallBegan,
+        CallBroken,
+        CallEnded,
+        ReasoningPart,
+        TextPart,
+        ToolCall,
+    )
     from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET, DEMO_TRAINED_DRAFT
+    from runtime.loading.model_spec import ModelSpec
+    from runtime.ranks.following import follow
     from runtime.sync import generate_sync, open_sync
 
     __version__: str
@@ -73,6 +88,10 @@ __all__ = [
     "DEMO_DRAFT",
     "DEMO_TARGET",
     "DEMO_TRAINED_DRAFT",
+    "CallArguments",
+    "CallBegan",
+    "CallBroken",
+    "CallEnded",
     "Checkpointed",
     "Commit",
     "Completion",
@@ -88,6 +107,7 @@ __all__ = [
     "Likelihood",
     "LogitsProcessor",
     "ModelError",
+    "ModelSpec",
     "NoRuntimeError",
     "NotANumberError",
     "OutriderError",
@@ -95,11 +115,16 @@ __all__ = [
     "PromptError",
     "PromptTooLongError",
     "ProtocolError",
+    "RankError",
+    "RankGroup",
+    "ReasoningPart",
     "ReasoningTracker",
     "RewindError",
     "Runtime",
     "RuntimeBrokenError",
     "RuntimeClosedError",
+    "Score",
+    "ScoredToken",
     "SessionFileError",
     "Settings",
     "SettingsError",
@@ -110,14 +135,18 @@ __all__ = [
     "StreamBusyError",
     "StreamFailedError",
     "Suggestion",
+    "TextPart",
     "Token",
     "TokenStream",
     "TokenStreams",
+    "ToolCall",
     "TopLogprob",
     "VocabularyMismatchError",
     "WrongEventLoopError",
     "aio",
+    "follow",
     "generate_sync",
+    "join_ranks",
     "keep_open",
     "open",
     "open_sync",
@@ -137,6 +166,9 @@ _HOMES = {
     "open": "runtime.engine.opening",
     "keep_open": "runtime.engine.opening",
     "stream": "runtime.engine.running",
+    "follow": "runtime.ranks.following",
+    "join_ranks": "actors.distributed.joining",
+    "RankGroup": "actors.distributed.rank_group",
     "Completions": "runtime.generation.many_prompts",
     "Grammar": "runtime.generation.grammar",
     "Health": "runtime.engine.health",
@@ -145,14 +177,23 @@ _HOMES = {
     "Token": "runtime.generation.token_reader",
     "TokenStream": "runtime.generation.token_stream",
     "TokenStreams": "runtime.generation.many_prompts",
-    "TopLogprob": "runtime.generation.token_reader",
+    "CallArguments": "runtime.generation.tool_calls.events",
+    "CallBegan": "runtime.generation.tool_calls.events",
+    "CallBroken": "runtime.generation.tool_calls.events",
+    "CallEnded": "runtime.generation.tool_calls.events",
+    "ReasoningPart": "runtime.generation.tool_calls.events",
+    "TextPart": "runtime.generation.tool_calls.events",
+    "ToolCall": "runtime.generation.tool_calls.events",
     "generate_sync": "runtime.sync",
     "open_sync": "runtime.sync",
     "ReasoningTracker": "runtime.generation.reasoning",
     "Commit": "protocol.session_state",
     "Estimates": "protocol.prices",
     "Likelihood": "protocol.messages",
+    "Score": "protocol.scores",
+    "ScoredToken": "protocol.scores",
     "Statistics": "protocol.statistics",
+    "TopLogprob": "protocol.scores",
 }
 # Homes that do not import mlx.
 _LIGHT_HOMES = {
@@ -167,12 +208,14 @@ _LIGHT_HOMES = {
     "Span": "protocol.trace",
     "Suggestion": "runtime.doctor.draft_suggestions",
     "suggest_draft": "runtime.doctor.draft_suggestions",
+    "ModelSpec": "runtime.loading.model_spec",
     "DEMO_DRAFT": "runtime.loading.demo",
     "DEMO_TARGET": "runtime.loading.demo",
     "DEMO_TRAINED_DRAFT": "runtime.loading.demo",
 }
 
 mlx_environment.tune()
+file_limit.guard_import()
 if os.environ.get("OUTRIDER_BLAS"):
     from runtime.loading import blas
 

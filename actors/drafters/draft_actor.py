@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import attrs
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
@@ -271,7 +270,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 session.cached_tokens.follow(outcome.fed)
                 # A verdict may have dropped the node from the tree meanwhile.
                 if node is not None and node.alive:
-                    next_node = session.tree.expand(node, *self._calibrated(session, outcome))
+                    next_node = session.tree.expand(node, *session.calibrated(outcome.guesses))
             case RewoundToCheckpoint():
                 # Nothing was fed. The next step may draft after the same node, with more tokens to feed.
                 session.shared.counts.draft_replayed_tokens += outcome.wanted - outcome.length
@@ -293,12 +292,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return
         if running.node is None or running.node is not self._next_expansion(session):
             running.steps.interrupt()
-
-    def _calibrated(self, session: DraftSession, drafted: Drafted) -> tuple[Guess, ...]:
-        if not isinstance(session.policy, AutoPolicy):
-            return drafted.guesses
-        calibration = session.policy.calibration
-        return tuple(attrs.evolve(guess, confidence=calibration(guess.rank, guess.raw)) for guess in drafted.guesses)
 
     async def _catch_up(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""
@@ -381,8 +374,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if is_near_end and session.policy.should_rest_on(session.num_behind):
                 self._rest(session)
         else:
+            now_s = self.worker.clock()
+            was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
             # Passes of other sessions hide a miss as well as a hit does.
-            self.prices.hit_rate.observe(float(was_hit or self._target_queue.is_busy))
+            is_hidden = self._target_queue.is_busy
+            self.prices.hit_rate.observe(float((was_hit and not was_dropped) or is_hidden))
             self._count_hit(session, verdict, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

@@ -74,6 +74,7 @@ class DraftSession(DrafterSession):
         self.running_steps: RunningSteps | None = None
         self.num_alone = 0
         self._given: list[Features] = []  # until there is a sequence that reads them
+        self._dropped: tuple[Guess, ...] = ()  # at the token that comes next
 
     def receive(self, message: Message) -> None:
         """See `DrafterSession.receive`. Takes the target's features, too."""
@@ -144,6 +145,7 @@ class DraftSession(DrafterSession):
             drafting_node=running.node if running else None,
             drafting_until_s=running.expected_end_s if running else 0.0,
             queue_slack_s=queue_slack_s,
+            num_to_refresh=self._num_to_refresh,
         )
 
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
@@ -159,6 +161,19 @@ class DraftSession(DrafterSession):
         nodes = self.policy.proposal(self.view(now_s, queue_slack_s))
         return None if nodes is None else self.proposal(nodes)
 
+    def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
+        """Drop what was drafted ahead, if the policy would rather draft on the hidden states that have come since.
+
+        Returns: whether it was dropped.
+        """
+        if self.state.phase is not SessionPhase.PROPOSING:
+            return False
+        view = self.view(now_s, queue_slack_s)
+        if view.num_to_refresh == 0 or not self.policy.drops_stale(view):
+            return False
+        self._dropped = self.tree.drop_ahead()
+        return True
+
     def proposal_by_now(self) -> Proposal:
         """A proposal of the useful tokens that have been drafted by now; may be empty."""
         num_wanted = self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
@@ -169,11 +184,23 @@ class DraftSession(DrafterSession):
         if not isinstance(self.policy, AutoPolicy):
             return
         by_match = self.shared.opened.settings.rule == "match"
+        dropped, self._dropped = self._dropped, ()
+        for guess in dropped if by_match else ():
+            self.policy.calibration.observe_dropped(guess, guess.token == commit.tokens[0])
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
             # Under the rejection rule, a draw that was not judged may differ from the committed token and would have
             # been accepted all the same.
             if by_match or guess.rank != 0 or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
+
+    def calibrated(self, guesses: tuple[Guess, ...]) -> tuple[Guess, ...]:
+        """Guesses with the confidence that the calibration gives them."""
+        if not isinstance(self.policy, AutoPolicy):
+            return guesses
+        calibration = self.policy.calibration
+        return tuple(
+            attrs.evolve(guess, confidence=calibration(guess.rank, guess.raw, guess.staleness)) for guess in guesses
+        )
 
     def follow(self, commit: Commit) -> bool:
         """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
@@ -189,6 +216,18 @@ class DraftSession(DrafterSession):
                     ]
                 )
         return was_hit
+
+    @property
+    def _num_to_refresh(self) -> int:
+        """See `PolicyView.num_to_refresh`."""
+        sequence, choice = self.sequence, self.tree.root.choice
+        if not isinstance(sequence, FeatureInput) or choice is None or not self.tree.is_stale(choice):
+            return 0
+        assert choice.guess is not None
+        committed = self.state.committed
+        if len(committed) - 1 - sequence.num_given >= choice.guess.staleness:
+            return 0
+        return len(committed) - min(self.cached_tokens.plan(committed).keep, sequence.length)
 
     def _can_continue(self, node: Node) -> bool:
         """Whether the text can go on after a node, that is, whether the node's token does not end it."""

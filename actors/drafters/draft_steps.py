@@ -14,6 +14,7 @@ from actors.model import CachedSequence, CacheLostError, RewindMode
 from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import TokenHistory, pad
 from actors.session import Session
+from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Step
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
@@ -181,9 +182,10 @@ class DraftSteps:
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
         chosen = self.shared.logits_pipeline.sample(logits)
-        return guesses(
+        lazy = guesses(
             logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
         )
+        return attrs.evolve(lazy, staleness=staleness_of(self.sequence))
 
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
@@ -209,6 +211,7 @@ class LazyGuesses:
         confidence: () the drafter's confidence in the choice. None if the choice is the first of the likeliest tokens:
             always so under the match rule, unless a user's sampler made the choice.
         probs: (V,) the distribution that the choice was drawn from; None under the match rule.
+        staleness: see `Guess`.
     """
 
     choice: mx.array
@@ -216,6 +219,7 @@ class LazyGuesses:
     likeliest_tokens: tuple[mx.array, mx.array]
     confidence: mx.array | None = None
     probs: mx.array | None = None
+    staleness: int = 0
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
@@ -226,11 +230,16 @@ class LazyGuesses:
         """The guesses, the choice first."""
         mx.eval(*self.arrays())
         if self.confidence is None:
-            return _ranked(self.likeliest_tokens)
+            return _ranked(self.likeliest_tokens, self.staleness)
         token, confidence = cast(int, self.choice.item()), _zero_if_nan(cast(float, self.confidence.item()))
-        others = [guess for guess in _ranked(self.likeliest_tokens, first_rank=1) if guess.token != token]
+        others = [guess for guess in _ranked(self.likeliest_tokens, self.staleness, 1) if guess.token != token]
         num_others = self.likeliest_tokens[0].shape[1] - 1
-        return Guess(token, confidence, self.probs, raw=confidence), *others[:num_others]
+        return Guess(token, confidence, self.probs, raw=confidence, staleness=self.staleness), *others[:num_others]
+
+
+def staleness_of(sequence: CachedSequence) -> int:
+    """The staleness of what is drafted after a text; see `Guess`."""
+    return sequence.staleness if isinstance(sequence, FeatureInput) else 0
 
 
 def guesses(
@@ -273,14 +282,14 @@ def guesses(
     )
 
 
-def _ranked(likeliest_tokens: tuple[mx.array, mx.array], first_rank: int = 0) -> tuple[Guess, ...]:
+def _ranked(likeliest_tokens: tuple[mx.array, mx.array], staleness: int, first_rank: int = 0) -> tuple[Guess, ...]:
     """One row of `likeliest`, evaluated, as guesses with ranks from `first_rank` on."""
     tokens, confidences = likeliest_tokens
     (token_row,), (confidence_row,) = cast(
         tuple[list[list[int]], list[list[float]]], (tokens.tolist(), confidences.tolist())
     )
     return tuple(
-        Guess(token, confidence, rank=rank, raw=confidence)
+        Guess(token, confidence, rank=rank, raw=confidence, staleness=staleness)
         for rank, (token, confidence) in enumerate(
             zip(token_row, map(_zero_if_nan, confidence_row), strict=True), start=first_rank
         )

@@ -16,7 +16,7 @@ from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict, Withdraw
 from protocol.prices import Prices
-from protocol.prompt_lookup import PromptLookup
+from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
 from protocol.session_state import SessionPhase
 from protocol.settings import MAX_LOOKAHEAD, Settings
 
@@ -73,10 +73,18 @@ class DrafterSession(ActorSession):
         self.wake()
 
     async def index_committed(self) -> None:
-        """Add the committed text, the prompt above all, to the index.
+        """Add the committed text, the prompt above all, to the index; before it what is expected after the prompt.
 
         Cancellation: strikes every few hundred tokens.
         """
+        opened = self.shared.opened
+        if prediction := opened.settings.prediction:
+            # With the end of the prompt before it, the prediction is found as soon as the text begins.
+            reference = (*opened.prompt[-MAX_NGRAM:], *prediction)
+            while self.index.num_reference < len(reference):
+                start = self.index.num_reference
+                self.index.append_reference(reference[start : start + TOKENS_PER_INDEXING])
+                await trio.lowlevel.checkpoint()
         committed = self.state.committed  # the target may lengthen it meanwhile
         while len(self.index) < len(committed):
             self.index.append(committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
@@ -97,7 +105,8 @@ class DrafterSession(ActorSession):
         may_cut = isinstance(self.policy, AutoPolicy) and state.opened.settings.rule == "match"
         reach = tuple(node.reach for node in nodes) if may_cut else ()
         tokens = tuple(guess.token for guess in guesses)
-        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach)
+        num_stale = sum(map(self.tree.is_stale, nodes))
+        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale)
 
 
 S = TypeVar("S", bound=DrafterSession)

@@ -69,6 +69,11 @@ def peak_memory() -> int:
     return mx.get_peak_memory()
 
 
+def active_memory() -> int:
+    """The bytes of MLX's arrays in this process now; buffers that MLX keeps for later use do not count."""
+    return mx.get_active_memory()
+
+
 def begin_peak() -> int:
     """Measure `peak_memory` anew from now on, for the whole process. Returns: the bytes that MLX uses now."""
     mx.reset_peak_memory()

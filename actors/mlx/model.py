@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import mlx.core as mx
 import mlx_lm
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize as quantize_modules
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_rewind import (
@@ -37,6 +39,8 @@ from protocol.errors import ModelError
 
 logger = logging.getLogger("outrider")
 
+S = TypeVar("S", bound=MLXSequence)
+
 _warned_of: set[str] = set()  # cache classes and model families: one warning each a process
 
 # Families that are fed one token at a time, because a pass over several tokens gives other logits than a pass for each.
@@ -50,16 +54,59 @@ _ONE_BY_ONE = {"mlx_lm.models.phi3small", "mlx_lm.models.plamo3"}
 _MIN_PHI3SMALL_VOCAB_SIZE = 100_352
 
 
-def load(path_or_hub_id: str | Path) -> tuple[Module, TokenizerWrapper]:
+def dtypes_of(module: Module) -> tuple[str, ...]:
+    """The types of a module's weights, by name."""
+    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in _weights_of(module)}))
+
+
+def _weights_of(module: Module) -> list[mx.array]:
+    return [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
+
+
+def load(
+    path_or_hub_id: str | Path,
+    *,
+    adapter: Path | None = None,
+    quantize: Mapping[str, Any] | None = None,
+    **mlx_lm_options: Any,
+) -> tuple[Module, TokenizerWrapper]:
     """Load a model and its tokenizer. The weights are evaluated on the calling thread.
 
+    Args:
+        path_or_hub_id: where the model is.
+        adapter: the directory of an adapter, which is put on the model; None for none.
+        quantize: `bits`, `group_size` and `mode`, to which the weights are quantised before; None leaves them.
+        **mlx_lm_options: further options of `mlx_lm.load`.
+
     Raises:
-        ModelError: the configuration is that of a model that would crash the process.
+        ModelError: the configuration is that of a model that would crash the process, or a model that is quantised is
+            to be quantised again.
         Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
-    model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id))
+    # Lazily, so that no weights are in memory that will be replaced.
+    model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id), lazy=quantize is not None, **mlx_lm_options)
+    if quantize is not None:
+        _quantize(model, **quantize)
+    if adapter is not None:
+        model = load_adapters(model, str(adapter))
+        model.eval()
+    mx.eval(model.parameters())
     return model, tokenizer
+
+
+def _quantize(model: Module, *, bits: int, group_size: int, mode: str) -> None:
+    """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)"""
+    if any(hasattr(module, "bits") and hasattr(module, "group_size") for module in model.modules()):
+        raise ModelError("its weights are quantised already; leave quantize out, or give the original model")
+    predicate = getattr(model, "quant_predicate", None)
+
+    def wanted(path: str, module: Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size != 0:
+            return False
+        return True if predicate is None else cast(bool | dict[str, Any], predicate(path, module))
+
+    quantize_modules(model, group_size, bits, mode=mode, class_predicate=wanted)
 
 
 def tokenizer_wrapper(tokenizer: Any) -> TokenizerWrapper:
@@ -132,7 +179,7 @@ class MLXModel:
     @property
     def context_length(self) -> int | None:
         """See `Model.context_length`."""
-        return _context_length(getattr(self._model, "args", None))
+        return context_length_of(getattr(self._model, "args", None))
 
     @property
     def cache_options(self) -> dict[str, int | None]:
@@ -168,19 +215,24 @@ class MLXModel:
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         """See `Model.open_sequence`."""
+        return self.open_sequence_of(MLXSequence, beside_another=beside_another)
+
+    def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
+        """As `open_sequence`, of a class of one's own."""
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
         layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
-        return MLXSequence(
+        return kind(
             self._model,
             self._options,
             vocab_size=self._vocab_size,
             layer_evaluation=layer_evaluation,
-            recorder=self._shared_passes.recorder,
+            recorder_slot=self._shared_passes.recorder_slot,
         )
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """Record what enters some layers, for a drafter that reads it, in sequences that are opened from now on.
+        """Record what enters some layers, for a drafter that reads it, from the next pass on; see also
+        `CachedSequence.record_features`.
 
         `evaluating_layers` must be in force.
 
@@ -188,7 +240,8 @@ class MLXModel:
             layer_ids: each in [0, number of layers]; that number stands for what the last layer gives. None records
                 nothing.
         """
-        self._shared_passes.recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
+        recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
+        self._shared_passes.recorder_slot.recorder = recorder
 
     @property
     def num_bytes(self) -> int:
@@ -206,7 +259,7 @@ class MLXModel:
             family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
             num_parameters=sum(leaf.size for leaf in weights),
             num_bytes=self.num_bytes,
-            dtypes=tuple(sorted({str(leaf.dtype).removeprefix("mlx.core.") for leaf in weights})),
+            dtypes=dtypes_of(self._model),
             cache_kinds=dict(Counter(kind(layer) for layer in sequence.cache)),
             rewind_mode=self._options.rewind_mode(sequence.cache, 8, 4),
             window=shortest_window,
@@ -218,7 +271,7 @@ class MLXModel:
         )
 
     def _weights(self) -> list[mx.array]:
-        return [cast(mx.array, pair[1]) for pair in tree_flatten(self._model.parameters())]
+        return _weights_of(self._model)
 
     def _check_quantisation(self, cache: list[Any]) -> None:
         """Raise an error if the caches cannot be quantised as the options demand. Quantises a filled `cache` to see."""
@@ -314,7 +367,7 @@ def _check_phi3small(named: str, vocab_size: int) -> None:
 # --- memory and bounds ----------------------------------------------------------------------------
 
 
-def _context_length(args: Any) -> int | None:
+def context_length_of(args: Any) -> int | None:
     """The largest number of positions by a model's configuration; None if it names no bound."""
     text = getattr(args, "text_config", None)
     if isinstance(text, dict):

@@ -59,7 +59,6 @@ class RowBatch:
         layer_evaluation: LayerEvaluation,
         *,
         vocab_size: int,
-        recorder: FeatureRecorder | None = None,
     ) -> None:
         """Make an empty batch.
 
@@ -68,10 +67,8 @@ class RowBatch:
             caches: caches of one text, for each of which `can_take_rows` is true.
             layer_evaluation: when the layers of a pass are evaluated.
             vocab_size: width of the model's logits. The model has no embedding for ids from there on.
-            recorder: of the features that a trained drafter reads; None if nobody reads any.
         """
         self._model = model
-        self._recorder = recorder
         self._features: dict[object, mx.array] = {}  # by key: (tokens, width) of the last pass
         self._vocab_size = vocab_size
         self._caches = [row_cache_for(layer) for layer in caches]
@@ -143,12 +140,15 @@ class RowBatch:
         for rows in self._caches:
             rows.shrink(max(self._lengths, default=0))
 
-    def feed(self, tokens: Mapping[object, tuple[int, ...]]) -> dict[object, mx.array]:
+    def feed(
+        self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
+    ) -> dict[object, mx.array]:
         """Process tokens of several rows in one pass.
 
         Args:
             tokens: by key, at least one id for each row that takes part, at most `MAX_WIDTH`. The other rows stay as
                 they are. The model reads an id beyond its vocabulary as its last id, as `MLXSequence` has it.
+            recorder: of the features that a trained drafter reads; None if nobody reads any.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
         """
@@ -165,22 +165,23 @@ class RowBatch:
         assert 0 < width <= MAX_WIDTH
         padded = mx.array([row + (0,) * (width - len(row)) for row in fed])
         with evaluating(self._layer_evaluation):
-            logits = self._forward(padded, widths)
+            logits = self._forward(padded, widths, recorder)
         self._count(widths)
         return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
-    def feed_ahead(self, tokens: Mapping[object, mx.array]) -> None:
+    def feed_ahead(self, tokens: Mapping[object, mx.array], recorder: FeatureRecorder | None = None) -> None:
         """Start a pass over one token of several rows, which stay as they are until `feed` is called with these tokens.
 
         Args:
             tokens: by key, one element each, which may not be computed yet.
+            recorder: as for `feed`.
         """
         self._settle()
         widths = [int(key in tokens) for key in self._keys]
         none = mx.zeros((1,), mx.int32)
         fed = [tokens[key].reshape(1).astype(mx.int32) if key in tokens else none for key in self._keys]
         # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
-        logits = self._forward(mx.minimum(mx.stack(fed), self._vocab_size - 1), widths)
+        logits = self._forward(mx.minimum(mx.stack(fed), self._vocab_size - 1), widths, recorder)
         mx.async_eval(logits)
         # The states from before the pass before are kept no longer.
         self._lengths_before = list(self._lengths)
@@ -188,14 +189,15 @@ class RowBatch:
             tokens, {key: logits[row, :1] for row, key in enumerate(self._keys) if widths[row] > 0}
         )
 
-    def _forward(self, tokens: mx.array, widths: Sequence[int]) -> mx.array:
+    def _forward(self, tokens: mx.array, widths: Sequence[int], recorder: FeatureRecorder | None) -> mx.array:
         """(B, W, V) logits of a pass over (B, W) ids, of which `widths` are not padding; lazy."""
         for rows in self._caches:
             rows.begin(self._lengths, widths)
-        with recording(self._recorder):
+        with recording(recorder):
             logits: mx.array = self._model(tokens, cache=self._caches)
-        if self._recorder is not None:
-            features = self._recorder.take((tokens.shape[0], tokens.shape[1]))
+        self._features = {}
+        if recorder is not None:
+            features = recorder.take((tokens.shape[0], tokens.shape[1]))
             self._features = {key: features[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row]}
         if max(self._lengths) // STEP != (max(self._lengths) + tokens.shape[1]) // STEP:
             release_buffers()

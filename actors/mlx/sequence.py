@@ -27,12 +27,11 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import can_take_rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
 from actors.model import RewindMode
-from actors.trained.features import FeatureRecorder, RecordedFeatures
+from actors.trained.features import RecordedFeatures, RecorderSlot, RecordsFeatures
 from protocol.errors import RewindError
-from protocol.messages import Features
 
 
-class MLXSequence:
+class MLXSequence(RecordsFeatures):
     """One text in the caches of an mlx-lm model; see `CachedSequence`.
 
     Attributes:
@@ -47,7 +46,7 @@ class MLXSequence:
         *,
         vocab_size: int,
         layer_evaluation: LayerEvaluation = LayerEvaluation.WHOLE,
-        recorder: FeatureRecorder | None = None,
+        recorder_slot: RecorderSlot | None = None,
     ) -> None:
         """Make an empty sequence.
 
@@ -56,10 +55,10 @@ class MLXSequence:
             options: how its caches are made and rewound.
             vocab_size: width of the model's logits. The model has no embedding for ids from there on.
             layer_evaluation: when the layers of a pass are evaluated.
-            recorder: of the features that a trained drafter reads; None if nobody reads any.
+            recorder_slot: has the recorder of the model's features, while there is one; None if there never is.
         """
         self._model = model
-        self._features = RecordedFeatures(recorder)
+        self.features = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
@@ -91,7 +90,7 @@ class MLXSequence:
 
     def join(self, batch: RowBatch) -> None:
         """Become a row of a batch. `can_be_row` must be true."""
-        self.check(self._length)
+        self.check_caches(self._length)
         batch.join(self, self.cache, self._length)
         self._batch = batch
         # A row goes back to where it was before its last pass, and no further.
@@ -104,27 +103,19 @@ class MLXSequence:
             self._batch = None
             # Until they are computed, its slices keep the buffers of the whole batch.
             mx.eval([layer.state for layer in self.cache])
-            self.check(self._length)
-
-    def feature_arrays(self) -> list[mx.array]:
-        """See `CachedSequence.feature_arrays`."""
-        return self._features.arrays()
-
-    def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
-        return self._features.take(end)
+            self.check_caches(self._length)
 
     def forget(self) -> None:
         """See `CachedSequence.forget`. Leaves its batch, which must be given up."""
         self.cache = self._options.make_cache(self._model)
         self._batch, self._length, self._is_quantized = None, 0, False
-        self._features.clear()
+        self.features.clear()
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
         assert self._batch is not None
-        self._features.add(self._length, self._batch.features(self))
+        self.features.add(self._length, self._batch.features(self))
         self._length = self._batch.length(self)
 
     # --- alone ------------------------------------------------------------------------------------
@@ -134,7 +125,7 @@ class MLXSequence:
         self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
-            mx.eval([layer.state for layer in self.cache], self._features.arrays())
+            mx.eval([layer.state for layer in self.cache], self.features.arrays())
             release_buffers()
             return None
         passes = self._options.passes(self.cache, self._length, tokens)
@@ -145,7 +136,7 @@ class MLXSequence:
     def feed_lazy(self, token: mx.array) -> mx.array:
         """See `CachedSequence.feed_lazy`."""
         self.leave_batch()
-        with self._features.of_pass(self._length, 1):
+        with self.features.of_pass(self._length, 1):
             logits: mx.array = self._model(token[None], cache=self.cache)
         self._grow(1)
         return logits[0]
@@ -155,7 +146,7 @@ class MLXSequence:
         # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
         # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluating(self.layer_evaluation), self._features.of_pass(self._length, len(tokens)):
+        with evaluating(self.layer_evaluation), self.features.of_pass(self._length, len(tokens)):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]
@@ -165,9 +156,8 @@ class MLXSequence:
         if self._batch is not None:
             return RewindMode.CHECKPOINT if self._batch.is_recurrent else RewindMode.TRIM
         rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
-        if rewind_mode is RewindMode.CHECKPOINT and (
-            not self._checkpoints or self._checkpoints[-1].length < self._length
-        ):
+        last = self._checkpoints[-1].length if self._checkpoints else -1
+        if rewind_mode is RewindMode.CHECKPOINT and last < self._length:
             self._checkpoints.append(self._make_checkpoint())
         self._forget_below(settled)
         return rewind_mode
@@ -176,7 +166,7 @@ class MLXSequence:
         """See `CachedSequence.rewind`."""
         if self._batch is not None:
             self._length = self._batch.rewind(self, length)
-            self._features.rewind(self._length)
+            self.features.rewind(self._length)
             return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
@@ -186,12 +176,16 @@ class MLXSequence:
             else:
                 self._rewind_to_checkpoint(length)
         self._drop_checkpoints_ahead()
-        self._features.rewind(self._length)
-        self.check(self._length)
+        self.features.rewind(self._length)
+        self.check_caches(self._length)
         return self._length
 
     def check(self, length: int) -> None:
         """See `CachedSequence.check`."""
+        self.check_caches(length)
+
+    def check_caches(self, length: int) -> None:
+        """As `check`, for the number of tokens in the caches."""
         if self._batch is not None:
             if self._batch.length(self) != length:
                 raise RewindError(f"a row should hold {length} tokens, it holds {self._batch.length(self)}")
@@ -218,12 +212,11 @@ class MLXSequence:
         Raises: RewindError: some cache holds another number of tokens.
         """
         self.leave_batch()
-        self.check(len(tokens))
+        self.check_caches(len(tokens))
         if not tokens or not all(can_take_state(layer) for layer in self.cache):
             return None
-        return SequenceState(
-            tokens, tuple(take_state(layer) for layer in self.cache), tuple(self._take_prefix_checkpoints())
-        )
+        layers = tuple(take_state(layer) for layer in self.cache)
+        return SequenceState(tokens, layers, tuple(self._take_prefix_checkpoints()))
 
     def _take_prefix_checkpoints(self) -> Iterator[PrefixCheckpointState]:
         present = self._make_checkpoint()
@@ -237,10 +230,8 @@ class MLXSequence:
 
         Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
         """
-        if any(
-            len(layers) != len(self.cache)
-            for layers in (state.layers, *(checkpoint.layers for checkpoint in state.prefix_checkpoints))
-        ):
+        parts = (state.layers, *(checkpoint.layers for checkpoint in state.prefix_checkpoints))
+        if any(len(layers) != len(self.cache) for layers in parts):
             raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
         bounds = [0, *(checkpoint.length for checkpoint in state.prefix_checkpoints), len(state.tokens) + 1]
         if any(length >= next_length for length, next_length in pairwise(bounds)):
@@ -250,7 +241,7 @@ class MLXSequence:
         empty = self.cache
         try:
             self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
-            self.check(len(state.tokens))
+            self.check_caches(len(state.tokens))
             for checkpoint in state.prefix_checkpoints:
                 layers = zip(checkpoint.layers, self.cache, like, strict=True)
                 restores = [
@@ -330,7 +321,7 @@ class MLXSequence:
                 self._restore(next(c for c in self._all_checkpoints() if c.length == length))
         self._checkpoints.clear()
         self._drop_checkpoints_ahead()
-        self.check(length)
+        self.check_caches(length)
 
     def _all_checkpoints(self) -> tuple[Checkpoint, ...]:
         return (*self._checkpoints, *self._prefix_checkpoints)

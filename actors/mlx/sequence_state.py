@@ -56,39 +56,64 @@ class SequenceRecord:
     tensors: Mapping[str, Tensor]
 
 
-def record(sequence: SequenceState, name: str) -> SequenceRecord:
-    """The state of a sequence, for a file. To be called on the model's thread.
+class Recorder:
+    """Copies the state of a sequence for a file, a layer at a time, so that other work of the model can come between.
 
-    Args:
-        sequence: the state.
-        name: prefix of the tensors' names.
+    To be used on the model's thread.
     """
-    tensors: dict[str, Tensor] = {}
 
-    def add(array: mx.array) -> dict[str, str]:
-        key = f"{name}.{len(tensors)}"
-        tensors[key] = Tensor.of(array)
+    def __init__(self, sequence: SequenceState, name: str) -> None:
+        """Nothing is copied yet.
+
+        Args:
+            sequence: the state.
+            name: prefix of the tensors' names.
+        """
+        self._sequence = sequence
+        self._name = name
+        self._tensors: dict[str, Tensor] = {}
+        checkpoints = [layer for checkpoint in sequence.prefix_checkpoints for layer in checkpoint.layers]
+        self._waiting = [*sequence.layers, *checkpoints]
+        self._described: list[Any] = []
+
+    def step(self) -> SequenceRecord | None:
+        """Copy the next layer. Returns: the record, once all are copied."""
+        if len(self._described) < len(self._waiting):
+            self._described.append(self._describe_layer(self._waiting[len(self._described)]))
+            return None
+        described = iter(self._described)
+        description = {
+            "tokens": self._add(mx.array(self._sequence.tokens, mx.uint32)),
+            "layers": [next(described) for _ in self._sequence.layers],
+            "pins": [
+                {"length": checkpoint.length, "layers": [next(described) for _ in checkpoint.layers]}
+                for checkpoint in self._sequence.prefix_checkpoints
+            ],
+        }
+        return SequenceRecord(description, self._tensors)
+
+    def _add(self, array: mx.array) -> dict[str, str]:
+        key = f"{self._name}.{len(self._tensors)}"
+        self._tensors[key] = Tensor.of(array)
         return {"tensor": key}
 
-    def describe(state: State) -> Any:
+    def _describe(self, state: State) -> Any:
         if isinstance(state, (tuple, list)):
-            return [describe(element) for element in state]
-        return add(state) if isinstance(state, mx.array) else state
+            return [self._describe(element) for element in state]
+        return self._add(state) if isinstance(state, mx.array) else state
 
-    def describe_layer(taken: LayerState) -> Any:
+    def _describe_layer(self, taken: LayerState) -> Any:
         if taken.inner:
-            return {"kind": taken.kind, "parts": [describe_layer(inner) for inner in taken.inner]}
-        return {"kind": taken.kind, "state": describe(taken.state)}
+            return {"kind": taken.kind, "parts": [self._describe_layer(inner) for inner in taken.inner]}
+        return {"kind": taken.kind, "state": self._describe(taken.state)}
 
-    description = {
-        "tokens": add(mx.array(sequence.tokens, mx.uint32)),
-        "layers": [describe_layer(taken) for taken in sequence.layers],
-        "pins": [
-            {"length": checkpoint.length, "layers": [describe_layer(taken) for taken in checkpoint.layers]}
-            for checkpoint in sequence.prefix_checkpoints
-        ],
-    }
-    return SequenceRecord(description, tensors)
+
+def record(sequence: SequenceState, name: str) -> SequenceRecord:
+    """The state of a sequence, for a file, in one go; see `Recorder`."""
+    recorder = Recorder(sequence, name)
+    while (recorded := recorder.step()) is None:
+        pass
+    return recorded
 
 
 def recall(recorded: SequenceRecord) -> SequenceState:

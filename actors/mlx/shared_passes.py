@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import MAX_WIDTH, can_take_rows
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
-from actors.trained.features import FeatureRecorder
+from actors.trained.features import FeatureRecorder, RecorderSlot
 
 # Every row takes as many slots as the longest, so rows may take this many times the slots of their tokens, and up to so
 # many slots without a limit.
@@ -55,7 +55,7 @@ class SharedPasses:
     Attributes:
         known_obstacle: why texts of this model cannot share passes, as far as its kind tells, without feeding it
             anything; None if that says nothing against it.
-        recorder: of the features that a trained drafter reads; None if nobody reads any. For batches that begin anew.
+        recorder_slot: has the recorder of the features that a trained drafter reads, while there is one.
     """
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
@@ -69,7 +69,7 @@ class SharedPasses:
         self._model = model
         self._options = options
         self._vocab_size = vocab_size
-        self.recorder: FeatureRecorder | None = None
+        self.recorder_slot = RecorderSlot()
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
         self._has_fed_rows = False
@@ -94,7 +94,7 @@ class SharedPasses:
     def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
         """See `Model.feed_ahead`."""
         if self._has_fed_rows and all(isinstance(text, MLXSequence) and text.is_row for text in tokens):
-            self._batch.feed_ahead(tokens)
+            self._batch.feed_ahead(tokens, _recorder_for(tokens))
 
     def abandon(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
@@ -120,7 +120,7 @@ class SharedPasses:
         self._rows = {text: 0 if text in rows else missed + 1 for text, missed in self._rows.items()} | dict.fromkeys(
             rows, 0
         )
-        logits = self._batch.feed({text: feed.tokens for text, feed in rows.items()})
+        logits = self._batch.feed({text: feed.tokens for text, feed in rows.items()}, _recorder_for(rows))
         for text in rows:
             text.count_row()
         return {text: logits[text][-feed.num_logits :] for text, feed in rows.items()}
@@ -134,7 +134,7 @@ class SharedPasses:
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
         caches = caches if all(map(can_take_rows, caches)) else []
-        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size, recorder=self.recorder)
+        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
 
     # --- what cannot share ------------------------------------------------------------------------
 
@@ -195,6 +195,11 @@ class SharedPasses:
         caches = self._options.make_cache(self._model)
         self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
         return caches
+
+
+def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
+    """Of a pass over some texts; None if nobody reads features of any of them."""
+    return next((recorder for text in texts if (recorder := text.features.recorder) is not None), None)
 
 
 def _fitting(lengths: Mapping[Any, int]) -> set[object]:

@@ -23,8 +23,8 @@ class Fingerprint:
     """Identifies a model. If the fingerprints of two models are equal, one may use the other's caches.
 
     Fingerprints differ if these differ: architectures; configurations; names, shapes, number formats or quantisation of
-    weights; and weights that were trained further, merged with others or converted again. Such weights differ nearly
-    everywhere, so a sample of about 256 elements of each tensor, evenly spread, is enough.
+    weights; weights that were trained further, merged with others or converted again; and adapters. Such weights differ
+    nearly everywhere, so a sample of about 256 elements of each tensor, evenly spread, is enough.
 
     Fingerprints do not reveal a change to single elements outside the sample, changed code of an architecture, or a
     deliberate forgery.
@@ -87,7 +87,14 @@ def vocabulary_digest(vocabulary: dict[str, int]) -> str:
 def _configuration(model: Module) -> Any:
     args = getattr(model, "args", None)
     values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else None
-    return [type(model).__qualname__, values]
+    # What weights and arguments do not tell: how strong an adapter is, and whether activations are quantised, too. Left
+    # out where there is none, so that fingerprints of plain models stay what they were.
+    applied = [
+        [name, type(module).__name__, getattr(module, "scale", None)]
+        for name, module in model.named_modules()
+        if "lora_a" in module or type(module).__name__ == "QQLinear"
+    ]
+    return [type(model).__qualname__, values, *([sorted(applied)] if applied else [])]
 
 
 def _digest(value: Any) -> str:

@@ -11,12 +11,13 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
 from actors.model import CachedSequence, CacheLostError, Model
-from actors.prefill import prefill, prefill_committed
+from actors.prefill import prefill_committed
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
 from actors.target.pass_queue import PassQueue, SharedPass, SharedPassError
 from actors.target.plain_decoder import PlainDecoder
+from actors.target.scoring import read_prompt
 from actors.target.target_session import TargetSession
 from actors.target.verify import VerifyRequest
 from actors.workers.worker import Job, JobError, Worker
@@ -87,10 +88,12 @@ class TargetActor(ModelActor[TargetSession]):
     async def _run_session(self, session: TargetSession) -> None:
         opened, shared = session.shared.opened, session.shared
         try:
-            beside_another = opened.drafted and self.beside_another
+            # A text to score is read as drafted ones are, so that each can reuse what was read for the other.
+            beside_another = self.beside_another and (opened.drafted or opened.num_scored > 0) and bool(self.drafter)
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
+                sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
-                await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
+                await read_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
                 await self._give_prompt_features(session, sequence)
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
@@ -161,13 +164,12 @@ class TargetActor(ModelActor[TargetSession]):
         self._num_in_rounds += 1
         try:
             await self._wait_for_proposal(session)
+            sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
             self.prices.num_texts = max(1, min(self._num_in_rounds, self._passes.num_shared))
             if sequence.length < len(session.cached_tokens):
                 await self._catch_up(session, sequence)
-            proposal, is_drafted = (
-                session.state.outstanding,
-                session.state.phase is not SessionPhase.UNDRAFTED,
-            )
+            proposal = session.state.outstanding
+            is_drafted = session.state.phase is not SessionPhase.UNDRAFTED
             verdict = await (
                 self._decode(session, sequence)
                 if proposal is None and not self._shares_passes(session)

@@ -12,9 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from actors.model import FeedsEach
-from actors.trained.feature_sequence import FeatureSequence
-from actors.trained.kinds.attach import attach
-from actors.trained.kinds.head_sequence import HeadSequence
+from actors.trained.kinds.attach import DrafterSequence, attach
 
 
 class TrainedDrafter(FeedsEach):
@@ -44,7 +42,7 @@ class TrainedDrafter(FeedsEach):
         self.feature_layers = self._attached.feature_layers
         self.vocab_size = self._attached.vocab_size
 
-    def open_sequence(self, *, beside_another: bool) -> FeatureSequence | HeadSequence:
+    def open_sequence(self, *, beside_another: bool) -> DrafterSequence:
         """See `Model.open_sequence`."""
         return self._attached.open_sequence()
 
@@ -61,6 +59,12 @@ class TrainedDrafter(FeedsEach):
     def module(self) -> Module:
         """Its weights."""
         return self._attached.module
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """How many of the target's tokens it can propose."""
+        config = getattr(self.module, "config", None)
+        return int(getattr(config, "draft_vocab_size", self.vocab_size))
 
     @property
     def num_bytes(self) -> int:

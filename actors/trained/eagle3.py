@@ -25,6 +25,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.trained.drafter_files import check_feature_layers, flatten_rope, read_weights, target_ids_of, widened
 from protocol.errors import ModelError
 
 # By `model_type`: the arguments of a layer and the layer.
@@ -86,11 +87,7 @@ class Eagle3Config:
         Raises: ModelError: the target does not have them.
         """
         ids = (2, num_layers // 2, num_layers - 3) if self.feature_layers is None else self.feature_layers
-        if len(set(ids)) != len(ids) or not all(0 <= layer <= num_layers for layer in ids):
-            raise ModelError(
-                f"the drafter reads what enters layers {', '.join(map(str, ids))} of its target, which has "
-                f"{num_layers}; it was made for another one"
-            )
+        check_feature_layers(ids, num_layers)
         return ids
 
 
@@ -123,7 +120,7 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
         layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
     except KeyError as missing:
         raise ModelError(f"the drafter's configuration has no {missing}") from missing
-    _flatten_rope(layer)
+    flatten_rope(layer)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
     layers = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
         "eagle_aux_hidden_state_layer_ids"
@@ -140,18 +137,6 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
         normalizes_output=bool(config.get("norm_output", False)),
         target=verifier.get("name_or_path"),
     )
-
-
-def _flatten_rope(layer: dict[str, Any]) -> None:
-    """Put the settings of the rotary embedding where mlx-lm looks for them: transformers 5 nests them."""
-    rope = layer.pop("rope_parameters", None)
-    if rope:
-        layer.setdefault("rope_theta", rope.get("rope_theta"))
-        if layer.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
-            layer["rope_scaling"] = rope
-    layer.setdefault("rope_theta", 10_000.0)
-    layer.setdefault("max_position_embeddings", 2048)
-    layer.setdefault("tie_word_embeddings", False)
 
 
 class Eagle3(Module):
@@ -294,20 +279,14 @@ class Eagle3Reader:
         """See `FeatureReader.read`."""
         embedding = self._loaded.embedding
         if embedding is not None:
-            embedded = embedding[tokens]
+            # An index out of bounds would read other memory.
+            embedded = embedding[mx.minimum(tokens, embedding.shape[0] - 1)]
         else:
             assert self._embed is not None
             embedded = self._embed(tokens)
-        given, logits = self._loaded.model(hidden[None], embedded[None], cache)
-        return given[0], self._widened(logits[0])
-
-    def _widened(self, logits: mx.array) -> mx.array:
-        """(n, V) logits by the target's ids, -inf for those that the drafter lacks; from its own."""
-        ids = self._loaded.target_ids
-        if ids is None:
-            return logits
-        nothing = mx.full((logits.shape[0], self.vocab_size), -mx.inf, dtype=logits.dtype)
-        return mx.put_along_axis(nothing, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
+        # The embedding may be of another type than the drafter: the target's, or one that was not cast with it.
+        given, logits = self._loaded.model(hidden[None], embedded[None].astype(hidden.dtype), cache)
+        return given[0], widened(logits[0], self._loaded.target_ids, self.vocab_size)
 
 
 def load(folder: Path) -> LoadedEagle3:
@@ -317,32 +296,20 @@ def load(folder: Path) -> LoadedEagle3:
     """
     try:
         config = read_config(json.loads((folder / "config.json").read_text()))
-        weights: dict[str, mx.array] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= mx.load(str(file))  # type: ignore[arg-type]
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError) as error:
         raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
-    if not weights:
-        raise ModelError(f"there are no weights (*.safetensors) in {folder}")
-    return _filled(config, weights, folder)
+    return _filled(config, read_weights(folder), folder)
 
 
 def _filled(config: Eagle3Config, weights: Mapping[str, mx.array], folder: Path) -> LoadedEagle3:
     named = {_renamed(name): value for name, value in weights.items() if not name.startswith(_OF_TARGET)}
     embedding = named.pop("embed_tokens.weight", None)
-    offsets = named.pop("d2t", None)
-    if config.draft_vocab_size != config.vocab_size and offsets is None:
-        raise ModelError(
-            f"the drafter in {folder} has {config.draft_vocab_size} tokens and its target {config.vocab_size}, but "
-            "nothing (d2t) says which is which"
-        )
+    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, folder)
     model = Eagle3(config)
     try:
         model.load_weights(list(named.items()))
     except ValueError as error:
         raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
-    # The file has the difference of the two ids.
-    target_ids = None if offsets is None else mx.arange(config.draft_vocab_size) + offsets.astype(mx.int32)
     mx.eval(model.state, *(array for array in (target_ids, embedding) if array is not None))
     return LoadedEagle3(model, target_ids, embedding)
 

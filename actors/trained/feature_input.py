@@ -21,12 +21,22 @@ class FeatureInput(ABC):
 
     @abstractmethod
     def give_nothing(self, num_tokens: int) -> None:
-        """Give zeros for features, to time passes with."""
+        """Give zeros for features, to time passes with. On the model's thread."""
 
     @property
     @abstractmethod
     def awaits_features(self) -> bool:
         """Whether no features were given yet of the text that it is used for."""
+
+    @property
+    @abstractmethod
+    def num_given(self) -> int:
+        """The position after the last one whose features were given; 0 before any were. May be read in any thread."""
+
+    @property
+    @abstractmethod
+    def staleness(self) -> int:
+        """How many hidden states of the drafter's own stand for the target's where it drafts after the text now."""
 
     @property
     def foreseen(self) -> int | None:

@@ -9,13 +9,13 @@ again, with features, in one pass. Hidden states from before stand for the posit
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
 
-from actors.model import RecordsNothing, RewindMode
-from actors.trained.feature_input import FeatureInput
+from actors.trained.positioned_rows import PositionedRows
+from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError
 
 
@@ -60,14 +60,12 @@ class _Own:
     hidden: mx.array
 
 
-class FeatureSequence(RecordsNothing, FeatureInput):
-    """See `CachedSequence`. Features are given in any thread; everything else happens on the model's."""
-
-    depends_on_passes = False
-    needs_prefix_checkpoints = False
+class FeatureSequence(TrainedSequence):
+    """See `TrainedSequence`."""
 
     def __init__(self, reader: FeatureReader) -> None:
         """Make an empty sequence."""
+        super().__init__(reader.feature_width)
         self._reader = reader
         self._cache = reader.make_cache()
         self._tokens: list[int] = []
@@ -76,14 +74,12 @@ class FeatureSequence(RecordsNothing, FeatureInput):
         self._num_skipped = 0
         # The first token that was read with the drafter's own hidden state, and with it all after it.
         self._first_stale: int | None = None
-        # Projected features of the positions from `_first_fresh` on, and the drafter's own hidden states by position.
-        self._fresh: mx.array | None = None
-        self._first_fresh = 0
+        # Projected features, and the drafter's own hidden states by position.
+        self._fresh = PositionedRows()
         self._own: dict[int, _Own] = {}
-        # Features that were given and not looked at yet, and the position after the last of them.
+        # Features that were given and not looked at yet, and the position of the first of all that were given.
         self._arrived: deque[tuple[int, mx.array]] = deque()
-        self._first_given = self._num_given = 0
-        self._awaits_features = True
+        self._first_given = 0
         # Tokens that the next text shares with this one, if it reuses it.
         self._num_common = 0
 
@@ -104,15 +100,15 @@ class FeatureSequence(RecordsNothing, FeatureInput):
         self._num_given = max(self._num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
-        """Give zeros for features, to time passes with."""
-        zeros = mx.zeros((num_tokens, self._reader.feature_width))
-        mx.eval(zeros)
-        self.give(0, zeros)
+        """See `FeatureInput.give_nothing`."""
+        super().give_nothing(num_tokens)
+        # Now, since passes are timed that follow no rewind. Without hidden states they would compute nothing.
+        self._look_at_arrived()
 
     @property
-    def awaits_features(self) -> bool:
-        """See `FeatureInput.awaits_features`."""
-        return self._awaits_features
+    def staleness(self) -> int:
+        """See `FeatureInput.staleness`."""
+        return 0 if self._first_stale is None else len(self._tokens) - self._first_stale
 
     @property
     def length(self) -> int:
@@ -130,10 +126,10 @@ class FeatureSequence(RecordsNothing, FeatureInput):
         logits: list[mx.array] = []
         rest = tokens
         while rest:
-            hidden = self._hidden_before(rest)
-            if hidden:
-                logits.append(self._read(rest[: len(hidden)], mx.stack(hidden)))
-                rest = rest[len(hidden) :]
+            if parts := self._hidden_before(rest):
+                hidden = mx.concatenate(parts)
+                logits.append(self._read(rest[: hidden.shape[0]], hidden))
+                rest = rest[hidden.shape[0] :]
             else:
                 logits.append(self._skip(rest[0]))
                 rest = rest[1:]
@@ -142,24 +138,13 @@ class FeatureSequence(RecordsNothing, FeatureInput):
             return None
         return mx.concatenate(logits)[-num_logits:]
 
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`. Waits for the token."""
-        logits = self.feed((cast(int, token.item()),), 1)
-        assert logits is not None
-        return logits
-
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
-        return RewindMode.TRIM
-
     def rewind(self, length: int) -> int:
         """See `CachedSequence.rewind`. Looks at the features that have come, and so may leave fewer tokens."""
         if length > len(self._tokens):
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {len(self._tokens)}")
         remaining = min(length, self.length)
         self._cut(remaining)
-        while self._arrived:
-            self._look_at(*self._arrived.popleft())
+        self._look_at_arrived()
         return remaining
 
     def check(self, length: int) -> None:
@@ -181,7 +166,8 @@ class FeatureSequence(RecordsNothing, FeatureInput):
     def close(self) -> None:
         """See `CachedSequence.close`."""
         self.forget()
-        self._cache, self._fresh = [], None
+        self._cache = []
+        self._fresh.clear()
         self._arrived.clear()
 
     # --- reuse by another text with the same beginning --------------------------------------------
@@ -189,10 +175,7 @@ class FeatureSequence(RecordsNothing, FeatureInput):
     @property
     def num_bytes(self) -> int:
         """See `CachedSequence.num_bytes`."""
-        return sum(int(layer.nbytes) for layer in self._cache) + (0 if self._fresh is None else int(self._fresh.nbytes))
-
-    def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`. A cache that can be trimmed needs none."""
+        return sum(int(layer.nbytes) for layer in self._cache) + self._fresh.num_bytes
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """See `CachedSequence.reusable_length`. What was read without features is not reused."""
@@ -204,33 +187,33 @@ class FeatureSequence(RecordsNothing, FeatureInput):
         """See `CachedSequence.reuse`."""
         self._cut(length)
         self._own.clear()
-        while self._arrived:
-            self._look_at(*self._arrived.popleft())
+        self._look_at_arrived()
         # Beyond what the texts share, features are of the other one.
-        if self._fresh is not None and self._num_common < self._first_fresh + self._fresh.shape[0]:
-            num_kept = max(0, self._num_common - self._first_fresh)
-            self._fresh = self._fresh[:num_kept] if num_kept else None
-        self._num_given = 0 if self._fresh is None else self._first_fresh + self._fresh.shape[0]
+        self._fresh.drop_from(self._num_common)
+        self._num_given = self._fresh.end if self._fresh.pieces else 0
         self._awaits_features = True
         self.check(length)
 
     # --- hidden states ----------------------------------------------------------------------------
 
     def _hidden_before(self, tokens: tuple[int, ...]) -> list[mx.array]:
-        """The hidden states before the first tokens to come, as far as they are known."""
+        """(n, hidden size) arrays of the hidden states before the first tokens to come, as far as they are known."""
         found: list[mx.array] = []
         begin = len(self._tokens)
-        for j in range(begin, begin + len(tokens)):
-            before = self._tokens[j - 1] if j == begin and j > 0 else tokens[j - 1 - begin]
-            hidden = None if j == 0 else self._hidden_at(j - 1, before)
+        position, end = begin - 1, begin - 1 + len(tokens)
+        while 0 <= position < end:
+            if self._fresh.begin <= position < self._fresh.end:
+                found.append(self._fresh.between(position, min(end, self._fresh.end)))
+                position += found[-1].shape[0]
+                continue
+            hidden = self._own_at(position, tokens[position - begin] if position >= begin else self._tokens[position])
             if hidden is None:
                 break
-            found.append(hidden)
+            found.append(hidden[None])
+            position += 1
         return found
 
-    def _hidden_at(self, position: int, token: int) -> mx.array | None:
-        if self._fresh is not None and self._first_fresh <= position < self._first_fresh + self._fresh.shape[0]:
-            return self._fresh[position - self._first_fresh]
+    def _own_at(self, position: int, token: int) -> mx.array | None:
         own = self._own.get(position)
         if own is not None and own.token != token:
             # Of a text that has gone another way since.
@@ -240,7 +223,7 @@ class FeatureSequence(RecordsNothing, FeatureInput):
 
     def _read(self, tokens: tuple[int, ...], hidden: mx.array) -> mx.array:
         begin = len(self._tokens)
-        num_fresh = 0 if self._fresh is None else self._first_fresh + self._fresh.shape[0]
+        num_fresh = self._fresh.end
         given, logits = self._reader.read(hidden, mx.array(tokens), self._cache)
         for i, token in enumerate(tokens):
             if begin + i >= num_fresh:
@@ -266,14 +249,15 @@ class FeatureSequence(RecordsNothing, FeatureInput):
         if self._first_stale is not None and self._first_stale >= length:
             self._first_stale = None
 
+    def _look_at_arrived(self) -> None:
+        while self._arrived:
+            self._look_at(*self._arrived.popleft())
+
     def _look_at(self, start: int, features: mx.array) -> None:
-        if self._fresh is None:
-            self._fresh, self._first_fresh = self._reader.project(features), start
-        else:
-            # Some may come a second time, if the target has lost its cache.
-            known = self._first_fresh + self._fresh.shape[0] - start
-            if known >= features.shape[0]:
-                return
-            self._fresh = mx.concatenate([self._fresh, self._reader.project(features[known:])])
+        # Some may come a second time, if the target has lost its cache.
+        known = max(0, self._fresh.end - start) if self._fresh.pieces else 0
+        if known >= features.shape[0]:
+            return
+        self._fresh.add(start + known, self._reader.project(features[known:]))
         end = start + features.shape[0]
         self._own = {position: own for position, own in self._own.items() if position >= end}

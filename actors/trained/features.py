@@ -6,44 +6,60 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from actors.mlx.layer_evaluation import observing
+from actors.trained.positioned_rows import PositionedRows
 from protocol.errors import ModelError
 from protocol.messages import Features
+
+
+@attrs.define
+class RecorderSlot:
+    """The recorder of a model's passes, which its sequences share; None while nobody reads features."""
+
+    recorder: FeatureRecorder | None = None
 
 
 class RecordedFeatures:
     """The features of one text's last tokens, until they are taken."""
 
-    def __init__(self, recorder: FeatureRecorder | None) -> None:
+    def __init__(self, slot: RecorderSlot) -> None:
         """Make an empty record.
 
         Args:
-            recorder: of the model's passes over the text; None if nobody reads features.
+            slot: has the recorder of the model's passes, while there is one.
         """
-        self._recorder = recorder
-        self._begin = 0
-        self._features: mx.array | None = None
+        self._slot = slot
+        self._is_wanted = True
+        self._rows = PositionedRows()
+
+    @property
+    def recorder(self) -> FeatureRecorder | None:
+        """Of the next pass over the text; None if nobody reads its features."""
+        return self._slot.recorder if self._is_wanted else None
+
+    def want(self, wanted: bool) -> None:
+        """Say whether somebody reads the features of this text. Drops all if not."""
+        self._is_wanted = wanted
+        if not wanted:
+            self.clear()
 
     def clear(self) -> None:
         """Drop all."""
-        self._begin, self._features = 0, None
+        self._rows.clear()
 
     def add(self, begin: int, features: mx.array | None) -> None:
-        """Add the features of a pass.
+        """Add the features of a pass. Those before are dropped if some between are missing.
 
         Args:
             begin: position of its first token.
             features: (n, width), lazy; None if none were recorded.
         """
-        if features is None:
-            return
-        if self._features is None or begin != self._begin + self._features.shape[0]:
-            self._begin, self._features = begin, features
-        else:
-            self._features = mx.concatenate([self._features, features])
+        if features is not None and self._is_wanted:
+            self._rows.add(begin, features)
 
     @contextmanager
     def of_pass(self, begin: int, num_tokens: int) -> Iterator[None]:
@@ -53,31 +69,52 @@ class RecordedFeatures:
             begin: position of its first token.
             num_tokens: of the pass.
         """
-        with recording(self._recorder):
+        recorder = self.recorder
+        with recording(recorder):
             yield
-        if self._recorder is not None:
-            self.add(begin, self._recorder.take((1, num_tokens))[0])
+        if recorder is not None:
+            self.add(begin, recorder.take((1, num_tokens))[0])
 
     def rewind(self, length: int) -> None:
         """Drop those of positions from `length` on."""
-        if self._features is not None and length < self._begin + self._features.shape[0]:
-            self._features = self._features[: length - self._begin] if length > self._begin else None
+        self._rows.drop_from(length)
 
     def arrays(self) -> list[mx.array]:
         """What `take` reads, to be evaluated together with something else."""
-        return [] if self._features is None else [self._features]
+        return self._rows.pieces
 
     def take(self, end: int) -> Features | None:
         """Those of positions before `end`, which are kept no longer; None if there are none."""
-        if self._features is None or end <= self._begin:
+        begin, end = self._rows.begin, min(end, self._rows.end)
+        if end <= begin:
             return None
-        num_taken = end - self._begin
         # A copy: a slice would keep the buffers of a whole pass.
-        taken = Features(self._begin, mx.contiguous(self._features[:num_taken]))
+        taken = Features(begin, mx.contiguous(self._rows.between(begin, end)))
         mx.eval(taken.values)
-        self._features = self._features[num_taken:] if num_taken < self._features.shape[0] else None
-        self._begin = end
+        self._rows.drop_before(end)
         return taken
+
+
+class RecordsFeatures:
+    """The part of a `CachedSequence` that concerns features, for one of a model whose layers can be observed.
+
+    Attributes:
+        features: of the text.
+    """
+
+    features: RecordedFeatures
+
+    def feature_arrays(self) -> list[mx.array]:
+        """See `CachedSequence.feature_arrays`."""
+        return self.features.arrays()
+
+    def record_features(self, wanted: bool) -> None:
+        """See `CachedSequence.record_features`."""
+        self.features.want(wanted)
+
+    def take_features(self, end: int) -> Features | None:
+        """See `CachedSequence.take_features`."""
+        return self.features.take(end)
 
 
 class FeatureRecorder:

@@ -71,7 +71,10 @@ class PooledThread:
                     result = synchronized
                 self._thread.name = IDLE
                 if isinstance(result, outcome.Error):
-                    # The thread's state is unknown, so it takes no other work.
+                    # The thread's state is unknown, so it takes no other work. Whoever is told may end the process,
+                    # whose end has to wait until this thread has released its streams.
+                    with _lock:
+                        _abandoned.append(self)
                     on_end(result)
                     return
                 # Give the thread back before announcing the end, so that a runtime opened in response finds it.

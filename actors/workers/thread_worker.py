@@ -27,9 +27,10 @@ logger = logging.getLogger("outrider")
 
 T = TypeVar("T")
 
-# A job counts as hanging after HANG_TIMEOUT_S seconds plus HANG_FACTOR times as long as the slowest job of its worker
-# would have taken for as many tokens. Loading has no limit. A worker gives up a job only if the runtime can do without
-# that worker, and only if somebody waits for the worker, or for the job to end after its cancellation.
+# A job counts as hanging after HANG_TIMEOUT_S seconds, unless its worker was given another time, plus HANG_FACTOR times
+# as long as the slowest job of its worker would have taken for as many tokens. Loading has no limit. A worker gives up
+# a job only if the runtime can do without that worker, and only if somebody waits for the worker, or for the job to end
+# after its cancellation.
 HANG_TIMEOUT_S = 10.0
 HANG_FACTOR = 4.0
 # Shortest pause between two looks at a job that may be given up.
@@ -66,6 +67,8 @@ class ThreadWorker:
         on_event: Callable[[Event], None] | None = None,
         *,
         may_be_given_up: bool = False,
+        hang_timeout_s: float = HANG_TIMEOUT_S,
+        explain: Callable[[BaseException], BaseException] | None = None,
     ) -> None:
         """Make a worker that is not started yet.
 
@@ -74,10 +77,15 @@ class ThreadWorker:
             on_event: called in trio's thread with the span of each finished job.
             may_be_given_up: whether a job that hangs is given up when it was cancelled, when another job waits behind
                 it, or when the worker is left. The worker then runs no more jobs, and its thread is abandoned.
+            hang_timeout_s: after how many seconds a job hangs, beside the time that it should take.
+            explain: gives the reason behind an exception that a job raised, to be reported in its place. Called on the
+                worker's thread.
         """
         self._actor = actor
         self._on_event = on_event
         self._may_be_given_up = may_be_given_up
+        self._base_timeout_s = hang_timeout_s
+        self._explain = explain
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
         self._busy_seconds = 0.0
         self._longest_job_s = self._longest_token_s = 0.0
@@ -173,7 +181,7 @@ class ThreadWorker:
         if not self._may_be_given_up or (job is not None and job.kind == "load"):
             return math.inf
         num_tokens = 0 if job is None else job.num_tokens
-        return HANG_TIMEOUT_S + HANG_FACTOR * max(self._longest_job_s, num_tokens * self._longest_token_s)
+        return self._base_timeout_s + HANG_FACTOR * max(self._longest_job_s, num_tokens * self._longest_token_s)
 
     def watch(self) -> None:
         """See `Worker.watch`."""
@@ -203,9 +211,16 @@ class ThreadWorker:
             self._actor,
             seconds,
         )
-        self._jobs.put(None)
-        self._thread.abandon()
-        self._end(HangError(f"a job had not ended after {seconds:.0f} s"))
+        self.give_up(HangError(f"a job had not ended after {seconds:.0f} s"))
+
+    def give_up(self, reason: OutriderError) -> None:
+        """Abandon the thread, whatever it does, and fail every task that waits for one of its jobs. The worker runs no
+        more jobs. Harmless once the worker has ended.
+        """
+        if not self._stopped.is_set():
+            self._jobs.put(None)
+            self._thread.abandon()
+            self._end(reason)
 
     # --- on the thread ----------------------------------------------------------------------------
 
@@ -229,6 +244,8 @@ class ThreadWorker:
         self._running, self._job_began = job, began
         job.begin()
         result = job.run()
+        if self._explain is not None and isinstance(result, outcome.Error):
+            result = outcome.Error(self._explain(result.error))
         ended = time.perf_counter()
         self._running = self._job_began = None
         following = None

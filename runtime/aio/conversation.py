@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack, cast
@@ -14,6 +15,8 @@ from runtime.bridge.handles import ConversationHandle
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import turn_settings
 from runtime.generation.token_stream import Completion, SessionFile, complete
+from runtime.generation.tool_calls.function_caller import MAX_TOOL_ROUNDS
+from runtime.generation.tool_calls.functions import Functions
 
 
 class Conversation(ConversationHandle[TokenStream]):
@@ -28,6 +31,7 @@ class Conversation(ConversationHandle[TokenStream]):
     def __init__(
         self,
         bridge: AioBridge,
+        functions: Functions,
         make_conversation: Callable[[], TrioConversation],
         conversation: TrioConversation | None = None,
     ) -> None:
@@ -35,33 +39,65 @@ class Conversation(ConversationHandle[TokenStream]):
 
         Args: as `ConversationHandle`.
         """
-        super().__init__(bridge, partial(TokenStream, bridge), make_conversation, conversation)
+        super().__init__(bridge, partial(TokenStream, bridge), functions, make_conversation, conversation)
 
     def __repr__(self) -> str:
         return f"<outrider aio.Conversation: {len(self.messages)} messages>"
 
     def stream(
-        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
-        """Say something, and stream the answer.
+        """Begin a turn, and stream the answer.
 
-        Args, Returns: as `runtime.Conversation.stream`, for asyncio.
+        Args, Returns: as `runtime.Conversation.stream`, for asyncio. A `text` of None goes on after `call_tools`.
 
         Raises: as `Runtime.stream`, and:
-            ConversationBusyError: the turn before is neither over nor closed.
+            ConversationBusyError: the turn before is neither over nor closed, or functions are being called.
         """
         return self._begin_turn(text, turn_settings(settings, overrides))
 
     async def generate(
         self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> Completion:
-        """Say something, and return the whole answer.
+        """Begin a turn, and wait for the whole answer.
+
+        Where the answer calls functions, they are called, and the model goes on with their results, for at most
+        `MAX_TOOL_ROUNDS` rounds.
 
         Args, Raises: as `stream`; the errors of a running stream are raised here too.
 
-        Cancellation: ends the answer. The text generated so far is lost, but for what was given of it.
+        Returns: the last answer. It has calls only where the rounds are used up; they are `pending_calls` then.
+
+        Cancellation: ends the answer; the tokens that were given of it are part of the conversation. See also
+            `call_tools`.
         """
-        return await complete(cast(Any, self.stream(text, settings, **overrides)))
+        completion = await complete(cast(Any, self.stream(text, settings, **overrides)))
+        for _ in range(MAX_TOOL_ROUNDS):
+            if not await self.call_tools():
+                break
+            completion = await complete(cast(Any, self.stream(None, settings, **overrides)))
+        return completion
+
+    async def call_tools(self) -> bool:
+        """Call the functions that the last answer calls, one after the other; the model is told the results next.
+
+        An async function is awaited here, in the asyncio loop; any other is called in a thread of the loop's default
+        executor. Results and errors become text, as by `runtime.Conversation.call_tools`.
+
+        Returns: whether there were any calls; if so, `stream` without a text goes on.
+
+        Raises:
+            ConversationBusyError: an answer is under way, or another task calls the functions. Until they have
+                returned, nothing else can be done with the conversation.
+            WrongEventLoopError: this is not the loop of the runtime.
+
+        Cancellation: cancels an async function; one in a thread goes on by itself. The conversation is as it was.
+        """
+        self._bridge.check_loop()
+        self._check_idle("call its tools")
+        results = await self._caller.results(self.pending_calls, asyncio.to_thread)
+        self._add_results(results)
+        return bool(results)
 
     async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`, here or in trio; see `runtime.Conversation.save`.
@@ -77,7 +113,7 @@ class Conversation(ConversationHandle[TokenStream]):
     def reset(self) -> None:
         """Forget everything but the system message.
 
-        Raises: ConversationBusyError: a turn is neither over nor closed.
+        Raises: ConversationBusyError: a turn is neither over nor closed, or functions are being called.
         """
         self._bridge.check_loop()
         self._forget()

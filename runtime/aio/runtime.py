@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Never, Unpack, cast
 
 from protocol.argument_aliases import MISSING
+from protocol.scores import Score
 from protocol.settings import SettingsLike, with_overrides
-from protocol.settings_keywords import SettingsArguments
+from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from runtime.aio.bridge import AioBridge
 from runtime.aio.conversation import Conversation
 from runtime.aio.many_prompts import Completions, TokenStreams
@@ -20,6 +21,8 @@ from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile, complete
+from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.tools import StreamArguments, split_tools
 from runtime.loading.model_sources import Source
 
 
@@ -27,7 +30,7 @@ class Runtime(RuntimeHandle[AioBridge]):
     """A target and a draft model at work, for one asyncio loop; made by `runtime.aio.open`."""
 
     def stream(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> TokenStream:
         """Begin a generation.
 
@@ -37,12 +40,27 @@ class Runtime(RuntimeHandle[AioBridge]):
             takes time: `async with`, `opened` or the first `__anext__` raises its `PromptError`. And:
             WrongEventLoopError: this is not the loop that the runtime was opened in.
         """
-        keywords = with_overrides(settings, overrides)
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
-        return TokenStream(self._bridge, partial(self._bridge.runtime.stream, copy_prompt(prompt), **keywords))
+        begin = partial(self._bridge.runtime.stream, copy_prompt(prompt), **keywords, **tools)
+        return TokenStream(self._bridge, begin)
+
+    async def score(
+        self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]
+    ) -> Score:
+        """The log-probability of each token of a continuation; see `runtime.Runtime.score`.
+
+        Raises: as there, and:
+            WrongEventLoopError: this is not the loop that the runtime was opened in.
+
+        Cancellation: strikes between two passes.
+        """
+        score = partial(self._bridge.runtime.score, **options)
+        return await self._bridge.call(partial(score, copy_prompt(prompt), continuation))
 
     async def generate(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> Completion:
         """Generate a whole text.
 
@@ -58,7 +76,7 @@ class Runtime(RuntimeHandle[AioBridge]):
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
-        **overrides: Unpack[SettingsArguments],
+        **overrides: Unpack[StreamArguments],
     ) -> Completions:
         """Generate a whole text for each of many prompts.
 
@@ -67,9 +85,10 @@ class Runtime(RuntimeHandle[AioBridge]):
         Raises: as `stream`. An error in a prompt, or in settings of its own, is raised when the completions are
             awaited.
         """
-        keywords = with_overrides(settings, overrides)
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
-        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, keywords)
+        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, {**keywords, **tools})
         return Completions(self._bridge, begin)
 
     def stream_many(
@@ -78,7 +97,7 @@ class Runtime(RuntimeHandle[AioBridge]):
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
-        **overrides: Unpack[SettingsArguments],
+        **overrides: Unpack[StreamArguments],
     ) -> TokenStreams:
         """Generate a text for each of many prompts, and give the tokens of all texts as they come.
 
@@ -86,9 +105,10 @@ class Runtime(RuntimeHandle[AioBridge]):
 
         Raises: as `generate_many`.
         """
-        keywords = with_overrides(settings, overrides)
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
-        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, keywords)
+        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, {**keywords, **tools})
         return TokenStreams(self._bridge, begin)
 
     def conversation(
@@ -97,21 +117,29 @@ class Runtime(RuntimeHandle[AioBridge]):
         settings: SettingsLike | None = None,
         *,
         thinking: bool | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
         """Begin a conversation; nothing is generated before the first turn.
 
-        Args, Returns: as `runtime.Runtime.conversation`, for asyncio.
+        Args, Returns: as `runtime.Runtime.conversation`, for asyncio; see `Conversation.call_tools` for where functions
+            are called.
 
         Raises: as `stream`. What the chat template does not accept is an error of the first turn.
         """
         keywords = turn_settings(settings, overrides)
         self._bridge.check_settings(keywords)
-        make = partial(self._bridge.runtime.conversation, system, thinking=thinking, **keywords)
-        return Conversation(self._bridge, make)
+        functions = Functions(tools)
+        make = partial(self._bridge.runtime.conversation, system, thinking=thinking, tools=functions.listed, **keywords)
+        return Conversation(self._bridge, functions, make)
 
     async def load(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+        self,
+        path: SessionFile,
+        *,
+        any_draft: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
         """Load a conversation from a file of `Conversation.save`, written here or in trio, and continue it.
 
@@ -120,9 +148,10 @@ class Runtime(RuntimeHandle[AioBridge]):
 
         Cancellation: waits for the running job; no conversation is returned.
         """
-        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, **overrides)
+        functions = Functions(tools)
+        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
         loaded = await self._bridge.call(load)
-        return Conversation(self._bridge, loaded.make_new, loaded)
+        return Conversation(self._bridge, functions, loaded.make_new, loaded)
 
     async def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]

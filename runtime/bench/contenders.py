@@ -19,6 +19,8 @@ from mlx_lm.sample_utils import make_sampler
 from actors.actor import PREFIX_CACHE_BYTES
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
+from actors.trained.drafter_model import TrainedDrafter
+from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
 from actors.workers.worker import Job, JobError, Worker
 from protocol.prices import Prices
@@ -45,18 +47,21 @@ class Contender:
         engine: whose decoding it is.
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
         max_batch: most streams that share a pass, for this runtime.
+        draft: the name of its drafter, if the benchmark has several; else empty.
     """
 
     engine: Engine
     lookahead: Lookahead
     max_batch: int = MAX_BATCH
+    draft: str = ""
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        if self.engine == "mlx-lm":
-            return "mlx-lm plain" if self.lookahead == 0 else f"mlx-lm speculative {self.lookahead}"
-        return f"outrider lookahead {self.lookahead}"
+        if self.lookahead == 0:
+            return "mlx-lm plain" if self.engine == "mlx-lm" else "outrider lookahead 0"
+        name = f"{self.engine} {'speculative' if self.engine == 'mlx-lm' else 'lookahead'} {self.lookahead}"
+        return f"{name}, {self.draft}" if self.draft else name
 
 
 PLAIN = Contender("mlx-lm", 0)
@@ -72,6 +77,7 @@ class Run:
         seconds: time that those took.
         rounds: number of the target's forward passes that committed tokens.
         proposed, accepted: number of drafted tokens that were verified, and that were accepted.
+        rejected_stale, accepted_stale: of those rejected and accepted, the stale ones; see `Statistics`.
         hits, misses: those of the lookahead; None for mlx-lm, as all that follows.
         verify_seconds: part of `seconds` in which the target verified or decoded.
         target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
@@ -84,6 +90,8 @@ class Run:
     rounds: int
     proposed: int
     accepted: int
+    rejected_stale: int = 0
+    accepted_stale: int = 0
     hits: int | None = None
     misses: int | None = None
     verify_seconds: float | None = None
@@ -92,21 +100,41 @@ class Run:
     estimates: dict[str, Any] | None = None
 
 
+# Any of the models of a benchmark.
+AnyModel = MLXModel | TranslatedModel | TrainedDrafter
+# The names of the target and of an only drafter among the models of a benchmark.
+TARGET, ONLY_DRAFT = "target", "draft"
+
+
 @attrs.frozen
 class ModelPair:
-    """Two models and their workers.
+    """A target with one drafter or several, and their workers.
 
     Attributes:
-        models, workers: by role, "target" and "draft"; each model was made on its worker's thread. Without a draft
-            model, the runtime drafts by prompt lookup.
+        models, workers: by name: `TARGET`, `ONLY_DRAFT`, or `Contender.draft` if there are several. Each model was made
+            on its worker's thread. A drafter that is missing here drafts by prompt lookup.
         events: receives the spans of the workers.
         cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
+        default_draft: the name of the drafter that contenders without a name for theirs have.
     """
 
-    models: dict[str, MLXModel]
+    models: dict[str, AnyModel]
     workers: dict[str, Worker]
     events: EventSwitch
     cache_options: CacheOptions = attrs.field(factory=CacheOptions)
+    default_draft: str = ONLY_DRAFT
+
+    @property
+    def target(self) -> MLXModel:
+        """The target."""
+        target = self.models[TARGET]
+        assert isinstance(target, MLXModel)
+        return target
+
+    def draft_of(self, contender: Contender) -> tuple[AnyModel, Worker] | None:
+        """The drafter that a contender has, and its worker; None for prompt lookup."""
+        name = contender.draft or self.default_draft
+        return (self.models[name], self.workers[name]) if name in self.models else None
 
 
 class ContenderRunner:
@@ -117,10 +145,8 @@ class ContenderRunner:
 
     def __init__(self, pair: ModelPair) -> None:
         """A runner without runtimes yet."""
-        self._models = pair.models
-        self._workers = pair.workers
+        self._pair = pair
         self._events = pair.events
-        self._cache_options = pair.cache_options
         self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # those of the current run
 
@@ -140,19 +166,21 @@ class ContenderRunner:
                     events = Events()
                     self._events.listener = events
                     events.listen(self._record)
-                    pairs = {role: (model, self._workers[role]) for role, model in self._models.items()}
+                    target = self._pair.target, self._pair.workers[TARGET]
+                    draft = self._pair.draft_of(contender)
+                    self._record_features(contender)
                     prices = Prices()
-                    if "draft" in pairs:
+                    if draft is not None:
                         # As `runtime.open` does. What fails here fails again in a run, where the contender is known.
                         with suppress(JobError):
-                            await warm_up(pairs["target"], pairs["draft"], prices)
+                            await warm_up(target, draft, prices)
                     runtime = await stack.enter_async_context(
                         running(
-                            pairs["target"],
-                            pairs.get("draft", NGRAM),
+                            target,
+                            draft or NGRAM,
                             events=events,
                             prices=prices,
-                            max_batch=self._models["target"].bounded_batch(contender.max_batch),
+                            max_batch=self._pair.target.bounded_batch(contender.max_batch),
                             prefix_cache_bytes=prefix_cache_bytes,
                         )
                     )
@@ -170,17 +198,24 @@ class ContenderRunner:
         """
         gc.collect()
         if contender.engine == "mlx-lm":
-            await self._set_blas_threads("mlx-lm")
+            await self._set_blas_threads(contender)
             return await self._run_mlx_lm(contender, prompt, max_tokens, temperature)
-        await self._set_blas_threads("outrider")
+        await self._set_blas_threads(contender)
+        self._record_features(contender)
         with self._evaluating_layers():
             return await self._run_outrider(contender, prompt, max_tokens, temperature)
 
-    async def _set_blas_threads(self, engine: Engine) -> None:
-        by_engine = blas_threads(len(self._workers))
-        if by_engine is not None and by_engine[engine] != blas.num_loaded_threads():
-            blas.set_threads(by_engine[engine])
+    async def _set_blas_threads(self, contender: Contender) -> None:
+        by_engine = blas_threads(1 if self._pair.draft_of(contender) is None else 2)
+        if by_engine is not None and by_engine[contender.engine] != blas.num_loaded_threads():
+            blas.set_threads(by_engine[contender.engine])
             await trio.sleep(BLAS_IDLE_S)
+
+    def _record_features(self, contender: Contender) -> None:
+        """Have the target record what the contender's drafter reads, in texts that begin from now on."""
+        draft = self._pair.draft_of(contender)
+        model = None if draft is None else draft[0]
+        self._pair.target.record_features(model.feature_layers if isinstance(model, TrainedDrafter) else None)
 
     def _record(self, event: Event) -> None:
         if isinstance(event, Span):
@@ -214,6 +249,8 @@ class ContenderRunner:
             rounds=statistics.rounds,
             proposed=statistics.proposed,
             accepted=statistics.accepted,
+            rejected_stale=statistics.rejected_stale,
+            accepted_stale=statistics.accepted_stale,
             hits=statistics.lookahead_hits,
             misses=statistics.lookahead_misses,
             verify_seconds=busy_seconds(passes, window),
@@ -229,14 +266,14 @@ class ContenderRunner:
             await trio.lowlevel.checkpoint()
         # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
-            for worker in self._workers.values():
+            for worker in self._pair.workers.values():
                 await worker.run(Job("close", _do_nothing))
 
     @contextmanager
     def _evaluating_layers(self) -> Iterator[None]:
         """Evaluate layer by layer inside the block. Only for this runtime: mlx-lm runs the models as they are."""
         with ExitStack() as stack:
-            for model in self._models.values():
+            for model in self._pair.models.values():
                 stack.enter_context(model.evaluating_layers())
             yield
 
@@ -245,17 +282,18 @@ class ContenderRunner:
     async def _run_mlx_lm(
         self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float
     ) -> Run:
+        draft = self._pair.draft_of(contender)
         steps = partial(
             _mlx_lm_steps,
-            self._models["target"].module,
-            self._models["draft"].module if contender.lookahead != 0 else None,
+            self._pair.target.module,
+            None if contender.lookahead == 0 or draft is None else draft[0].module,
             prompt,
             int(contender.lookahead),
             max_tokens,
             temperature,
-            self._cache_options,
+            self._pair.cache_options,
         )
-        tokens = await take_until_cancelled(self._workers["target"], steps)
+        tokens = await take_until_cancelled(self._pair.workers[TARGET], steps)
         window = timing_window(tokens)
         rounds, proposed = count_rounds([token.from_draft for token in tokens], int(contender.lookahead), max_tokens)
         return Run(

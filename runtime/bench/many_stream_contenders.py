@@ -24,7 +24,7 @@ from actors.mlx.memory import begin_peak, peak_memory
 from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Span
-from runtime.bench.contenders import Contender, ContenderRunner, Lookahead
+from runtime.bench.contenders import PLAIN, TARGET, Contender, ContenderRunner, Lookahead
 from runtime.bench.timing import TimedToken, TimingWindow, busy_seconds, take_until_cancelled
 from runtime.engine.runtime import Runtime
 
@@ -143,10 +143,11 @@ class StreamsRunner(ContenderRunner):
         gc.collect()
         held = begin_peak()
         if contender.kind == "batched":
-            await self._set_blas_threads("mlx-lm")
+            await self._set_blas_threads(PLAIN)
             run = await self._run_batched(prompts, max_tokens, temperature)
         else:
-            await self._set_blas_threads("outrider")
+            await self._set_blas_threads(contender.runtime)
+            self._record_features(contender.runtime)
             with self._evaluating_layers():
                 run = await self._run_outrider_streams(contender, prompts, max_tokens, temperature)
         return attrs.evolve(run, peak_bytes=max(0, peak_memory() - held))
@@ -185,9 +186,9 @@ class StreamsRunner(ContenderRunner):
 
     async def _run_batched(self, prompts: Prompts, max_tokens: int, temperature: float) -> StreamsRun:
         stream_of_token: list[int] = []
-        steps = partial(_batched, self._models["target"].module, prompts, max_tokens, temperature, stream_of_token)
+        steps = partial(_batched, self._pair.target.module, prompts, max_tokens, temperature, stream_of_token)
         began = time.perf_counter()
-        taken = await take_until_cancelled(self._workers["target"], steps)
+        taken = await take_until_cancelled(self._pair.workers[TARGET], steps)
         tokens: list[list[TimedToken]] = [[] for _ in prompts]
         for stream, token in zip(stream_of_token, taken, strict=True):
             tokens[stream].append(token)

@@ -18,7 +18,7 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError, SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.contenders import PLAIN, Lookahead
+from runtime.bench.contenders import ONLY_DRAFT, PLAIN, Lookahead
 from runtime.bench.many_stream_contenders import BATCHED, StreamsContender, StreamsKind, StreamsRun, StreamsRunner
 from runtime.bench.setup import (
     BenchmarkCircumstances,
@@ -273,7 +273,7 @@ async def measure_streams(
     measured = measured or StreamsMeasured(plan or StreamsPlan())
     plan = measured.plan
     async with AsyncExitStack() as stack:
-        pair, prompts = await load_models(stack, target, draft, plan, measured, on_progress)
+        pair, prompts = await load_models(stack, target, {ONLY_DRAFT: draft}, plan, measured, on_progress)
         runner = StreamsRunner(pair)
         runtimes = dict.fromkeys(each.runtime for each in plan.contenders if each.kind != "batched")
         # No prompt is cached from the run before: mlx-lm's batches read all of them, too.

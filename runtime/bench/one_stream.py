@@ -14,11 +14,13 @@ from typing import Any
 
 import attrs
 
+from actors.mlx.model import MLXModel
 from actors.workers.worker import JobError
-from protocol.errors import ModelError
-from protocol.settings import MAX_LOOKAHEAD, NGRAM
+from protocol.errors import ModelError, SettingsError
+from protocol.reprs import shown
+from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Lookahead, Run
+from runtime.bench.contenders import ONLY_DRAFT, PLAIN, TARGET, Contender, ContenderRunner, Lookahead, Run
 from runtime.bench.setup import (
     BenchmarkCircumstances,
     BenchmarkRequest,
@@ -41,6 +43,8 @@ class Plan(BenchmarkRequest):
     Attributes:
         num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
         lookaheads: lookaheads of this runtime, each in [0, 64] or "auto".
+        drafts: names of the drafters, if there are several. All are compared with the same plain decoding.
+        mlx_lm_drafts: those of them, or of the only one ("") that mlx-lm can speculate with, too.
     """
 
     num_draft_tokens: tuple[int, ...] = attrs.field(
@@ -52,13 +56,21 @@ class Plan(BenchmarkRequest):
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
 
+    drafts: tuple[str, ...] = ("",)
+    mlx_lm_drafts: tuple[str, ...] = ("",)
+
     @property
     def contenders(self) -> tuple[Contender, ...]:
         """All contenders. The first is mlx-lm's plain decoding, the baseline of the others."""
+        ours = [
+            Contender("outrider", lookahead, draft="" if lookahead == 0 else draft)
+            for draft in self.drafts
+            for lookahead in self.lookaheads
+        ]
         return (
             PLAIN,
-            *(Contender("mlx-lm", k) for k in self.num_draft_tokens),
-            *(Contender("outrider", lookahead) for lookahead in self.lookaheads),
+            *(Contender("mlx-lm", k, draft=draft) for draft in self.mlx_lm_drafts for k in self.num_draft_tokens),
+            *dict.fromkeys(ours),
         )
 
 
@@ -73,11 +85,13 @@ class ContenderRow:
 
     Attributes:
         name, engine, lookahead: see `Contender`.
+        draft: the drafter, by its name or path; None for plain decoding.
         speeds: one a repeat.
         median, low, high: median, minimum and maximum of `speeds`; None without speeds.
         vs_plain: median over that of mlx-lm's plain decoding.
         vs_best_speculative: median over the best median of mlx-lm's speculative decoding, chosen in hindsight.
         acceptance: accepted / proposed; None if nothing was proposed.
+        fresh_acceptance, stale_acceptance: see `Statistics`.
         tokens_per_round: tokens per forward pass of the target.
         hit_rate: fraction of verdicts whose text had been drafted ahead; None for mlx-lm.
         target_busy, draft_busy: fraction of the time in which the model's thread worked; None for mlx-lm.
@@ -92,6 +106,7 @@ class ContenderRow:
 
     name: str
     engine: str
+    draft: str | None
     lookahead: Lookahead
     speeds: tuple[float, ...]
     median: float | None
@@ -100,6 +115,8 @@ class ContenderRow:
     vs_plain: float | None
     vs_best_speculative: float | None
     acceptance: float | None
+    fresh_acceptance: float | None
+    stale_acceptance: float | None
     tokens_per_round: float | None
     hit_rate: float | None
     target_busy: float | None
@@ -202,10 +219,13 @@ class Measured(BenchmarkCircumstances):
         known = tuple(speed for speed in speeds if speed is not None)
         every = list(runs.values())
         seconds, hits = total(every, "seconds"), total(every, "hits")
+        accepted, accepted_stale = total(every, "accepted") or 0, total(every, "accepted_stale") or 0
+        proposed, proposed_stale = total(every, "proposed") or 0, accepted_stale + (total(every, "rejected_stale") or 0)
         same = sum(run.tokens == texts[prompt] for (_, prompt), run in runs.items())
         return ContenderRow(
             name=contender.name,
             engine=contender.engine,
+            draft=None if contender.lookahead == 0 else contender.draft or self.draft,
             lookahead=contender.lookahead,
             speeds=known,
             median=statistics.median(known) if known else None,
@@ -213,7 +233,9 @@ class Measured(BenchmarkCircumstances):
             high=max(known, default=None),
             vs_plain=None,
             vs_best_speculative=None,
-            acceptance=ratio(total(every, "accepted"), total(every, "proposed")),
+            acceptance=ratio(accepted, proposed),
+            fresh_acceptance=ratio(accepted - accepted_stale, proposed - proposed_stale),
+            stale_acceptance=ratio(accepted_stale, proposed_stale),
             tokens_per_round=ratio(sum(len(run.tokens) for run in every), total(every, "rounds")),
             hit_rate=None if hits is None else ratio(hits, hits + (total(every, "misses") or 0)),
             target_busy=ratio(total(every, "target_seconds"), seconds),
@@ -234,9 +256,24 @@ def _median(row: ContenderRow) -> float:
 # --- measuring ------------------------------------------------------------------------------------
 
 
+def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
+    """Drafters by name: the last part of a path or hub id, or all of it where that names two of them.
+
+    Raises: SettingsError: a drafter is given twice.
+    """
+    paths = [type(draft[0]).__name__ if isinstance(draft, tuple) else str(draft) for draft in drafts]
+    parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
+    is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]
+    names = [part if clear else path for part, path, clear in zip(parts, paths, is_clear, strict=True)]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"draft must be other drafters, to compare them, and {shown(name)} is there twice")
+    return dict(zip(names, drafts, strict=True))
+
+
 async def measure(
     target: Source,
-    draft: Source,
+    draft: Source | list[Source],
     plan: Plan | None = None,
     *,
     measured: Measured | None = None,
@@ -245,7 +282,8 @@ async def measure(
     """Have all contenders decode all prompts, in turn.
 
     Args:
-        target, draft: as for `runtime.open`. With "ngram" for a draft, mlx-lm decodes plainly only.
+        target, draft: as for `runtime.open`; or a list of drafters, to compare them. With prompt lookup, a trained
+            drafter or another vocabulary, mlx-lm decodes plainly only.
         plan: what to measure; None for the defaults.
         measured: collects the measurements; made from the same plan. It stays usable after a cancellation.
         on_progress: called with a description of each step before it starts.
@@ -254,15 +292,18 @@ async def measure(
         SettingsError: a dtype was given for models that are loaded already.
         PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
         ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
-        VocabularyMismatchError: target and draft do not share a vocabulary.
+        VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
 
     Cancellation: takes effect after the current forward passes.
     """
     measured = measured or Measured(plan or Plan())
-    if draft == NGRAM:
-        measured.plan = attrs.evolve(measured.plan, num_draft_tokens=())
+    named = named_drafts(draft) if isinstance(draft, list) else {}
+    drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
     async with AsyncExitStack() as stack:
-        pair, prompts = await load_models(stack, target, draft, measured.plan, measured, on_progress)
+        pair, prompts = await load_models(stack, target, drafts, measured.plan, measured, on_progress)
+        names = tuple(named) if len(named) > 1 else ("",)
+        of_mlx_lm = tuple(name for name in names if isinstance(pair.models.get(name or ONLY_DRAFT), MLXModel))
+        measured.plan = attrs.evolve(measured.plan, drafts=names, mlx_lm_drafts=of_mlx_lm)
         runner = ContenderRunner(pair)
         await runner.open_runtimes(stack, measured.plan.contenders)
         await _run_all(runner, prompts, measured, on_progress)

@@ -5,33 +5,36 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
-from actors.mlx.model import MLXModel
+from actors.mlx.model import dtypes_of
 from actors.workers.thread_worker import ThreadWorker
-from actors.workers.worker import Job, JobError, Worker
+from actors.workers.worker import Job, Worker
 from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from
-from protocol.trace import Actor
 from protocol.validation import check_integer, validator
-from runtime.bench.contenders import EventSwitch, ModelPair, blas_threads
-from runtime.generation.text import check_vocabularies, encode_prompt
+from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, ModelPair, blas_threads
+from runtime.generation.text import encode_prompt
 from runtime.loading import blas
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_sources import (
     Loaded,
+    LoadedDraft,
     Source,
     check_cache_options,
+    check_draft_source,
     check_source,
+    load_draft_onto,
     load_onto,
 )
 from runtime.loading.processor import processor_name
@@ -97,8 +100,8 @@ class BenchmarkCircumstances:
     """What a benchmark ran on.
 
     Attributes:
-        target, draft: the models, by name.
-        dtypes: those of their weights, by role.
+        target, draft: the models, by name; of several drafters all names.
+        dtypes: those of their weights, by role; or the name of a drafter, if there are several.
         machine: processor, versions, device and BLAS, by name.
     """
 
@@ -138,16 +141,17 @@ def total(runs: Sequence[object], name: str) -> float | None:
 async def load_models(
     stack: AsyncExitStack,
     target: Source,
-    draft: Source,
+    drafts: Mapping[str, Source],
     request: BenchmarkRequest,
     circumstances: BenchmarkCircumstances,
     on_progress: Callable[[str], None],
 ) -> tuple[ModelPair, list[tuple[int, ...]]]:
-    """Load two models onto threads of their own.
+    """Load a target and its drafters onto threads of their own.
 
     Args:
         stack: ends the threads on exit.
-        target, draft: as for `runtime.open`; with "ngram" for a draft, only the target is loaded.
+        target: as for `runtime.open`.
+        drafts: likewise, by name: `ONLY_DRAFT`, or `Contender.draft` if there are several. "ngram" loads nothing.
         request: what to measure.
         circumstances: filled in here.
         on_progress: called with a description of each step before it starts.
@@ -156,51 +160,55 @@ async def load_models(
 
     Raises: SettingsError, PromptError, ModelError, VocabularyMismatchError: see `runtime.bench.one_stream.measure`.
     """
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
-    if draft == NGRAM:
-        circumstances.draft = NGRAM
-    else:
-        sources["draft"] = check_source("draft", draft)
-    if request.dtype is not None and any(isinstance(source, tuple) for source in sources.values()):
+    target = check_source("target", target)
+    sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
+    if request.dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     stack.enter_context(wired_memory())
     events = EventSwitch()
-    workers: dict[str, Worker] = {role: await stack.enter_async_context(ThreadWorker(role, events)) for role in sources}
-    loaded: dict[str, Loaded] = {}
-    for role in sources:
-        on_progress(f"loading the {role}")
-        loaded[role] = await _load(workers[role], role, sources[role], request)
-    models = {role: one.model for role, one in loaded.items()}
-    await _note_circumstances(circumstances, sources, models, workers)
-    prompts = await _encode(workers["target"], loaded, request)
-    return ModelPair(models, workers, events, request.cache_options), prompts
+    workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(ThreadWorker("target", events))}
+    for name in sources:
+        workers[name] = await stack.enter_async_context(ThreadWorker("draft", events))
+    on_progress("loading the target")
+    loaded_target = await load_onto(workers[TARGET], "target", target, request.cache_options)
+    await _cast_on(workers[TARGET], loaded_target.model, request.dtype)
+    loaded: dict[str, LoadedDraft] = {}
+    for name, source in sources.items():
+        on_progress("loading the draft" + ("" if name == ONLY_DRAFT else f" {name}"))
+        loaded[name] = await load_draft_onto(workers[name], source, request.cache_options, loaded_target)
+        await _cast_on(workers[name], loaded[name].model, request.dtype)
+    loaded_target.model.record_features(None)  # until a contender needs them
+    models: dict[str, AnyModel] = {
+        TARGET: loaded_target.model,
+        **{name: one.model for name, one in loaded.items()},
+    }
+    circumstances.target = _name(target)
+    circumstances.draft = ", ".join(NGRAM if draft == NGRAM else _name(draft) for draft in drafts.values())
+    for name, model in models.items():
+        circumstances.dtypes[name] = dtypes_of(model.module)
+    circumstances.machine = _machine(len(workers))
+    prompts = _encode(loaded_target, loaded, request)
+    return ModelPair(models, workers, events, request.cache_options, default_draft=next(iter(drafts))), prompts
 
 
-async def _load(worker: Worker, role: str, source: Source, request: BenchmarkRequest) -> Loaded:
-    loaded = await load_onto(worker, role, source, request.cache_options)
-    if request.dtype is not None:
-        await worker.run(Job("load", partial(_cast, loaded.model, getattr(mx, request.dtype))))
-    return loaded
+async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
+    if dtype is not None:
+        await worker.run(Job("load", partial(_cast, model.module, getattr(mx, dtype))))
 
 
-def _cast(model: MLXModel, dtype: mx.Dtype) -> None:
-    model.module.set_dtype(dtype)
-    mx.eval(model.module)
+def _cast(module: Module, dtype: mx.Dtype) -> None:
+    module.set_dtype(dtype)
+    mx.eval(module)
 
 
-async def _encode(worker: Worker, loaded: dict[str, Loaded], request: BenchmarkRequest) -> list[tuple[int, ...]]:
-    """The prompts as token ids, which are the same for both models.
+def _encode(target: Loaded, drafts: Mapping[str, LoadedDraft], request: BenchmarkRequest) -> list[tuple[int, ...]]:
+    """The prompts as token ids.
 
-    Raises: PromptError, VocabularyMismatchError.
+    Raises: PromptError.
     """
-    target, draft = loaded["target"], loaded.get("draft")
-    if draft is not None and target.tokenizer is not None and draft.tokenizer is not None:
-        try:
-            await worker.run(Job("load", partial(check_vocabularies, target.tokenizer, draft.tokenizer)))
-        except JobError as error:
-            raise (error.__cause__ or error) from None
     prompts = [encode_prompt(prompt, target.tokenizer, target.model.vocab_size) for prompt in request.prompts]
-    context = min((c for one in loaded.values() if (c := one.model.context_length) is not None), default=None)
+    lengths = [target.model.context_length, *(draft.model.context_length for draft in drafts.values())]
+    context = min((length for length in lengths if length is not None), default=None)
     longest = max(map(len, prompts))
     if context is not None and longest + request.max_tokens > context:
         raise PromptError(
@@ -210,30 +218,21 @@ async def _encode(worker: Worker, loaded: dict[str, Loaded], request: BenchmarkR
     return prompts
 
 
-async def _note_circumstances(
-    circumstances: BenchmarkCircumstances,
-    sources: dict[Actor, Source],
-    models: dict[str, MLXModel],
-    workers: dict[str, Worker],
-) -> None:
-    circumstances.target = _name(sources["target"])
-    if "draft" in sources:
-        circumstances.draft = _name(sources["draft"])
-    for role in sources:
-        anatomy = await workers[role].run(Job("load", models[role].anatomy))
-        circumstances.dtypes[role] = anatomy.dtypes
+def _machine(num_workers: int) -> dict[str, str]:
+    """Processor, versions, device and BLAS."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
-    circumstances.machine = {
+    machine = {
         "device": mx.default_device().type.name,
         "processor": f"{processor_name()}, {blas.num_usable_cores()} cores",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {versions}",
     }
     if (library := blas.blas_in_use()) is not None:
-        circumstances.machine["linear algebra"] = library
-    if (threads := blas_threads(len(sources))) is not None:
-        circumstances.machine["BLAS threads"] = (
+        machine["linear algebra"] = library
+    if (threads := blas_threads(min(2, num_workers))) is not None:
+        machine["BLAS threads"] = (
             f"{threads['mlx-lm']} for mlx-lm, {threads['outrider']} for each of this runtime's models"
         )
+    return machine
 
 
 def _name(source: Source) -> str:

@@ -51,9 +51,14 @@ _ONE_STREAM_HEADINGS = (
 
 def one_stream_table(result: Benchmark) -> TextTable:
     """One row for each contender; the best speculative one of mlx-lm and the automatic lookahead are bold."""
-    bold = (result.best_speculative, "outrider lookahead auto")
-    rows = tuple(TableRow(tuple(_one_stream_cells(row)), "bold" if row.name in bold else "") for row in result.rows)
+    rows = tuple(
+        TableRow(tuple(_one_stream_cells(row)), "bold" if _stands_out(row, result) else "") for row in result.rows
+    )
     return TextTable(_ONE_STREAM_HEADINGS, rows)
+
+
+def _stands_out(row: ContenderRow, result: Benchmark) -> bool:
+    return row.name == result.best_speculative or (row.engine == "outrider" and row.lookahead == "auto")
 
 
 def _one_stream_cells(row: ContenderRow) -> Iterator[str]:
@@ -65,7 +70,8 @@ def _one_stream_cells(row: ContenderRow) -> Iterator[str]:
     yield f"{row.low:.1f}–{row.high:.1f}"
     yield _or_dash(row.vs_plain, ".2f")
     yield _or_dash(row.vs_best_speculative, ".2f")
-    yield _or_dash(row.acceptance, ".0%")
+    stale = "" if row.stale_acceptance is None else f" ({row.stale_acceptance:.0%})"
+    yield _or_dash(row.acceptance, ".0%") + stale
     yield _or_dash(row.tokens_per_round, ".2f")
     yield _or_dash(row.hit_rate, ".0%")
     busy = row.target_busy is not None and row.draft_busy is not None
@@ -84,6 +90,11 @@ def _one_stream_notes(result: Benchmark) -> Iterator[str]:
         "busy: share of the time in which the target's and the drafter's threads worked. of limit: speed over what "
         "the target's passes alone would give if drafting were free. same: texts equal to mlx-lm's plain greedy ones."
     )
+    if any(row.stale_acceptance is not None for row in result.rows):
+        yield (
+            "accepted: in brackets, of the tokens that a trained drafter had drafted ahead, without hidden states that "
+            "the target had given by the time they were proposed."
+        )
     for row in result.rows:
         if row.failure is not None:
             yield f"{row.name} cannot run: {row.failure}"
@@ -216,6 +227,9 @@ def _circumstances(result: Benchmark | StreamsBenchmark, num_texts: int | str) -
     """Models, texts, repeats and machine, as rows of (name, value)."""
     yield "target", f"{result.target}, {', '.join(result.dtypes['target'])}"
     yield "draft", ", ".join([result.draft, *result.dtypes.get("draft", ())])
+    for name, dtypes in result.dtypes.items():
+        if name not in ("target", "draft"):
+            yield "", f"{name}: {', '.join(dtypes)}"
     yield "texts", f"{num_texts} of {result.max_tokens} tokens, temperature {result.temperature:g}"
     cut = "" if result.is_complete else ", the last perhaps in part: it was interrupted"
     yield "repeats", f"{result.repeats_done} of {result.repeats}{cut}"

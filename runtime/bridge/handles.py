@@ -26,6 +26,10 @@ from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
 from runtime.generation.token_stream import SessionFile, warn_unread
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
+from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.tool_calls.function_caller import FunctionCaller
+from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.messages import calls_without_results
 
 
 class CommitSource:
@@ -139,6 +143,7 @@ class ConversationHandle(Generic[Handle]):
         self,
         bridge: RuntimeBridge[Any],
         open_handle: Callable[[Callable[[], TrioTokenStream]], Handle],
+        functions: Functions,
         make_conversation: Callable[[], TrioConversation],
         conversation: TrioConversation | None = None,
     ) -> None:
@@ -147,11 +152,13 @@ class ConversationHandle(Generic[Handle]):
         Args:
             bridge: to the conversation's runtime.
             open_handle: makes the handle of a stream, from a function that opens the stream in the trio thread.
-            make_conversation: makes the trio conversation, in the trio thread.
+            functions: that the model may call; called by the handle, and not in the trio thread.
+            make_conversation: makes the trio conversation, in the trio thread; the functions are told to it.
             conversation: one that exists already; `make_conversation` makes another like it, in which nothing was said.
         """
         self._bridge = bridge
         self._open_handle = open_handle
+        self._caller = FunctionCaller(functions)
         self._make_conversation = make_conversation
         self._conversation = conversation
         self._last: weakref.ref[Handle] | None = None  # weak, since dropping the stream is a way to end it
@@ -161,7 +168,12 @@ class ConversationHandle(Generic[Handle]):
         """The messages so far, oldest first; a copy. A turn is part of them from the first token on that was given."""
         return [] if self._conversation is None else self._conversation.messages
 
-    def _begin_turn(self, text: str, overrides: dict[str, Any]) -> Handle:
+    @property
+    def pending_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the last answer, of which the model was not told any results yet; empty during an answer."""
+        return () if self._is_answering else calls_without_results(self.messages)
+
+    def _begin_turn(self, text: str | None, overrides: dict[str, Any]) -> Handle:
         self._bridge.check_settings(overrides)
         self._check_idle("say something")
         stream = self._open_handle(partial(self._open_turn, text, overrides))
@@ -172,9 +184,19 @@ class ConversationHandle(Generic[Handle]):
         self._check_idle("forget what was said")
         self._conversation, self._last = None, None
 
-    def _check_idle(self, what: str) -> None:
+    def _add_results(self, results: Sequence[Message]) -> None:
+        if results:
+            assert self._conversation is not None, "there were calls"
+            self._conversation.add_results(results)
+
+    @property
+    def _is_answering(self) -> bool:
         stream = None if self._last is None else self._last()
-        if stream is not None and not stream.is_closed:
+        return stream is not None and not stream.is_closed
+
+    def _check_idle(self, what: str) -> None:
+        self._caller.check_idle(what)
+        if self._is_answering:
             raise ConversationBusyError(
                 f"cannot {what} while an answer is under way; read it to its end, or close its stream with "
                 f"{self._how_to_close}"
@@ -182,7 +204,7 @@ class ConversationHandle(Generic[Handle]):
 
     # --- in the trio thread, where turns begin in the order of the calls ---------------------------
 
-    def _open_turn(self, text: str, overrides: dict[str, Any]) -> TrioTokenStream:
+    def _open_turn(self, text: str | None, overrides: dict[str, Any]) -> TrioTokenStream:
         return self._made_conversation().stream(text, **overrides)
 
     async def _save(self, path: SessionFile) -> int:

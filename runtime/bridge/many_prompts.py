@@ -85,20 +85,21 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
 
 
 def prepare_generations(
-    begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, settings: Mapping[str, Any]
+    begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, arguments: Mapping[str, Any]
 ) -> Callable[[], M]:
     """A function that begins the generations of many prompts; to be called in the trio thread.
 
     Args:
         begin: `generate_many` or `stream_many` of the trio runtime.
         prompts: iterated over now, in the caller's thread.
-        max_concurrent, settings: as for these two methods.
+        max_concurrent: as for these two methods.
+        arguments: theirs by name: settings, and about tools.
 
     Raises: SettingsError: `max_concurrent` is out of its range.
     """
     check_max_concurrent(max_concurrent)
     copies = [_copy_with_settings(prompt) for prompt in prompts] if is_list(prompts) else prompts
-    return partial(begin, copies, max_concurrent=max_concurrent, **settings)
+    return partial(begin, copies, max_concurrent=max_concurrent, **arguments)
 
 
 def _copy_with_settings(prompt: ManyPrompt) -> ManyPrompt:

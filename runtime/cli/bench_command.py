@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ import trio
 
 from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
-from runtime.cli.model_arguments import Models
+from runtime.cli.arguments.models import Models
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
 from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
@@ -22,6 +22,7 @@ from runtime.terminal.signals import SignalScope, exit_on_signal
 if TYPE_CHECKING:
     from runtime.bench.many_streams import StreamsMeasured, StreamsPlan
     from runtime.bench.one_stream import Measured, Plan
+    from runtime.loading.model_sources import Source
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
 
@@ -173,7 +174,11 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
     plot = _check_plot(arguments.plot)
     plan = _plan(arguments)
-    measured, measuring = _measuring(plan, models.target, models.draft)
+    if models.more_drafts and arguments.streams is not None:
+        raise SettingsError(
+            f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
+        )
+    measured, measuring = _measuring(plan, models.target, models.draft, models.more_drafts)
     models.use_device()
     outcome = CommandOutcome()
 
@@ -191,7 +196,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
 
 
 def _measuring(
-    plan: Plan | StreamsPlan, target: str | Path, draft: str | Path
+    plan: Plan | StreamsPlan, target: Source, draft: Source, more_drafts: Sequence[Source]
 ) -> tuple[Measured | StreamsMeasured, Callable[[Callable[[str], None]], Awaitable[object]]]:
     """The collector of the figures, and the function that measures into it and reports its progress."""
     from runtime.bench import many_streams, one_stream
@@ -202,7 +207,9 @@ def _measuring(
             target, draft, measured=streams, on_progress=on_progress
         )
     measured = one_stream.Measured(plan)
-    return measured, lambda on_progress: one_stream.measure(target, draft, measured=measured, on_progress=on_progress)
+    return measured, lambda on_progress: one_stream.measure(
+        target, [draft, *more_drafts], measured=measured, on_progress=on_progress
+    )
 
 
 def _show(measured: Measured | StreamsMeasured, outcome: CommandOutcome, as_json: bool, plot: Path | None) -> None:

@@ -20,8 +20,9 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
-from runtime.cli.model_arguments import Models
-from runtime.cli.settings_arguments import settings_of
+from runtime.cli.arguments.mlx_lm import add_flags_without_effect
+from runtime.cli.arguments.models import Models
+from runtime.cli.arguments.settings import settings_of, with_tokens_of
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether the model reasons before it answers, if its chat template has the choice (default: its own)",
     )
     group.add_argument("--stats", action="store_true", help="print statistics on stderr after each answer")
+    add_flags_without_effect(parser, "chat")
 
 
 def chat(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
@@ -100,6 +102,7 @@ async def _talk(
         models.use_device()
         opening = open_runtime(models.target, models.draft, trace=display.on_event, **models.options)
     async with opening as runtime:
+        requested = with_tokens_of(runtime.tokenizer, requested)
         conversation = runtime.conversation(**requested)
         settings = {name: given for name, given in requested.items() if name not in ("system", "thinking")}
         talk = Chat(runtime, conversation, lines, output, signals, shows_statistics, settings)

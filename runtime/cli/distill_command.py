@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from protocol.errors import SettingsError
-from runtime.cli.model_arguments import models_of
+from runtime.cli.arguments.models import models_of
 from runtime.terminal.display import CommandOutcome, Display, exit_status, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import trio
 
-from runtime.cli.model_arguments import Models
+from runtime.cli.arguments.models import Models
 from runtime.selftest.stored_report import rows_of_last_report
 from runtime.terminal.display import CommandOutcome, Display, print_sections, warnings_at_the_end
 from runtime.terminal.signals import exit_on_signal

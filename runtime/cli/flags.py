@@ -11,15 +11,22 @@ from protocol.argument_aliases import ALIASES, OPEN_ARGUMENTS, meant
 from protocol.settings import Settings
 
 _SETTINGS = {field.name for field in attrs.fields(Settings)}
-_NO_FLAGS = {"logits_processors", "reuse_prefix", "sampler"}
+_NO_FLAGS = {"logits_processors", "prediction", "reuse_prefix", "sampler"}
 # Settings for which a request to a server has no field.
-_NO_FIELDS = _NO_FLAGS | {"min_tokens_to_keep", "prefill_step_size", "xtc_special_tokens"}
+_NO_FIELDS = _NO_FLAGS | {
+    "min_tokens_to_keep",
+    "prefill_step_size",
+    "prompt_cache_file",
+    "xtc_special_tokens",
+}
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
 _OF_SIMULATE |= {"draft_table", "spread", "verify_slope", "verify_table"}
+_OF_SIMULATE |= {"all_reduce", "hidden_size", "layers", "link_bandwidth", "link_latency", "pass_time", "ranks"}
 _OF_DISTILL = {"continuations", "data", "draft_vocab_size", "init", "intermediate_size", "learning_rate", "max_minutes"}
 _OF_DISTILL |= {"out", "window", "batch_tokens"}
-_NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_BENCH | _OF_SIMULATE | _OF_DISTILL
+_OF_MODEL = {"adapter_path", "model_config", "quantize", "revision", "tokenizer_config", "trust_remote_code"}
+_NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_MODEL | _OF_BENCH | _OF_SIMULATE | _OF_DISTILL
 
 # Names that are also words ("stop", "lookahead") mean the argument only at the start of a message, or before "=".
 _ALWAYS_WORDS = {"target", "draft", "defaults", "trace"}
@@ -44,13 +51,11 @@ _PHRASES = (
 _ONE_DEVICE = "both models compute on one device: use --device"
 # Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.
 _REPLACEMENTS = {
-    "--adapter-path": "fuse the adapter into its model first, with mlx_lm.fuse",
-    "--chat-template-config": "`outrider chat` has --thinking and --no-thinking",
     "--extra-eos-token": "--stop ends a text at a string",
-    "--prompt-cache-file": "`outrider chat` has /save and /load",
+    "--image": "models read text alone",
+    "--prompt-cache-file": "`outrider generate` continues such a file, and `outrider chat` has /save and /load",
     "--target-device": _ONE_DEVICE,
     "--draft-device": _ONE_DEVICE,
-    "--verbose": "--stats prints statistics",
 }
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,11 @@ import trio
 
 from protocol.errors import PromptError, SettingsError
 from protocol.settings import settings_from
-from runtime.cli.model_arguments import Models
-from runtime.cli.settings_arguments import parse_value, settings_of
+from runtime.cli.arguments.mlx_lm import add_flags_without_effect
+from runtime.cli.arguments.models import Models
+from runtime.cli.arguments.settings import parse_value, settings_of, with_tokens_of
+from runtime.loading.model_spec import ModelSpec
+from runtime.persistence.prompt_cache_file import read_header
 from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, print_statistics, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.tracing.trace_files import ChromeFile, TimelineFile
@@ -50,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat = parser.add_argument_group("chat template")
     chat.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
     chat.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    chat.add_argument(
+        "--prefill-response", metavar="TEXT", help="beginning of the answer, which continues it; needs a chat template"
+    )
     whether = chat.add_mutually_exclusive_group()
     whether.add_argument(
         "--chat",
@@ -58,6 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     whether.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     whether.add_argument("--ignore-chat-template", dest="raw", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--prompt-cache-file",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="file of mlx_lm.cache_prompt, which the prompt continues; its model is the default of --target",
+    )
+    parser.add_argument("--extra-eos-token", nargs="+", default=(), help=argparse.SUPPRESS)
+    add_flags_without_effect(parser, "generate")
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print one JSON object at the end instead of streaming text"
@@ -78,6 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--timeline", metavar="FILE", help="write a page with a timeline of both models (HTML)")
 
 
+# Stands for the prompt, to find out what a chat template puts in front of it; the same that mlx-lm takes.
+_MARK = "<query>"
+
+
 @attrs.frozen
 class _PromptRequest:
     """The prompt as the command line gives it.
@@ -86,11 +105,17 @@ class _PromptRequest:
         prompt: the text.
         system: the system message, or None.
         template: whether to use the chat template; None uses it if there is one.
+        prefill_response: the beginning of the answer, or None.
+        continues_cache: whether it continues a prompt cache file, which has what the template puts in front of it.
+        template_args: variables of the chat template.
     """
 
     prompt: str
     system: str | None = None
     template: bool | None = None
+    prefill_response: str | None = None
+    continues_cache: bool = False
+    template_args: Mapping[str, Any] = attrs.field(factory=dict)
 
     def prompt_for(self, tokenizer: TokenizerWrapper | None) -> Prompt:
         """The prompt for the runtime: a text to continue, or chat messages.
@@ -98,26 +123,79 @@ class _PromptRequest:
         Raises: PromptError: the chat template is required, and there is none.
         """
         has_template = tokenizer is not None and tokenizer.has_chat_template
-        if not has_template and (self.template or self.system is not None):
-            why = "--chat" if self.template else "--system"
-            raise PromptError(f"{why} needs a chat template, and the target's tokenizer has none; leave it out")
+        needs = {"--chat": self.template, "--system": self.system, "--prefill-response": self.prefill_response}
+        if not has_template and (why := [flag for flag, given in needs.items() if given not in (None, False)]):
+            raise PromptError(f"{why[0]} needs a chat template, and the target's tokenizer has none; leave it out")
         if not has_template or self.template is False:
             return self.prompt
+        if not self.continues_cache:
+            return self._messages(self.prompt)
+        from runtime.generation.text import render_chat_template
+
+        assert tokenizer is not None
+        # As mlx-lm does: the file has all up to the user's words.
+        marked, whole = (
+            render_chat_template(self._messages(words), tokenizer, **self.template_args)
+            for words in (_MARK, self.prompt)
+        )
+        if _MARK not in marked:
+            raise PromptError("the chat template does not repeat the prompt; give --raw to continue the cached prompt")
+        return tuple(tokenizer.encode(whole[marked.index(_MARK) :], add_special_tokens=False))
+
+    def _messages(self, prompt: str) -> list[dict[str, Any]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, {"role": "user", "content": self.prompt}]
+        answer = (
+            []
+            if self.prefill_response is None
+            else [{"role": "assistant", "content": self.prefill_response, "prefix": True}]
+        )
+        return [*system, {"role": "user", "content": prompt}, *answer]
 
 
-def _prompt_request(arguments: argparse.Namespace) -> _PromptRequest:
+def _prompt_request(arguments: argparse.Namespace, models: Models) -> _PromptRequest:
     """The prompt that the arguments give.
 
     Raises:
         PromptError: the prompt is not valid text.
-        SettingsError: there is a system message, but --raw leaves out the chat template.
+        SettingsError: there is a system message or the beginning of an answer, but --raw leaves out the chat template.
     """
     given: str = arguments.prompt if arguments.prompt_here is None else arguments.prompt_here
     if arguments.raw and arguments.system is not None:
         raise SettingsError("--system needs the chat template, which --raw leaves out; give one of them")
-    return _PromptRequest(_read(given), arguments.system, False if arguments.raw else True if arguments.chat else None)
+    if arguments.raw and arguments.prefill_response is not None:
+        raise SettingsError("--prefill-response needs the chat template, which --raw leaves out; give one of them")
+    return _PromptRequest(
+        _read(given),
+        arguments.system,
+        False if arguments.raw else True if arguments.chat else None,
+        arguments.prefill_response,
+        hasattr(arguments, "prompt_cache_file"),
+        models.options.get("chat_template_args", {}),
+    )
+
+
+def _models_of_cache(arguments: argparse.Namespace, models: Models) -> Models:
+    """The models, where the prompt cache file names the target if the command line does not.
+
+    Raises:
+        SessionFileError: the file is no prompt cache file.
+        SettingsError: the command line names another target.
+    """
+    if not hasattr(arguments, "prompt_cache_file") or (file := read_header(arguments.prompt_cache_file)).model is None:
+        return models
+    if arguments.target is not None:
+        if arguments.target != file.model:
+            raise SettingsError(
+                f"--prompt-cache-file was made with {file.model}, got --target {arguments.target}; give the same name, "
+                "or leave --target out"
+            )
+        return models
+    spec = models.target if isinstance(models.target, ModelSpec) else ModelSpec(models.target)
+    # A file must not be able to have code run.
+    tokenizer_config = {name: value for name, value in file.tokenizer_config.items() if name != "trust_remote_code"}
+    spec = attrs.evolve(spec, path=file.model, tokenizer_config={**tokenizer_config, **spec.tokenizer_config})
+    draft = None if arguments.draft is None else models.draft
+    return attrs.evolve(models, target=file.model if spec.is_plain else spec, draft=draft)
 
 
 def _read(argument: str) -> str:
@@ -213,7 +291,8 @@ def generate(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     if settings.get("logprobs") and not arguments.json:
         raise SettingsError("--logprobs needs --json, since a text cannot show them; give both")
     schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
-    request = _prompt_request(arguments)
+    models = _models_of_cache(arguments, models)
+    request = _prompt_request(arguments, models)
     output = Output()
     generated = Generated()
     with warnings_at_the_end():
@@ -226,6 +305,7 @@ def generate(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
                 request,
                 models,
                 settings,
+                arguments.extra_eos_token,
                 schema,
                 generated,
                 display,
@@ -250,6 +330,7 @@ async def _stream_text(
     request: _PromptRequest,
     models: Models,
     settings: dict[str, Any],
+    extra_eos_tokens: Sequence[str],
     schema: str | None,
     generated: Generated,
     display: Display,
@@ -285,6 +366,7 @@ async def _stream_text(
             from runtime.generation.grammar import Grammar
 
             settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
+        settings = with_tokens_of(runtime.tokenizer, settings, extra_eos_tokens)
         prompt = request.prompt_for(runtime.tokenizer)
         stream = runtime.stream(prompt, **settings)
         display.show_prefill(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)

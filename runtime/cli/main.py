@@ -23,14 +23,15 @@ from typing import Any
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM
-from runtime.cli import bench_command, chat_command, doctor_command, generate_command, serve_command
+from runtime.cli import bench_command, chat_command, doctor_command, generate_command, ranks, serve_command
+from runtime.cli.arguments.models import PREFIX_CACHE, add_models, models_of
+from runtime.cli.arguments.settings import add_settings
 from runtime.cli.distill_command import add_distill, distill
 from runtime.cli.flags import hint_for, in_flags
-from runtime.cli.model_arguments import add_models, models_of
 from runtime.cli.selftest_command import add_selftest
-from runtime.cli.settings_arguments import add_settings
 from runtime.cli.simulate_command import add_simulate
 from runtime.loading import blas
+from runtime.server.models.served_model import ConfigFileError
 from runtime.terminal.display import SIGNAL_STATUS_BASE, exit_status, print_message, print_text
 
 FAILED = 1
@@ -50,12 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         _choose_blas(arguments)
+        if ranks.is_one_of_several():
+            ranks.join(arguments)
+            if arguments.group.rank > 0:
+                return exit_status(ranks.follow(models_of(arguments)))
         status: int = arguments.command(arguments)
         return status
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             return SIGNAL_STATUS_BASE + signal.SIGPIPE
-        print_message(f"error: {in_flags(str(error))}")
+        # The keys of a file are not flags.
+        message = str(error) if isinstance(error, ConfigFileError) else in_flags(str(error))
+        print_message(f"error: {message}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # No signal handler of a command was installed yet: a prompt was read, or a module imported.
@@ -164,7 +171,7 @@ Ctrl-C stops the generation and still prints statistics; a second Ctrl-C exits a
     generate_command.add_arguments(parser)
     add_settings(parser)
     # A single text never reuses a prefix.
-    add_models(parser, without=("prefix_cache_bytes",))
+    add_models(parser, without=PREFIX_CACHE)
     _add_blas(parser)
 
 
@@ -200,9 +207,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="""examples:
   outrider serve --target org/model --draft org/small --port 8080
   OUTRIDER_API_KEY=... outrider serve --host 0.0.0.0 --max-streams 8
+  outrider serve --config models.toml --memory-limit 24GB
 
 Ctrl-C or SIGTERM stops the server; current answers have --grace-seconds to end. A second one exits at once. If the \
-target model fails, the server exits with status 1, so that a supervisor can restart it.""",
+target model fails, the server exits with status 1, so that a supervisor can restart it. One of several models is \
+loaded again for its next request.""",
     )
     parser.set_defaults(command=serve)
     add_models(parser)
@@ -225,7 +234,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=doctor)
     add_models(
         parser,
-        without=("prefix_cache_bytes",),
+        without=(*PREFIX_CACHE, "chat_template_args"),
         draft_help="path or hub id of a draft model",
         target_first=True,
     )
@@ -242,6 +251,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="""examples:
   outrider bench --target org/model --draft org/small
   outrider bench --target org/model --draft ngram --prompts prompts.txt -m 200
+  outrider bench --target org/model --draft org/small --draft ngram
   outrider bench --streams 1,4 --json
 
 Ctrl-C stops the benchmark and shows the figures so far.""",
@@ -249,8 +259,9 @@ Ctrl-C stops the benchmark and shows the figures so far.""",
     parser.set_defaults(command=bench)
     add_models(
         parser,
-        without=("prefix_cache_bytes", "max_kv_size"),
-        draft_help='path or hub id of a draft model; "ngram" for prompt lookup',
+        without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args"),
+        draft_help='path or hub id of a drafter; "ngram" for prompt lookup; may be given more than once',
+        several_drafts=True,
     )
     bench_command.add_arguments(parser)
     _add_blas(parser)
@@ -282,7 +293,7 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
     blas.check_environment()
     if arguments.blas is not None:
         # Prompt lookup computes nothing.
-        is_alone = models_of(arguments).draft in (None, NGRAM)
+        is_alone = all(draft in (None, NGRAM) for draft in models_of(arguments).drafts)
         blas.load_before_mlx(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
 
 

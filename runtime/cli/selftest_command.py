@@ -18,7 +18,7 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown_path
 from protocol.settings import NGRAM
 from protocol.validation import check_number
-from runtime.cli.model_arguments import add_models, models_of
+from runtime.cli.arguments.models import OPTIONS, add_models, models_of
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.selftest.stored_report import keep
@@ -65,8 +65,9 @@ The report has neither paths nor prompts. Attach it to an issue.""",
     parser.set_defaults(command=selftest)
     add_models(
         parser,
-        without=("prefix_cache_bytes", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start", "rewind"),
+        without=[name for name, *_ in OPTIONS],
         draft_help="path or hub id of a draft model",
+        as_they_are=True,
     )
     parser.add_argument(
         "--minutes",

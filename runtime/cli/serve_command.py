@@ -6,12 +6,10 @@ Nothing goes to stdout. Nothing here imports mlx, or packages of the extra `serv
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
-import ipaddress
-import os
-import re
 import socket
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,86 +17,34 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from protocol.errors import OutriderError, SettingsError
+from protocol.errors import SettingsError
 from protocol.reprs import shown
-from protocol.settings import MAX_BATCH
-from protocol.validation import check_integer
-from runtime.cli.model_arguments import Models
+from runtime.cli.arguments.limits import add_limits, check_limits
+from runtime.cli.arguments.mlx_lm import add_flags_of_server, parse_size
+from runtime.cli.arguments.models import Models
+from runtime.cli.arguments.settings import add_defaults, defaults_of
+from runtime.cli.flags import flag
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.server.connections.file_limit import keeping_file_limit, make_room_for_connections
+from runtime.loading.model_spec import ModelSpec
+from runtime.server.connections.address import KEY_VARIABLE, ServerError, api_key, bind, check_origin, network, url
+from runtime.server.connections.file_limit import make_room_for_connections
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
+    from starlette.types import ASGIApp
 
-# A variable for the API key: other users of a machine can read its command lines.
-KEY_VARIABLE = "OUTRIDER_API_KEY"
+    from runtime.server.admission import RequestAdmission
+    from runtime.server.models.pool import ModelPool
+    from runtime.server.models.served_model import ServedModel
 
 # Names of this machine, which a page of another host cannot have.
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-
-# An origin exactly as browsers send it; anything else would never match.
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
-_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 
 # Maximum number of connections that wait to be accepted.
 _BACKLOG = 128
 
 _REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
-
-
-class ServerError(OutriderError):
-    """The address cannot be used, or the target model has failed."""
-
-
-@attrs.frozen
-class LimitOption:
-    """A limit of the server: an option whose value is a whole number.
-
-    Attributes:
-        name: its name, with underscores.
-        low: its smallest value.
-        default: its default; None for no limit.
-        help: its help text.
-    """
-
-    name: str
-    low: int
-    default: int | None
-    help: str
-
-    @property
-    def flag(self) -> str:
-        """The flag on the command line."""
-        return f"--{self.name.replace('_', '-')}"
-
-
-_LIMITS = (
-    LimitOption("max_streams", 1, 4, "most requests that generate at once"),
-    LimitOption("max_batch", 1, MAX_BATCH, "most requests that share one forward pass of the target"),
-    LimitOption("max_waiting", 0, 256, "most requests that wait beside those; further ones get status 429"),
-    LimitOption("max_tokens", 1, 512, "most tokens of an answer if the request does not set them"),
-    LimitOption("max_tokens_limit", 1, None, "most tokens that a request may set (default: the model's context)"),
-    LimitOption("max_prompt_tokens", 1, None, "most tokens of a prompt (default: the model's context)"),
-    LimitOption(
-        "prefill_step_size",
-        1,
-        None,
-        "prompt tokens per prefill pass, during which all other answers wait (default: as many as are cheap, in 0.2 s "
-        "at most)",
-    ),
-    LimitOption("max_body_bytes", 1, 2 * 2**20, "most bytes of a request body"),
-    LimitOption(
-        "max_connections",
-        1,
-        None,
-        "most connections at once; for a further one, the longest idle one is closed (default: 1000, or as many as the "
-        "limit of open files allows)",
-    ),
-    LimitOption("stalled_seconds", 1, 60, "seconds that a client may leave 64 KiB of a response unread"),
-    LimitOption("grace_seconds", 0, 5, "seconds that current answers have to end when the server is stopped"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +76,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for any",
     )
     group.add_argument(
+        "--trusted-proxy",
+        metavar="ADDRESS",
+        action="append",
+        default=[],
+        help="address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is believed",
+    )
+    group = parser.add_argument_group("names and several models")
+    group.add_argument(
         "--model-name", metavar="NAME", help="name of the target in the API (default: the end of its path or id)"
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="TOML file with several models, each loaded for its first request; in place of --target; "
+        "options of caches, and settings, are for those that have no others",
+    )
+    group.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="memory that the models of --config may take, such as 24GB; the least recently used one at rest "
+        "is unloaded for another (default: no limit)",
+    )
+    add_defaults(parser)
+    add_flags_of_server(parser)
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse what means nothing here instead of ignoring it: unknown fields of a request, names of other "
+        "models, and a max_tokens beyond --max-tokens-limit",
     )
     parser.add_argument(
         "--no-access-log",
@@ -138,10 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not log each request on stderr (the log has no prompts and no keys)",
     )
-    limits = parser.add_argument_group("limits")
-    for option in _LIMITS:
-        default = "" if option.default is None else " (default: %(default)s)"
-        limits.add_argument(option.flag, metavar="N", type=int, default=option.default, help=option.help + default)
+    add_limits(parser)
 
 
 def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
@@ -157,24 +128,25 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """
     if missing := [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
-    for option in _LIMITS:
-        value = getattr(arguments, option.name)
-        if value is not None:
-            check_integer(option.flag, value, option.low)
+    check_limits(arguments)
     for origin in arguments.allow_origin:
-        _check_origin(origin)
-    # Before mlx-lm is imported, which lowers the hard limit.
+        check_origin(origin)
+    for proxy in arguments.trusted_proxy:
+        network(proxy)
     arguments.max_connections = make_room_for_connections(arguments.max_connections)
-    key = _key(arguments)
-    bound = _bind(arguments.host, arguments.port, has_key=key is not None)
+    _check_no_model(arguments, models)
+    memory_limit = _memory_limit(arguments)
+    key = api_key(arguments.api_key)
+    bound = bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = CommandOutcome()
     with bound, Display() as display, exit_on_signal(display):
-        display.show_loading(models.loaded)
-        with keeping_file_limit():
-            import runtime.engine.opening
-            import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
+        if arguments.config is None:
+            display.show_loading(models.loaded)
+        import runtime.engine.opening
+        import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
 
-        server = _Server(arguments, models, key, bound, display)
+        served = _served(arguments, models)
+        server = _Server(arguments, models, served, memory_limit, key, bound, display)
         trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))
     return outcome
 
@@ -185,7 +157,9 @@ class _Server:
 
     Attributes:
         arguments: the parsed arguments.
-        models: the models to serve.
+        models: the models of the command line.
+        served: the models to serve.
+        memory_limit: see `model_pool`.
         key: the API key that requests must send, or None.
         bound: a socket bound to the address, not listening yet.
         display: shows the loading of the models.
@@ -196,6 +170,8 @@ class _Server:
 
     arguments: argparse.Namespace
     models: Models
+    served: Sequence[ServedModel]
+    memory_limit: int | None
     key: str | None
     bound: socket.socket
     display: Display
@@ -218,23 +194,22 @@ class _ServerSignals(SignalScope):
 
 
 async def _open_and_serve(server: _Server) -> None:
-    """Load the models, and serve until `server.stopping` is set.
+    """Load the model, if it is one, and serve until `server.stopping` is set.
 
     Raises:
-        OutriderError: a model cannot be loaded, or has no tokenizer.
-        ServerError: the target has failed.
+        OutriderError: a single model cannot be loaded, or has no tokenizer.
+        ServerError: its target has failed.
     """
-    arguments, models = server.arguments, server.models
-    from runtime.engine.opening import open as open_runtime
+    arguments = server.arguments
+    from actors.mlx.memory import active_memory
     from runtime.server.access_log import AccessLog
     from runtime.server.app import Service, application
     from runtime.server.connections.listener import ConnectionLimits, serve
     from runtime.server.generation_endpoints import Limits
-    from runtime.server.grammars.checker import grammar_checker
-    from runtime.server.grammars.schemas import compile_any_object
-    from runtime.server.timelines import Timelines
+    from runtime.server.middleware import ForwardedClients
+    from runtime.server.models.loading import free_memory, open_model
+    from runtime.server.models.pool import model_pool
 
-    name = arguments.model_name or _name(models.target)
     limits = Limits(
         max_body_bytes=arguments.max_body_bytes,
         max_bodies_bytes=max(Limits().max_bodies_bytes, arguments.max_body_bytes),
@@ -245,128 +220,142 @@ async def _open_and_serve(server: _Server) -> None:
         stalled_s=arguments.stalled_seconds,
     )
     service = Service(
-        name,
-        None if models.draft is None else _name(models.draft),
         max_streams=arguments.max_streams,
         max_waiting=arguments.max_waiting,
         limits=limits,
         api_key=server.key,
         hosts=["*"] if server.key is not None else [*_LOCAL_HOSTS, arguments.host, *arguments.allow_host],
         origins=arguments.allow_origin,
+        is_strict=arguments.strict,
     )
     connection_limits = ConnectionLimits(
         max_connections=arguments.max_connections,
         stalled_s=arguments.stalled_seconds,
         grace_s=arguments.grace_seconds,
     )
-    timelines = Timelines()
-    models.use_device()
-    opening = open_runtime(
-        models.target,
-        models.draft,
-        max_streams=arguments.max_streams,
-        max_batch=arguments.max_batch,
-        trace=timelines,
-        **models.options,
+    server.models.use_device()
+    pool = model_pool(
+        server.served,
+        partial(open_model, schema_s=limits.schema_s),
+        memory_limit=server.memory_limit,
+        used_bytes=active_memory,
+        free_memory=free_memory,
+        announce=print_message if arguments.config is not None else _say_nothing,
     )
-    async with opening as runtime, grammar_checker(partial(_tokenizer_json, runtime)) as check:
-        # Now, so that no request for JSON waits for it. What prevents it, the first such request is told.
-        any_object = None
-        with suppress(SettingsError):
-            any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
+    async with pool as models:
+        if arguments.config is None:
+            await _load_now(models)
         server.display.clear()
+        # What was imported stays: half a million objects that each collection of garbage would look at otherwise.
+        gc.freeze()
         # Not earlier: a client that can connect must be able to get answers.
         server.bound.listen(_BACKLOG)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
-        app = application(runtime, service, timelines, check, any_object=any_object)
-        if arguments.access_log:
-            app = AccessLog(app, print_stderr)
-        print_message(f"{name} is served at {_url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
+        app = application(models, service)
+        names = [spec.name for spec in models.specs]
+        what = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
+        print_message(f"{what} served at {url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
         server.is_serving = True
 
         async def until_over() -> None:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_stop_if_broken, runtime, server)
+                nursery.start_soon(_stop_if_broken, models, server)
                 await server.stopping.wait()
                 nursery.cancel_scope.cancel()
 
-        await serve(app, [listener], until_over, connection_limits)
+        outer: ASGIApp = AccessLog(app, print_stderr) if arguments.access_log else app
+        if proxies := [network(proxy) for proxy in arguments.trusted_proxy]:
+            outer = ForwardedClients(outer, proxies)
+        await serve(outer, [listener], until_over, connection_limits, partial(_drain, app.admission, arguments))
     if server.is_broken:
         raise ServerError("the target model has failed, and the server has ended; start it again")
 
 
-async def _stop_if_broken(runtime: Runtime, server: _Server) -> None:
-    """Stop the server when the target has failed, so that a supervisor can start it again."""
-    await runtime.wait_broken()
+async def _drain(admission: RequestAdmission, arguments: argparse.Namespace) -> None:
+    """Take no new requests, and return once those that were taken have ended."""
+    admission.drain()
+    if admission.num_admitted:
+        print_message(
+            f"stopping: {admission.num_admitted} requests may end within {arguments.grace_seconds} s "
+            "(--grace-seconds), and new ones are refused; another signal ends the server at once"
+        )
+    await admission.wait_drained()
+
+
+async def _load_now(models: ModelPool) -> None:
+    """Load the model of a server that has one.
+
+    Raises: OutriderError: it cannot be loaded, or has no tokenizer.
+    """
+    from runtime.server.models.served_model import ModelLoadError
+
+    try:
+        async with models.use(models.specs[0].name):
+            pass
+    except ModelLoadError as error:
+        raise (error.__cause__ or error) from None
+
+
+async def _stop_if_broken(models: ModelPool, server: _Server) -> None:
+    """Stop a server of one model when its target has failed, so that a supervisor can start it again."""
+    await models.wait_broken()
     server.is_broken = True
     server.stopping.set()
 
 
-def _tokenizer_json(runtime: Runtime) -> tuple[str, list[int]]:
-    from runtime.generation.grammar_vocabulary import tokenizer_json
-
-    return tokenizer_json(runtime.tokenizer)
+def _say_nothing(text: str) -> None:
+    """Announce no load: a display has shown the only one."""
 
 
-# --- the address, and who may use it --------------------------------------------------------------
+# --- the models -----------------------------------------------------------------------------------
 
 
-def _key(arguments: argparse.Namespace) -> str | None:
-    """The API key that requests must send, or None.
+def _memory_limit(arguments: argparse.Namespace) -> int | None:
+    """The value of --memory-limit in bytes, or None.
 
-    Raises: SettingsError: the key cannot be sent in a header.
+    Raises: SettingsError: it is no size, or there is no --config.
     """
-    key: str | None = arguments.api_key if arguments.api_key is not None else os.environ.get(KEY_VARIABLE)
-    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise SettingsError("the API key must be of printable ASCII characters without blanks, and not empty")
-    return key
+    given: str | None = arguments.memory_limit
+    if given is None:
+        return None
+    if arguments.config is None:
+        raise SettingsError("--memory-limit decides which of several models are in memory; give them by --config")
+    num_bytes = parse_size(given)
+    if not isinstance(num_bytes, int) or num_bytes < 1:
+        raise SettingsError(f"--memory-limit must be a size such as 24GB or 512MB, got {shown(given)}")
+    return num_bytes
 
 
-def _check_origin(origin: str) -> None:
-    """Check an origin. Raises: SettingsError: browsers send no such origin, so it would silently allow nothing."""
-    if not _ORIGIN.fullmatch(origin) or _DEFAULT_PORT.fullmatch(origin):
-        raise SettingsError(
-            f"--allow-origin {shown(origin)} is not an origin as browsers send it: give scheme and host in lower case, "
-            "and the port if it is not the default one, with nothing behind, such as https://example.org"
-        )
+def _served(arguments: argparse.Namespace, models: Models) -> Sequence[ServedModel]:
+    """The models to serve: those of --config, or the one of the command line.
 
-
-def _bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A socket bound to an address, not listening yet: until the models are loaded, connections are refused.
-
-    Raises:
-        SettingsError: the address is invalid, or is not a loopback address and there is no key.
-        ServerError: the address cannot be bound.
+    Raises: ConfigFileError, SettingsError: something is wrong with the file, or the command line names a model, too.
     """
-    check_integer("--port", port, 0, 65535)
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"--host {shown(host)} is not an address: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise SettingsError(
-            f"--host {host} lets other machines in, which needs an API key; give one by --api-key or {KEY_VARIABLE}"
-        )
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Tokens are small, and must not wait for each other.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ServerError(f"cannot listen at {host}, port {port}: {error.strerror}; choose another --port") from error
-    return bound
+    from runtime.server.models.config_file import read_models
+    from runtime.server.models.served_model import ServedModel
+
+    options = {"max_streams": arguments.max_streams, "max_batch": arguments.max_batch, **models.options}
+    defaults = defaults_of(arguments)
+    if arguments.config is not None:
+        return read_models(arguments.config, options, defaults)
+    name = arguments.model_name or _name(models.target)
+    draft_name = None if models.draft is None else _name(models.draft)
+    return [ServedModel(name, models.target, models.draft, draft_name, options, defaults, is_pinned=True)]
 
 
-def _url(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+def _check_no_model(arguments: argparse.Namespace, models: Models) -> None:
+    """Raises: SettingsError: the command line names a model, or says how it is loaded, and names a file of several."""
+    if arguments.config is None:
+        return
+    if given := [flag(name) for name in ("target", "draft", "model_name") if getattr(arguments, name) is not None]:
+        raise SettingsError(f"--config names the models; leave out {', '.join(given)}")
+    if isinstance(models.target, ModelSpec) or isinstance(models.draft, ModelSpec):
+        raise SettingsError("--config says how each model is loaded; leave out adapters, quantisation and the like")
 
 
-def _name(model: str | Path) -> str:
+def _name(source: str | Path | ModelSpec) -> str:
     """The name of a model, from its path or hub id."""
+    model = source.path if isinstance(source, ModelSpec) else source
     if model in (DEMO_TARGET, DEMO_DRAFT):
         return f"outrider-demo-{Path(model).name}"
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else str(model)

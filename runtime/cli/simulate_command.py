@@ -13,12 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer
+from runtime.cli.flags import flag
 from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare
+from runtime.simulation.ranks_comparison import RanksComparison, compare_ranks
 from runtime.simulation.scenario import Scenario
+from runtime.simulation.sharding import ALL_REDUCES, MAX_RANKS, SHAPES, Sharding
 from runtime.simulation.streams_comparison import (
     MAX_STREAMS,
     STREAM_LOOKAHEADS,
@@ -26,7 +31,7 @@ from runtime.simulation.streams_comparison import (
     StreamsComparison,
     compare_streams,
 )
-from runtime.simulation.tables import print_comparison, print_streams_comparison
+from runtime.simulation.tables import print_comparison, print_ranks_comparison, print_streams_comparison
 from runtime.terminal.display import Display, Output, warnings_at_the_end
 
 PLOT_SUFFIXES = (".svg", ".png")
@@ -61,6 +66,13 @@ _SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
         float,
         "P",
     ),
+    "stale_acceptance": (
+        "for a drafter that was trained for the target: what the acceptance comes down to, in [0, A], as more and more "
+        "of the hidden states that it reads are its own, because the target has not given them yet (default: a draft "
+        "model, which reads none)",
+        float,
+        "P",
+    ),
     "spread": (
         "concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when it "
         "is right (default: 1.3)",
@@ -74,6 +86,17 @@ _SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
     ),
     "seed": ("seed of the text and of the drafts (default: 0)", int, "N"),
 }
+
+# Options that are fields of a `Sharding`, but for the ranks.
+_SHARDING: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "pass_time": ("milliseconds in which one machine decodes a token, or would: T_v(1)", float, "MS"),
+    "link_latency": ("microseconds that a small message takes from one rank to the next", float, "US"),
+    "link_bandwidth": ("gigabits per second of a link, in each direction", float, "GBIT"),
+    "all_reduce": (f"how parts are added up: {', '.join(ALL_REDUCES)} (default: ring)", str, "KIND"),
+    "layers": ("layers of the target", int, "N"),
+    "hidden_size": ("numbers in its hidden state", int, "N"),
+}
+_NEEDED = ("pass_time", "link_latency", "link_bandwidth", "layers", "hidden_size")
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -90,6 +113,8 @@ def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
   outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
   outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
   outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --ranks 1,2,4,8 \\
+      --shape llama-70b --pass-time 170 --link-latency 50 --link-bandwidth 10
 
 The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
 the times of a pair of models.""",
@@ -99,7 +124,7 @@ the times of a pair of models.""",
     for name, (text, kind, metavar) in _SCENARIO.items():
         required = name in ("acceptance", "cost_ratio")
         scenario.add_argument(
-            f"--{name.replace('_', '-')}",
+            flag(name),
             metavar=metavar,
             type=kind,
             # `Scenario` has the defaults, and checks the bounds.
@@ -107,6 +132,21 @@ the times of a pair of models.""",
             required=required,
             help=text,
         )
+    sharding = parser.add_argument_group("a target over several machines")
+    sharding.add_argument(
+        "--ranks",
+        metavar="LIST",
+        help="machines that the target is sharded over, or several such numbers, separated by commas, to compare; the "
+        "draft model runs on one of the machines",
+    )
+    sharding.add_argument(
+        "--shape",
+        choices=SHAPES,
+        help=f"layers and hidden size of a known model: {', '.join(SHAPES)}",
+        metavar="MODEL",
+    )
+    for name, (text, kind, metavar) in _SHARDING.items():
+        sharding.add_argument(flag(name), metavar=metavar, type=kind, default=argparse.SUPPRESS, help=text)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--tokens",
@@ -148,9 +188,16 @@ def simulate(arguments: argparse.Namespace) -> int:
         check_integer("streams", arguments.streams, 1, MAX_STREAMS)
     plot = None if arguments.plot is None else _plot_file(arguments.plot)
     scenario = _scenario({name: value for name, value in vars(arguments).items() if name in _SCENARIO})
-    comparison: Comparison | StreamsComparison
+    ranks, sharding = _sharding(arguments)
+    scenario = attrs.evolve(scenario, sharding=sharding)
+    if len(ranks) > 1 and (several or plot is not None):
+        other = "--streams" if several else "--plot"
+        raise SettingsError(f"--ranks must be one number with {other}, got {len(ranks)}; run the command for each")
+    comparison: Comparison | StreamsComparison | RanksComparison
     with warnings_at_the_end(), Display() as display:
-        if several:
+        if len(ranks) > 1:
+            comparison = compare_ranks(scenario, ranks, num_tokens, lookaheads, on_progress=display.show_activity)
+        elif several:
             comparison = compare_streams(
                 scenario, arguments.streams, num_tokens, lookaheads, on_progress=display.show_activity
             )
@@ -159,11 +206,14 @@ def simulate(arguments: argparse.Namespace) -> int:
     if plot is not None:
         from runtime.simulation.plot import draw
 
+        assert not isinstance(comparison, RanksComparison)
         draw(comparison, plot)
     if arguments.json:
         Output().write_now(json.dumps(comparison.as_json(), indent=2) + "\n")
     elif isinstance(comparison, StreamsComparison):
         print_streams_comparison(comparison)
+    elif isinstance(comparison, RanksComparison):
+        print_ranks_comparison(comparison)
     else:
         print_comparison(comparison)
     return 0
@@ -185,6 +235,34 @@ def _scenario(values: dict[str, Any]) -> Scenario:
                 raise SettingsError(f"{table} takes the place of {slope}; give one of the two")
             values[table] = _table(table, values[table])
     return Scenario(**values)
+
+
+def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | None]:
+    """The numbers of ranks, and the sharding over the first of them; none of both for a target on one machine.
+
+    Raises: SettingsError: something is missing, there is too much, or a value is out of its range.
+    """
+    given = {name: getattr(arguments, name) for name in _SHARDING if hasattr(arguments, name)}
+    if arguments.ranks is None:
+        if extra := [*map(flag, given), *([] if arguments.shape is None else ["--shape"])]:
+            raise SettingsError(f"{extra[0]} is about a target over several machines; say over how many, by --ranks")
+        return (), None
+    if arguments.shape is not None:
+        if extra := [flag(name) for name in ("layers", "hidden_size") if name in given]:
+            raise SettingsError(f"--shape says the layers and the hidden size; leave out {' and '.join(extra)}")
+        given["layers"], given["hidden_size"] = SHAPES[arguments.shape]
+    if missing := [flag(name) for name in _NEEDED if name not in given]:
+        shape = "; --shape gives the last two" if {"--layers", "--hidden-size"} <= set(missing) else ""
+        raise SettingsError(f"--ranks needs {', '.join(missing)}, too{shape}")
+    ranks = []
+    for part in arguments.ranks.split(","):
+        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_RANKS:
+            raise SettingsError(
+                f"ranks must be whole numbers between 1 and {MAX_RANKS}, separated by commas, "
+                f"got {shown(arguments.ranks)}"
+            )
+        ranks.append(int(part))
+    return ranks, Sharding(ranks[0], **given)
 
 
 def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:

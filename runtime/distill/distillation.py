@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from actors.mlx.model import context_length_of
 from actors.mlx.model import load as load_model
 from actors.trained.eagle3 import Eagle3, LoadedEagle3, read_config
 from actors.trained.eagle3 import load as load_drafter
@@ -128,8 +129,14 @@ class Distillation:
             target: mlx-lm's model, whose weights are evaluated.
             tokenizer: of the target.
 
-        Raises: SettingsError: a file cannot be read, or there is too little text.
+        Raises: SettingsError: a window is longer than the target's context, a file cannot be read, or there is too
+            little text.
         """
+        limit = context_length_of(getattr(target, "args", None))
+        if limit is not None and options.window > limit:
+            raise SettingsError(
+                f"window must be at most the target's context of {limit} tokens, got {options.window}; shorten it"
+            )
         self._options = options
         self._target = target
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)

@@ -32,6 +32,7 @@ class Findings:
         dtypes: dtypes of the target's weights.
         blas: name of the BLAS in use; None if unknown.
         suggestions: draft models that fit, the best first.
+        is_translated: whether the two have different vocabularies, and the draft model can draft all the same.
     """
 
     verify_seconds: Mapping[int, float]
@@ -41,6 +42,7 @@ class Findings:
     dtypes: tuple[str, ...]
     blas: str | None
     suggestions: tuple[str, ...] = ()
+    is_translated: bool = False
 
     @property
     def width_cost(self) -> float:
@@ -82,7 +84,7 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     if not found.can_rewind:
         yield "expect", "no gain: this target's caches cannot be put right after a rejection, so nothing is proposed"
         return
-    if found.same_vocabulary is False:
+    if found.same_vocabulary is False and not found.is_translated:
         yield "expect", "an error: the two do not share a vocabulary, so the one cannot draft for the other"
         yield from _drafts(found)
         return
@@ -98,8 +100,11 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
         said = f"about {_speeds(found, min_acceptance)}; nothing to speak of below {min_acceptance:g}"
         yield "expect", f"{said}. --stats shows the acceptance of a text"
     yield from _faster_width(found)
+    if found.is_translated:
+        yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
     if found.draft_cost > MAX_DRAFT_COST:
         yield "try", f"a smaller draft model: a step of this one takes {found.draft_cost:.0%} of a pass of the target"
+    if found.is_translated or found.draft_cost > MAX_DRAFT_COST:
         yield from _drafts(found)
 
 

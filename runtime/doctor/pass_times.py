@@ -11,11 +11,14 @@ import mlx.core as mx
 
 from actors.mlx.model import MLXModel
 from actors.model import CachedSequence, RewindMode
+from actors.trained.drafter_model import TrainedDrafter
+from actors.trained.feature_input import FeatureInput
 from protocol.pass_price import PassPrice
 
 WIDTHS = (1, 2, 3, 5, 9)
 REPEATS = 7
 CONTEXT_TOKENS = 64  # tokens in the cache when a pass is timed
+MAX_WIDTH = 64
 
 
 @attrs.frozen
@@ -34,13 +37,17 @@ class Passes:
 
 
 def time_passes(
-    model: MLXModel, widths: Sequence[int] = WIDTHS, *, repeats: int = REPEATS, num_context: int = CONTEXT_TOKENS
+    model: MLXModel | TrainedDrafter,
+    widths: Sequence[int] = WIDTHS,
+    *,
+    repeats: int = REPEATS,
+    num_context: int = CONTEXT_TOKENS,
 ) -> Passes:
     """Time forward passes of several widths over the same text, in turn, so that drift affects all widths alike.
 
     Args:
         model: the model.
-        widths: numbers of tokens, each >= 1.
+        widths: numbers of tokens, each in [1, 64].
         repeats: passes of each width, >= 1.
         num_context: tokens in the cache when a pass is timed, >= 1.
     """
@@ -66,7 +73,9 @@ def time_passes(
     return Passes(medians, {width: (min(times), max(times)) for width, times in seconds.items()}, price)
 
 
-def _filled_sequence(model: MLXModel, num_tokens: int) -> CachedSequence:
+def _filled_sequence(model: MLXModel | TrainedDrafter, num_tokens: int) -> CachedSequence:
     sequence = model.open_sequence(beside_another=False)
+    if isinstance(sequence, FeatureInput):
+        sequence.give_nothing(num_tokens + MAX_WIDTH)
     sequence.feed(tuple(token % model.vocab_size for token in range(num_tokens)), 0)
     return sequence

@@ -15,19 +15,24 @@ from actors.model import RewindMode
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
 from protocol.errors import ModelError, VocabularyMismatchError
+from protocol.settings import MTP
 from protocol.trace import Actor
 from runtime.doctor.conclusion import Findings, conclude
 from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
 from runtime.doctor.pass_times import Passes, time_passes
-from runtime.generation.text import check_vocabularies
+from runtime.doctor.trained_drafters import ExaminedDrafter, described, examine_drafter
 from runtime.loading.blas import blas_in_use
 from runtime.loading.model_sources import (
     Loaded,
     Source,
     check_cache_options,
+    check_draft_source,
     check_source,
+    folder_of_trained_drafter,
     load_onto,
 )
+from runtime.loading.model_spec import ModelSpec
+from runtime.loading.vocabularies import vocabulary_map
 
 
 @attrs.frozen
@@ -45,15 +50,17 @@ class Diagnosis:
     Attributes:
         target, draft: the models; draft is None without one.
         same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
-        vocabulary_note: what differs, or why nothing was compared.
+        is_translated: whether they do not, and the draft model can draft all the same.
+        vocabulary_note: how much they share, what differs, or why nothing was compared.
         device: MLX's default device, "cpu" or "gpu".
         blas: the BLAS of MLX's CPU backend; None if the system does not tell.
         suggestions: draft models that fit the target, if there is no draft model or one with another vocabulary.
     """
 
     target: ExaminedModel
-    draft: ExaminedModel | None
+    draft: ExaminedModel | ExaminedDrafter | None
     same_vocabulary: bool | None
+    is_translated: bool
     vocabulary_note: str
     device: str
     blas: str | None
@@ -82,28 +89,45 @@ async def examine(
     """
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None:
-        sources["draft"] = check_source("draft", draft)
+        sources["draft"] = check_draft_source(draft)
     options = check_cache_options(**cache_options)
     loaded: dict[Actor, Loaded] = {}
     examined: dict[Actor, ExaminedModel] = {}
+    trained: ExaminedDrafter | None = None
     async with AsyncExitStack() as stack:
         # One after the other, so that each model is timed alone.
         for role, source in sources.items():
             worker = await stack.enter_async_context(ThreadWorker(role))
             on_progress(f"loading the {role}")
+            if role == "draft" and await _is_trained(worker, source):
+                trained = await examine_drafter(worker, source, options, loaded["target"])
+                continue
             loaded[role] = await load_onto(worker, role, source, options)
             on_progress(f"timing the {role}")
             examined[role] = await _examine_on(worker, role, source, loaded[role].model)
-        same, note = await _compare(worker, loaded)
+        same, is_translated, note = await _compare(worker, loaded)
         suggestions: tuple[Suggestion, ...] = ()
-        if loaded["target"].tokenizer is not None and not same and not isinstance(target, tuple):
+        if loaded["target"].tokenizer is not None and not same and trained is None and not isinstance(target, tuple):
             on_progress("looking for draft models on the disk")
             # Suggestions are optional: a disk that cannot be searched must not hide the measurements.
             with suppress(JobError):
-                suggestions = await worker.run(Job("load", partial(suggest_draft, target)))
+                path = target.path if isinstance(target, ModelSpec) else target
+                suggestions = await worker.run(Job("load", partial(suggest_draft, path)))
     return Diagnosis(
-        examined["target"], examined.get("draft"), same, note, mx.default_device().type.name, blas_in_use(), suggestions
+        examined["target"],
+        examined.get("draft") or trained,
+        same,
+        is_translated,
+        note,
+        mx.default_device().type.name,
+        blas_in_use(),
+        suggestions,
     )
+
+
+async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
+    """Whether a drafter was trained for its target."""
+    return source == MTP or await folder_of_trained_drafter(worker, source) is not None
 
 
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
@@ -114,19 +138,22 @@ async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: 
         raise ModelError(f"{role} {name!r} failed while it was examined: {error.__cause__}") from error.__cause__
 
 
-async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, str]:
+async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, bool, str]:
+    """See `same_vocabulary`, `is_translated` and `vocabulary_note` of `Diagnosis`."""
     if "draft" not in loaded:
-        return None, "no draft model"
-    ours, theirs = loaded["target"].tokenizer, loaded["draft"].tokenizer
-    if ours is None or theirs is None:
-        return None, "no tokenizer to compare"
+        return None, False, "no draft model"
+    target, draft = loaded["target"], loaded["draft"]
+    if target.tokenizer is None or draft.tokenizer is None:
+        return None, False, "no tokenizer to compare"
+    sizes = target.model.vocab_size, draft.model.vocab_size
+    compare = partial(vocabulary_map, target.tokenizer, sizes[0], draft.tokenizer, sizes[1])
     try:
-        await worker.run(Job("load", partial(check_vocabularies, ours, theirs)))
+        found = await worker.run(Job("load", compare))
     except JobError as error:
         if isinstance(error.__cause__, VocabularyMismatchError):
-            return False, str(error.__cause__)
+            return False, False, str(error.__cause__)
         raise
-    return True, f"{len(ours):,} tokens"
+    return (True, False, f"{len(target.tokenizer):,} tokens") if found is None else (False, True, found.described)
 
 
 # --- on a model's thread --------------------------------------------------------------------------
@@ -142,21 +169,30 @@ def _examine(model: MLXModel) -> ExaminedModel:
 def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     """The report: sections, each a title and rows of (name, finding)."""
     sections = [("target", [*_rows(diagnosis.target, "T_v"), _sharing(diagnosis.target.anatomy)])]
-    if diagnosis.draft is not None:
+    if isinstance(diagnosis.draft, ExaminedDrafter):
+        sections.append(("draft", described(diagnosis.draft, _size)))
+        sections.append(("pair", [_cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)]))
+    elif diagnosis.draft is not None:
         sections.append(("draft", _rows(diagnosis.draft, "T_d")))
         match diagnosis.same_vocabulary:
             case True:
                 vocabularies = f"the same, {diagnosis.vocabulary_note}"
+            case False if diagnosis.is_translated:
+                vocabularies = f"translated: the draft model can propose {diagnosis.vocabulary_note}"
             case False:
                 vocabularies = f"DIFFERENT: {diagnosis.vocabulary_note}"
             case None:
                 vocabularies = f"not compared: {diagnosis.vocabulary_note}"
-        ratio = diagnosis.draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
-        sections.append(("pair", [("vocabularies", vocabularies), ("cost ratio", f"T_d(1) / T_v(1) = {ratio:.2f}")]))
+        ratio = _cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)
+        sections.append(("pair", [("vocabularies", vocabularies), ratio]))
     machine = [("device", diagnosis.device)]
     if diagnosis.blas is not None:
         machine.append(("linear algebra", diagnosis.blas))
     return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
+
+
+def _cost_ratio(draft: Passes, target: Passes) -> tuple[str, str]:
+    return "cost ratio", f"T_d(1) / T_v(1) = {draft.seconds[1] / target.seconds[1]:.2f}"
 
 
 def _findings(diagnosis: Diagnosis) -> Findings:
@@ -165,6 +201,7 @@ def _findings(diagnosis: Diagnosis) -> Findings:
         verify_seconds=target.passes.seconds,
         draft_seconds=None if draft is None else draft.passes.seconds,
         same_vocabulary=diagnosis.same_vocabulary,
+        is_translated=diagnosis.is_translated,
         can_rewind=target.anatomy.rewind_mode is not RewindMode.SINGLE,
         dtypes=target.anatomy.dtypes,
         blas=diagnosis.blas,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from protocol.settings_keywords import SettingsArguments
 
 if TYPE_CHECKING:
+    from actors.distributed.rank_group import RankGroup
     from protocol.settings import SettingsLike
     from runtime.tracing.trace_files import Trace
 
@@ -22,9 +25,13 @@ class OpenOptions(TypedDict, total=False):
     max_streams: int | None
     max_batch: int
     prefix_cache_bytes: int
+    prefix_cache_dir: str | os.PathLike[str] | None
+    prefix_cache_dir_bytes: int
     defaults: SettingsLike | None
+    chat_template_args: Mapping[str, Any] | None
     trace: Trace
     tune_mlx: bool
+    group: RankGroup | None
 
 
 class OpenOptionsAndSettings(OpenOptions, SettingsArguments, total=False):

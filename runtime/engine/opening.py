@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Never, Unpack
+from typing import Any, Never, Unpack
 
 import trio
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
+from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
 from actors.model import Model
 from actors.trained.drafter_model import TrainedDrafter
+from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
@@ -34,7 +36,6 @@ from runtime.engine.nursery import interrupts_unwrapped
 from runtime.engine.open_options import OpenOptions
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
-from runtime.generation.text import check_vocabularies, copy_of
 from runtime.loading import mlx_environment
 from runtime.loading.model_sources import (
     Loaded,
@@ -46,9 +47,16 @@ from runtime.loading.model_sources import (
     load_draft_onto,
     load_onto,
 )
+from runtime.loading.tokenizers import check_template_args, copy_of
+from runtime.persistence.prefix_files import check_folder
+from runtime.ranks.leading import check_group, ending_all, leading, target_worker
+from runtime.ranks.sharded_target import check_drafter, load_sharded_onto
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
+
+# Default bound of the prefix cache on disk, in bytes.
+PREFIX_CACHE_DIR_BYTES = 16 * 1024**3
 
 
 @asynccontextmanager
@@ -65,20 +73,25 @@ async def open(
     max_streams: int | None = None,
     max_batch: int = MAX_BATCH,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    prefix_cache_dir: str | os.PathLike[str] | None = None,
+    prefix_cache_dir_bytes: int = PREFIX_CACHE_DIR_BYTES,
     defaults: SettingsLike | None = None,
+    chat_template_args: Mapping[str, Any] | None = None,
     trace: Trace = None,
     tune_mlx: bool = True,
+    group: RankGroup | None = None,
     **unknown: Never,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
     Args:
-        target: a path or hub id for `mlx_lm.load`, or a pair `(model, tokenizer)`. If the tokenizer is None,
-            prompts are token ids and texts stay empty.
-        draft: likewise; or the folder of a drafter that was trained for the target (EAGLE-3, Medusa, an MTP layer); or
-            "mtp" for the MTP layer in the target's own files; or "ngram" for prompt lookup, which drafts without a
-            model: it proposes what followed the same tokens earlier in the prompt and the text; or None for plain
-            decoding by the same actors.
+        target: a path or hub id for `mlx_lm.load`; a `ModelSpec`, which is one with an adapter, a revision or other
+            options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None, prompts are token ids
+            and texts stay empty.
+        draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
+            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "ngram" for
+            prompt lookup, which drafts without a model: it proposes what followed the same tokens earlier in the
+            prompt and the text; or None for plain decoding by the same actors.
         rewind: how caches are rewound after a rejection. *trim* drops the tail; *checkpoint* restores the state
             from before the round and feeds the accepted tokens again in front of the next window; *none* feeds one
             committed token at a time. "auto" takes, before each round, the first of them that every layer's cache
@@ -94,13 +107,22 @@ async def open(
             low precision, a pass over several texts rounds otherwise than one over one.
         prefix_cache_bytes: size of each model's prefix cache, >= 0: cached sequences of finished texts, for streams
             with `reuse_prefix`; the least recently used one goes first. 0 keeps none.
+        prefix_cache_dir: a directory for what leaves the target's prefix cache, also at the end; it is made if it is
+            missing, and several runtimes may share it. Texts with the same beginning find it there, also after a
+            restart. Its files are those of saved sessions: of this model and these cache options only, and with
+            checksums. They have the tokens of texts. None keeps nothing.
+        prefix_cache_dir_bytes: bound of the directory's size, >= 0; the least recently used files are deleted.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
             logits processor among them is shared by all streams.
+        chat_template_args: variables of the target's chat template, such as `{"enable_thinking": False}`, for every
+            prompt of messages; a conversation's `thinking` and what a request says go before them.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
             page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
         tune_mlx: whether MLX gets the environment variables of `runtime.loading.mlx_environment`, which leave a drafter
             room on a GPU. MLX reads them when it first computes there: False has no effect after that.
+        group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
+            with the same target. This process is rank 0, and the drafter is its own. None for one process.
         **unknown: an error.
 
     Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
@@ -109,7 +131,9 @@ async def open(
         SettingsError: the target is missing, or an option is unknown or out of its range.
         ModelError: a model cannot be loaded (the original error is the cause), or its caches do not support the
             `rewind` that was named.
-        VocabularyMismatchError: target and draft do not share a vocabulary.
+        VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
+        RankError: another rank has failed, or has another model. If that happens later, it is the cause of the
+            `RuntimeBrokenError` that every stream raises.
 
     Cancellation: leaving the block ends every stream, waits for the forward passes that are running (at most one a
     model) and joins the threads, also while being cancelled. A cancellation while loading waits for the load.
@@ -118,18 +142,28 @@ async def open(
         raise WrongEventLoopError(
             "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.open_sync"
         )
-    check_unknown(unknown, OPTIONS)
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
-    if draft is not None and draft != NGRAM:
-        sources["draft"] = check_draft_source(draft)
-    options = check_cache_options(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
-    if max_streams is not None:
-        check_integer("max_streams", max_streams, 1)
-    check_integer("max_batch", max_batch, 1)
-    check_integer("prefix_cache_bytes", prefix_cache_bytes, 0)
-    keywords_of(defaults, "defaults")
-    if not isinstance(tune_mlx, bool):
-        raise SettingsError(f"tune_mlx must be True or False, got {shown(tune_mlx)}")
+    sources, options = check_open(
+        target,
+        draft,
+        {
+            "rewind": rewind,
+            "max_kv_size": max_kv_size,
+            "kv_bits": kv_bits,
+            "kv_group_size": kv_group_size,
+            "quantized_kv_start": quantized_kv_start,
+            "max_streams": max_streams,
+            "max_batch": max_batch,
+            "prefix_cache_bytes": prefix_cache_bytes,
+            "prefix_cache_dir": prefix_cache_dir,
+            "prefix_cache_dir_bytes": prefix_cache_dir_bytes,
+            "defaults": defaults,
+            "chat_template_args": chat_template_args,
+            "trace": trace,
+            "tune_mlx": tune_mlx,
+            "group": group,
+            **unknown,
+        },
+    )
     if tune_mlx:
         mlx_environment.tune()
     else:
@@ -148,11 +182,15 @@ async def open(
         workers = {
             role: await (draft_stack if role == "draft" else stack).enter_async_context(
                 ThreadWorker(role, events, may_be_given_up=role == "draft")
+                if group is None or role == "draft"
+                else target_worker(group, events)
             )
             for role in sources
         }
+        if group is not None:
+            stack.enter_context(leading(group, workers["target"]))
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
-        target_loaded, draft_loaded = await load_onto(workers["target"], "target", sources["target"], options), None
+        target_loaded, draft_loaded = await _load_target(workers["target"], sources["target"], options, group), None
         if "draft" in sources:
             draft_loaded = await load_draft_onto(workers["draft"], sources["draft"], options, target_loaded)
             draft_stack.callback(target_loaded.model.record_features, None)
@@ -162,9 +200,8 @@ async def open(
         stack.enter_context(target_loaded.model.evaluating_layers())
         if draft_loaded is not None:
             draft_stack.enter_context(draft_loaded.model.evaluating_layers())
-        if draft_loaded is not None:
-            await _check_same_vocabulary(workers["draft"], target_loaded.tokenizer, draft_loaded.tokenizer)
-        tokenizer = await workers["target"].run(Job("load", partial(copy_of, target_loaded.tokenizer)))
+        copied = partial(copy_of, target_loaded.tokenizer, chat_template_args or {})
+        tokenizer = await workers["target"].run(Job("load", copied))
         if max_batch > 1 and max_streams != 1:
             await _probe_sharing(target_loaded.model, workers["target"])
         prices = Prices()
@@ -180,6 +217,8 @@ async def open(
             max_streams=max_streams,
             max_batch=target_loaded.model.bounded_batch(max_batch),
             prefix_cache_bytes=prefix_cache_bytes,
+            prefix_cache_dir=None if prefix_cache_dir is None else check_folder(prefix_cache_dir),
+            prefix_cache_dir_bytes=prefix_cache_dir_bytes,
             defaults=defaults,
             draft_resources=draft_stack,
             load_draft=partial(_load_draft, target_loaded, workers["target"], options, events, prices),
@@ -188,14 +227,56 @@ async def open(
             del draft, draft_loaded
             for by_role in (workers, sources):
                 by_role.pop("draft", None)
-            yield runtime
+            with nullcontext() if group is None else ending_all(group, runtime._sessions.fail):
+                yield runtime
 
+
+_CACHE_OPTIONS = ("rewind", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 OPTIONS = tuple(
     name
     for name, parameter in inspect.signature(open).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 )
+
+
+def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[Actor, Source], CacheOptions]:
+    """Check the arguments of `open`, as far as possible without loading a model.
+
+    Args:
+        target, draft: as for `open`.
+        options: options of `open`, by name; those that are missing have their defaults.
+
+    Returns: the models to load, and the options of their caches.
+
+    Raises: SettingsError, ModelError: as `open`.
+    """
+    check_unknown({name: value for name, value in options.items() if name not in OPTIONS}, OPTIONS)
+    given = {name: inspect.signature(open).parameters[name].default for name in OPTIONS} | dict(options)
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    if draft is not None and draft != NGRAM:
+        sources["draft"] = check_draft_source(draft)
+    cache_options = check_cache_options(*(given[name] for name in _CACHE_OPTIONS))
+    if given["max_streams"] is not None:
+        check_integer("max_streams", given["max_streams"], 1)
+    check_integer("max_batch", given["max_batch"], 1)
+    check_integer("prefix_cache_bytes", given["prefix_cache_bytes"], 0)
+    check_integer("prefix_cache_dir_bytes", given["prefix_cache_dir_bytes"], 0)
+    if given["prefix_cache_dir"] is not None:
+        check_folder(given["prefix_cache_dir"])
+    keywords_of(given["defaults"], "defaults")
+    check_template_args(given["chat_template_args"])
+    if not isinstance(given["tune_mlx"], bool):
+        raise SettingsError(f"tune_mlx must be True or False, got {shown(given['tune_mlx'])}")
+    if given["group"] is not None:
+        check_group(given["group"], sources["target"], sources.get("draft"), prefix_cache_dir=given["prefix_cache_dir"])
+    return sources, cache_options
+
+
+async def _load_target(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
+    if group is None:
+        return await load_onto(worker, "target", source, options)
+    return await load_sharded_onto(worker, source, options, group)
 
 
 async def _load_draft(
@@ -212,12 +293,12 @@ async def _load_draft(
         prices.forget_drafter()
         return "ngram"
     source = check_draft_source(draft)
+    check_drafter(source)
     worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
     draft_loaded = await load_draft_onto(worker, source, options, target_loaded)
     stack.callback(target_loaded.model.record_features, None)
     _warn_if_too_large((target_loaded.model, draft_loaded.model))
     stack.enter_context(draft_loaded.model.evaluating_layers())
-    await _check_same_vocabulary(worker, target_loaded.tokenizer, draft_loaded.tokenizer)
     prices.forget_drafter()
     await _time_models((target_loaded.model, target_worker), (draft_loaded.model, worker), prices)
     return draft_loaded.model, worker
@@ -244,17 +325,6 @@ async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker]
         logger.info("the models could not be timed: %s", error)
 
 
-async def _check_same_vocabulary(
-    worker: Worker, target_tokenizer: TokenizerWrapper | None, draft_tokenizer: TokenizerWrapper | None
-) -> None:
-    if target_tokenizer is None or draft_tokenizer is None:
-        return
-    try:
-        await worker.run(Job("load", partial(check_vocabularies, target_tokenizer, draft_tokenizer)))
-    except JobError as error:
-        raise (error.__cause__ or error) from None
-
-
 async def keep_open(
     target: Source = MISSING,
     draft: Source | None = None,
@@ -278,7 +348,7 @@ async def keep_open(
         is_released.set()
 
 
-def _warn_if_too_large(models: Iterable[MLXModel | TrainedDrafter]) -> None:
+def _warn_if_too_large(models: Iterable[MLXModel | TranslatedModel | TrainedDrafter]) -> None:
     if (limit := recommended_working_set()) is None:
         return
     # One module may be target and draft model.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
+import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.mlx.model import MLXModel
 from actors.model import Model
 from actors.sampling.user_code import name_of
-from protocol.errors import SessionFileError, SettingsError
+from protocol.errors import PromptError, PromptTooLongError, SessionFileError, SettingsError
 from protocol.logits_processors import Stateless, can_be_speculated_with
 from protocol.messages import Open
-from protocol.reprs import shown
+from protocol.reprs import shown, shown_path
 from protocol.settings import (
     MAX_SEED,
     Settings,
@@ -23,9 +25,16 @@ from protocol.settings import (
     check_vocabulary_size,
     keywords_of,
     settings_from,
+    with_overrides,
 )
 from runtime.generation.grammar import Grammar
+from runtime.generation.many_prompts import ManyPrompt, check_each
+from runtime.generation.merged_streams import Generation
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
+from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.tools import Tools, check_callable, split_tools, taken_tools
+from runtime.persistence.prompt_cache_file import read_header
 from runtime.persistence.saved_session import SavedSession, SavedStream
 
 logger = logging.getLogger("outrider")
@@ -82,24 +91,162 @@ class RequestValidation:
             )
         return checked
 
-    def opened(self, prompt: Prompt, settings: Settings) -> Open:
+    def generation(self, prompt: Prompt, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> Generation:
+        """What begins a stream.
+
+        Args:
+            prompt, settings: of the stream.
+            arguments: of the stream by name: settings, and about tools.
+
+        Raises: as `checked`, `opened` and `taken_tools`.
+        """
+        tools = taken_tools(keywords := dict(arguments))
+        checked = self.checked(with_overrides(settings, keywords))
+        return self.opened(prompt, checked, tools), tools
+
+    def generations(
+        self, prompts: Iterable[ManyPrompt], settings: SettingsLike | None, arguments: Mapping[str, Any]
+    ) -> list[Generation]:
+        """What begins the stream of each of many prompts; see `Runtime.generate_many`.
+
+        Args:
+            prompts: each with the arguments that replace the shared ones, or without any.
+            settings, arguments: of all streams, as for `generation`.
+
+        Raises: as `generation`.
+        """
+        about_tools, overrides = split_tools(arguments)
+        keywords = with_overrides(settings, overrides)
+        shared, shared_tools = self.checked(keywords), taken_tools(dict(about_tools))
+
+        def checked(prompt: Prompt, own: Mapping[str, Any]) -> Generation:
+            own_about_tools, own = split_tools(own)
+            tools = taken_tools({**about_tools, **own_about_tools}) if own_about_tools else shared_tools
+            return self.opened(prompt, self.checked({**keywords, **own}) if own else shared, tools), tools
+
+        return check_each(prompts, checked)
+
+    def opened(self, prompt: Prompt, settings: Settings, tools: Tools | None = None) -> Open:
         """The message that opens a session, with a new session id.
 
-        Raises: PromptError: the prompt is empty, longer than the context, or not encodable.
+        Args:
+            prompt, settings: of the session.
+            tools: what the model may call, for the chat template, and for a grammar if they need one; or None.
+
+        Raises:
+            PromptError: the prompt is empty, longer than the context, or not encodable; or it is text, and there are
+                tools, or the model has no format for calls, and must call something.
+            SettingsError: a grammar cannot hold the model to the tools.
+            SessionFileError: the prompt cache file is none, or not of this target.
         """
-        model = self._model
-        ids = self.encode(prompt)
-        if model.context_length is not None:
-            check_prompt_length(len(ids), model.context_length)
+        if tools is not None and isinstance(prompt, str):
+            raise PromptError(
+                "tools are told to the model by its chat template, and this prompt is text; give chat messages, or the "
+                "token ids of a prompt that has the tools"
+            )
+        context_length = self._model.context_length
+        if context_length is not None:
+            context_length -= self._num_cached(settings)
+        ids = self.encode(prompt, **({} if tools is None else tools.template_variables))
+        if tools is not None and (grammar := self._grammar(tools, ids)) is not None:
+            settings = attrs.evolve(settings, logits_processors=(grammar, *settings.logits_processors))
+        if context_length is not None:
+            check_prompt_length(len(ids), context_length)
         return Open(
             session=next(self._ids),
             prompt=ids,
             settings=settings,
             seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
             stop_tokens=self._stop_tokens(settings),
-            context_length=model.context_length,
+            context_length=context_length,
             drafted=self.is_drafted(settings),
         )
+
+    def _num_cached(self, settings: Settings) -> int:
+        """Tokens in the prompt cache file, if the settings name one.
+
+        Raises: SessionFileError: it is no such file, or does not suit the options of the target's caches.
+        """
+        if settings.prompt_cache_file is None:
+            return 0
+        file = read_header(settings.prompt_cache_file)
+        named = f"the prompt cache file {shown_path(settings.prompt_cache_file)}"
+        options = self._model.cache_options if isinstance(self._model, MLXModel) else {}
+        if file.kv_bits is not None and (file.kv_bits, file.kv_group_size) != (
+            options.get("kv_bits"),
+            options.get("kv_group_size"),
+        ):
+            raise SessionFileError(
+                f"{named} has key-value caches of {file.kv_bits} bits in groups of {file.kv_group_size}; open the "
+                f"target with kv_bits={file.kv_bits} and kv_group_size={file.kv_group_size}"
+            )
+        length = self._model.context_length
+        if length is not None and file.num_tokens >= length - 1:
+            raise PromptTooLongError(
+                f"{named} has {file.num_tokens} tokens, and the target's context of {length} must hold them, a prompt "
+                "and at least one more token; give a file of a shorter prompt"
+            )
+        return file.num_tokens
+
+    def to_score(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int],
+        *,
+        logprobs: int = 0,
+        reuse_prefix: bool = True,
+        prefill_step_size: int | Literal["auto"] | None = None,
+    ) -> Open:
+        """The message that opens a session which scores a continuation; see `Runtime.score`.
+
+        Raises: PromptError, SettingsError: see there.
+        """
+        if prefill_step_size is None:
+            prefill_step_size = self._defaults.get("prefill_step_size", "auto")
+        settings = Settings(logprobs=logprobs, reuse_prefix=reuse_prefix, prefill_step_size=prefill_step_size)
+        ids, rest = self._encode_both(prompt, continuation)
+        context_length = self._model.context_length
+        if context_length is not None and len(ids) + len(rest) > context_length:
+            raise PromptTooLongError(
+                f"the prompt has {len(ids)} tokens and the continuation {len(rest)}, and the target's context of "
+                f"{context_length} must hold both; shorten one of them"
+            )
+        return Open(
+            session=next(self._ids),
+            prompt=ids + rest,
+            settings=settings,
+            seed=0,
+            stop_tokens=frozenset(),
+            context_length=context_length,
+            drafted=False,
+            num_scored=len(rest),
+        )
+
+    def _encode_both(
+        self, prompt: Prompt, continuation: str | Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The token ids of a prompt and of its continuation; see `Runtime.score`."""
+        if isinstance(continuation, str) and isinstance(prompt, str) and continuation:
+            # A tokenizer has few words that end with a space, and many that begin with one.
+            ids = self.encode(prompt.rstrip() or prompt)
+            whole = self.encode(prompt + continuation)
+            if len(whole) <= len(ids):
+                raise PromptError(
+                    f"the continuation {shown(continuation)} has no token of its own, because it joins the "
+                    "prompt's last token; begin it earlier in the text, or give token ids"
+                )
+            return whole[: len(ids)], whole[len(ids) :]
+        ids = self.encode(prompt)
+        if isinstance(continuation, str):
+            if self._tokenizer is None:
+                raise PromptError("the target was opened without a tokenizer, so a continuation must be token ids")
+            continuation = self._tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
+        elif hasattr(continuation, "__iter__") and any(isinstance(item, Mapping) for item in continuation):
+            raise PromptError("a continuation is text or token ids, got chat messages; put them into the prompt")
+        try:
+            return ids, self.encode(continuation)
+        except PromptError as error:
+            raise type(error)(f"as a continuation, {error}") from error
 
     def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
         """The message that opens a session which resumes a saved stream, with a new session id.
@@ -137,6 +284,15 @@ class RequestValidation:
             drafted=self.is_drafted(settings),
             num_resumed=num_resumed,
         )
+
+    def _grammar(self, tools: Tools, prompt: tuple[int, ...]) -> Grammar | None:
+        format = check_callable(tools, self._tokenizer)
+        if format is None or not tools.needs_grammar:
+            return None
+        reasoning = ReasoningTracker(self._tokenizer, prompt)
+        tags = reasoning.tags if all(reasoning.tags) else None
+        written = call_grammar(tools, format, self._tokenizer, tags=tags, is_thinking=reasoning.is_thinking)
+        return Grammar(written, self._tokenizer, what="the grammar of the tools")
 
     def _stop_tokens(self, settings: Settings) -> frozenset[int]:
         ends = set(settings.stop_tokens)

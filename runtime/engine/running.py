@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Literal, Unpack
 
 import trio
@@ -15,6 +16,7 @@ from actors.actor import PREFIX_CACHE_BYTES
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor
+from actors.mlx.model import MLXModel
 from actors.model import Model
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
@@ -29,6 +31,7 @@ from runtime.engine.nursery import BackgroundNursery
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
+from runtime.persistence.disk_prefix_cache import DiskPrefixCache
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -47,6 +50,8 @@ async def running(
     max_streams: int | None = None,
     max_batch: int = MAX_BATCH,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+    prefix_cache_dir: Path | None = None,
+    prefix_cache_dir_bytes: int = 0,
     defaults: SettingsLike | None = None,
     draft_resources: AsyncExitStack | None = None,
     load_draft: Load | None = None,
@@ -65,6 +70,7 @@ async def running(
         max_streams: see `open`.
         max_batch: see `open`.
         prefix_cache_bytes: see `open`.
+        prefix_cache_dir, prefix_cache_dir_bytes: see `open`; the directory exists.
         defaults: see `open`.
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
@@ -113,6 +119,8 @@ async def running(
         if draft is not None:
             await drafter.put(draft, draft_resources or AsyncExitStack())
         del draft  # the slot holds it, until it is detached
+        if prefix_cache_dir is not None and isinstance(target_actor.model, MLXModel):
+            nursery.start_soon(DiskPrefixCache(target_actor, prefix_cache_dir, prefix_cache_dir_bytes).run)
         await nursery.start(target_actor.serve)
         runtime = Runtime(
             target_actor,

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, Unpack
 
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.drafters.draft_actor import DraftActor
-from actors.drafters.lookup_actor import LookupActor
-from actors.mlx.memory import peak_memory
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
 from protocol.errors import RuntimeClosedError
-from protocol.messages import Open
 from protocol.prices import Prices
-from protocol.settings import Settings, SettingsLike, with_overrides
-from protocol.settings_keywords import SettingsArguments
+from protocol.scores import Score
+from protocol.settings import Settings, SettingsLike
+from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Statistics
-from runtime.engine.drafter_slot import DrafterSlot
+from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
 from runtime.engine.events import Events
 from runtime.engine.health import Health
 from runtime.engine.request_validation import RequestValidation
 from runtime.engine.session_files import SessionFiles
 from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Conversation, turn_settings
-from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams, check_each, check_max_concurrent
+from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
+from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.tools import StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
 
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
@@ -53,19 +52,18 @@ class Runtime:
         self._drafter = drafter
         self._shared_tokenizer = shared_tokenizer
         self.prices = prices
-        self._nursery = nursery
+        self.vocab_size, self.context_length = target.model.vocab_size, target.model.context_length  # None: no bound
         self._validation = RequestValidation(
             target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
         )
         # Streams are saved by `_files`, which needs the sessions first.
         self._sessions = Sessions(
-            target, drafter, tokenizer, prices, max_streams, lambda *stream: self._files.save_stream(*stream)
+            target, drafter, tokenizer, prices, nursery, max_streams, lambda *stream: self._files.save_stream(*stream)
         )
         self._files = SessionFiles(target, drafter, tokenizer, self._validation, self._sessions, self.stream)
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
-        self._clock = target.worker.clock
-        self._began = self._clock()
+        self._began = target.worker.clock()
         events.listen(self._sessions.attribute)
 
     def __repr__(self) -> str:
@@ -75,7 +73,7 @@ class Runtime:
     # --- generations ------------------------------------------------------------------------------
 
     def stream(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> TokenStream:
         """Begin a generation.
 
@@ -83,24 +81,50 @@ class Runtime:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
             settings: a `Settings`, which sets every field, or a mapping of some settings by name. Settings that are
                 named nowhere are the `defaults` of `open`.
-            **overrides: settings by name; each replaces that of `settings`. See `Settings`.
+            **overrides: settings by name, see `Settings`; each replaces that of `settings`. And for messages `tools`,
+                `tool_choice` and `parallel_tool_calls`, see `StreamArguments`.
 
         Returns: a stream that generates from now on. Where `max_streams` others are at work, it begins after the
             streams that were begun before it. See `TokenStream` for how to end it, also while it waits.
 
         Raises: before any model work:
-            SettingsError: a setting is unknown or out of its range, or stop strings are given and the target has
-                no tokenizer.
+            SettingsError: a setting is unknown or out of its range, stop strings are given and the target has no
+                tokenizer, or a tool is invalid.
             PromptError: the prompt is empty, longer than the context, or not encodable.
             ProcessorError: a logits processor cannot save its state. If another stream is calling the processor at this
                 moment, it is asked later on a model's thread, and the error comes out of the stream.
             RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
         """
-        checked = self.check_settings(with_overrides(settings, overrides))
-        return self._sessions.begin(self._validation.opened(prompt, checked))
+        self.check_open()
+        return self._sessions.begin(*self._validation.generation(prompt, settings, dict(overrides)))
+
+    async def score(
+        self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]
+    ) -> Score:
+        """The log-probability of each token of a continuation, given the prompt and the tokens before it.
+
+        They are the target's own, without temperature, filters and processors. Both are read in chunks, as any prompt.
+
+        Args:
+            prompt: as for `stream`.
+            continuation: token ids, or text. After a prompt that is text, both are tokenised as one text, of which the
+                prompt has as many tokens as it has alone; spaces at its end belong to the continuation. After any
+                other prompt, the continuation is tokenised alone, without special tokens.
+            logprobs: number of the likeliest tokens at each position to give log-probabilities for; 0 (default) to 128.
+            reuse_prefix, prefill_step_size: as the settings, but reused by default: continuations often share a prompt.
+
+        Raises: before any model work as `stream`, and:
+            PromptError: the continuation is empty, or has no token of its own.
+            PromptTooLongError: the context does not hold prompt and continuation.
+
+        Cancellation: strikes between two passes; what was read stays in the prefix cache.
+        """
+        self.check_open()
+        opened = self._validation.to_score(prompt, continuation, **options)
+        return await self._sessions.score(opened)
 
     async def generate(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> Completion:
         """Generate a whole text.
 
@@ -116,7 +140,7 @@ class Runtime:
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
-        **overrides: Unpack[SettingsArguments],
+        **overrides: Unpack[StreamArguments],
     ) -> Completions:
         """Generate a whole text for each of many prompts.
 
@@ -124,9 +148,10 @@ class Runtime:
         and cannot save and restore it: all generations share that state.
 
         Args:
-            prompts: each as for `stream`, or a pair (prompt, its own settings); may be empty.
-            settings, overrides: as for `stream`; for every prompt, the seed included. A prompt's own settings replace
-                them.
+            prompts: each as for `stream`, or a pair (prompt, its own settings, or these and its own tools by name); may
+                be empty.
+            settings, overrides: as for `stream`; for every prompt, the seed and the tools included. A prompt's own
+                replace them.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
 
         Returns: an awaitable of all completions in the order of the prompts, and an async iterator over completions as
@@ -136,13 +161,9 @@ class Runtime:
             PromptError, SettingsError: of one of the prompts; the message says at which index.
             SettingsError: `max_concurrent` is out of its range.
         """
-        return Completions(
-            self._check_each(prompts, with_overrides(settings, overrides), max_concurrent),
-            self._sessions.begin,
-            max_concurrent,
-            start_soon=self._nursery.start_soon,
-            run_soon=self._sessions.run_soon,
-        )
+        self.check_open()
+        generations = self._validation.generations(prompts, settings, dict(overrides))
+        return self._sessions.begin_many(Completions, generations, max_concurrent)
 
     def stream_many(
         self,
@@ -150,7 +171,7 @@ class Runtime:
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
-        **overrides: Unpack[SettingsArguments],
+        **overrides: Unpack[StreamArguments],
     ) -> TokenStreams:
         """Generate a text for each of many prompts, and give the tokens of all of them as they come.
 
@@ -158,13 +179,9 @@ class Runtime:
 
         Returns: an async iterator over pairs (index of the prompt, token); see `TokenStreams`.
         """
-        return TokenStreams(
-            self._check_each(prompts, with_overrides(settings, overrides), max_concurrent),
-            self._sessions.begin,
-            max_concurrent,
-            start_soon=self._nursery.start_soon,
-            run_soon=self._sessions.run_soon,
-        )
+        self.check_open()
+        generations = self._validation.generations(prompts, settings, dict(overrides))
+        return self._sessions.begin_many(TokenStreams, generations, max_concurrent)
 
     def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
@@ -184,6 +201,7 @@ class Runtime:
         settings: SettingsLike | None = None,
         *,
         thinking: bool | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
         """Begin a conversation; nothing is generated before its first turn.
@@ -191,19 +209,25 @@ class Runtime:
         Args:
             system: the system message, or None; without a chat template, the beginning of the text.
             settings, overrides: of every turn, as for `stream`; `reuse_prefix` is set.
-            thinking: whether the model reasons before it answers, for models with such a switch; None leaves the choice
-                to the chat template.
+            thinking: whether the model reasons first, where it has such a switch; None leaves it to the chat template.
+            tools: functions that the model may call; see `Conversation.call_tools`.
 
         Returns: see `Conversation`.
 
         Raises: before any model work:
-            SettingsError: a setting is unknown or out of its range, or the chat template has no switch for thinking.
-            PromptError: there is no tokenizer, or its chat template takes no system message.
+            SettingsError: a setting or a function is invalid, or the chat template has no switch for thinking.
+            PromptError: there is no tokenizer, its chat template takes no system message, or the model has no calls.
         """
-        return self._files.conversation(system, thinking, turn_settings(settings, overrides))
+        keywords = turn_settings(settings, overrides)
+        return self._files.conversation(system, thinking, keywords, Functions(tools))
 
     async def load(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+        self,
+        path: SessionFile,
+        *,
+        any_draft: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
         """Resume a conversation from a file of `Conversation.save`.
 
@@ -220,18 +244,22 @@ class Runtime:
             any_draft: whether a draft model may differ from the one that the session was saved with. It reads the text
                 again, and under the match rule the text that comes is the same. A runtime without a draft model
                 ignores the file's cache of one; where the file has none, the draft model reads the text again.
+            tools: as for `conversation`. The file has no functions: without the ones that it was
+                saved with, the model is told of none, and the text is read again.
             **overrides: settings by name; each replaces the saved one. Where there were `logits_processors` or a
                 `sampler`, they must be given again, or [] or None to continue without.
 
         Raises: and then nothing has changed:
             SessionFileError: the file cannot be read (the system's error is the cause), is no saved session, is of a
                 newer version, is damaged, or was saved with another model, vocabulary or cache.
-            SettingsError: a setting is unknown or out of its range, or `logits_processors` must be given again.
+            SettingsError: a setting is unknown or out of its range, a function is invalid, or `logits_processors` must
+                be given again.
+            PromptError: there are functions, and the model has no calls.
             RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
 
         Cancellation: waits for the job that is running; there is no conversation then.
         """
-        return await self._files.load(path, any_draft, overrides)
+        return await self._files.load(path, any_draft, overrides, Functions(tools))
 
     async def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
@@ -291,19 +319,10 @@ class Runtime:
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
 
-        `generation_tps` is over the whole life of the runtime, idle times included.
+        `generation_tps` is over the runtime's whole life.
         """
-        counts = self._sessions.counts()
-        counts.target_seconds, counts.draft_seconds = self.busy_seconds
-        elapsed_s = self._clock() - self._began
-        return counts.snapshot(
-            elapsed=elapsed_s,
-            generation_seconds=elapsed_s,
-            time_to_first_token=None,
-            peak_memory=peak_memory(),
-            estimates=self.prices.estimates(),
-            lookahead=0 if self._draft is None else None,
-        )
+        elapsed_s = self._target.worker.clock() - self._began
+        return self._sessions.statistics(elapsed_s, self.busy_seconds, is_drafted=self._draft is not None)
 
     @property
     def busy_seconds(self) -> tuple[float, float]:
@@ -321,9 +340,7 @@ class Runtime:
     async def wait_broken(self) -> None:
         """Wait until the target has failed and every stream has its error; a server then has nothing left to do.
 
-        Returns at once if that has happened already. Closing the runtime does not end the waiting.
-
-        Cancellation: stops waiting.
+        Returns at once if that has happened already. Cancellation, and not closing the runtime, ends the waiting.
         """
         await self._sessions.has_failed.wait()
 
@@ -331,8 +348,7 @@ class Runtime:
     def tokenizer(self) -> TokenizerWrapper | None:
         """The target's tokenizer, as mlx-lm wraps it.
 
-        The runtime works with a copy that was made when it was opened: changes to this object, such as its truncation,
-        have no effect on prompts and texts.
+        The runtime works with a copy: changes to this object, such as its truncation, have no effect on it.
         """
         return self._shared_tokenizer
 
@@ -379,18 +395,6 @@ class Runtime:
         self.check_open()
         return self._validation.checked(settings)
 
-    def _check_each(
-        self, prompts: Iterable[ManyPrompt], settings: Mapping[str, Any], max_concurrent: int
-    ) -> list[Open]:
-        """What opens the session of each of many prompts; see `generate_many`."""
-        shared = self.check_settings(settings)
-        check_max_concurrent(max_concurrent)
-
-        def opened(prompt: Prompt, own: Mapping[str, Any]) -> Open:
-            return self._validation.opened(prompt, self._validation.checked({**settings, **own}) if own else shared)
-
-        return check_each(prompts, opened)
-
     @property
-    def _draft(self) -> DraftActor | LookupActor | None:
+    def _draft(self) -> DrafterActor | None:
         return self._drafter.actor

@@ -9,8 +9,11 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
+from actors.mlx.model import MLXModel
 from actors.target.target_actor import TargetActor
+from protocol.errors import SessionFileError
 from protocol.messages import Open
+from protocol.reprs import shown_path
 from protocol.settings import check_vocabulary_size, settings_from
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.request_validation import RequestValidation
@@ -18,6 +21,7 @@ from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Account, Conversation, Message
 from runtime.generation.token_reader import Arrivals, Progress
 from runtime.generation.token_stream import SessionFile, TokenStream
+from runtime.generation.tool_calls.functions import Functions
 from runtime.persistence import saved_session
 from runtime.persistence.saving import SessionSaver
 
@@ -48,13 +52,19 @@ class SessionFiles:
         self._open_stream = open_stream
 
     def conversation(
-        self, system: str | None, thinking: bool | None, settings: Mapping[str, Any], past: Sequence[Message] = ()
+        self,
+        system: str | None,
+        thinking: bool | None,
+        settings: Mapping[str, Any],
+        tools: Functions,
+        past: Sequence[Message] = (),
     ) -> Conversation:
         """See `Runtime.conversation`.
 
         Args:
             system, thinking: as there.
             settings: as keyword arguments.
+            tools: the functions that the model may call.
             past: the messages so far, without the system message.
         """
         keywords = {**self._validation.keywords({}), "reuse_prefix": True, **settings}
@@ -66,11 +76,18 @@ class SessionFiles:
             thinking=thinking,
             settings=keywords,
             past=past,
+            tools=tools,
         )
         check_vocabulary_size(settings_from(keywords), self._target.model.vocab_size)
         return conversation
 
-    async def load(self, path: SessionFile, any_draft: bool, overrides: Mapping[str, Any]) -> Conversation:
+    async def load(
+        self,
+        path: SessionFile,
+        any_draft: bool,
+        overrides: Mapping[str, Any],
+        tools: Functions,
+    ) -> Conversation:
         """See `Runtime.load`."""
         with self._sessions.while_open():
             saved_session.check_path(path)
@@ -80,7 +97,8 @@ class SessionFiles:
             keywords = {"logits_processors": (), **saved_session.settings_of(session, path, overrides)}
             begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
             past = session.messages[len(begins) :]
-            conversation = self.conversation(begins[0] if begins else None, session.thinking, keywords, past)
+            system = begins[0] if begins else None
+            conversation = self.conversation(system, session.thinking, keywords, tools, past)
             await models.fill(path, session, self._validation.is_drafted(settings_from(keywords)))
         return conversation
 
@@ -100,12 +118,17 @@ class SessionFiles:
                 await models.fill(path, session, opened.drafted)
             # Nobody would take the stream.
             await trio.lowlevel.checkpoint_if_cancelled()
-            return self._sessions.begin(opened, saved)
+            return self._sessions.begin(opened, saved=saved)
 
     async def save_stream(
         self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
     ) -> int:
         """See `runtime.engine.sessions.SaveStream`."""
+        if (file := opened.settings.prompt_cache_file) is not None:
+            raise SessionFileError(
+                f"a stream that continues the prompt cache file {shown_path(file)} cannot be saved, since that file "
+                "does not say which tokens it has; give the prompt as text"
+            )
         with self._sessions.while_open():
             return await self._models().save_stream(path, opened, lambda: progress().with_commits(arrivals.peek()))
 
@@ -114,8 +137,9 @@ class SessionFiles:
             return await self._models().save(path, account)
 
     def _models(self) -> SessionSaver:
-        # A draft model that has failed for good cannot be asked for anything.
+        # A draft model that has failed for good cannot be asked for anything. A drafter that is more than an MLX model
+        # reads the text again.
         draft = self._drafter.actor
-        return SessionSaver(
-            self._target, draft if isinstance(draft, DraftActor) and draft.is_alive else None, self._tokenizer
-        )
+        if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, MLXModel)):
+            draft = None
+        return SessionSaver(self._target, draft, self._tokenizer)

@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.mlx.memory import peak_memory
 from actors.session import Session
 from actors.target.target_actor import TargetActor
-from protocol.errors import OutriderError, RuntimeBrokenError
+from protocol.errors import OutriderError, ProtocolError, RuntimeBrokenError, RuntimeClosedError
 from protocol.messages import Close, Open
 from protocol.prices import Prices
+from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
-from protocol.statistics import Counts
+from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from runtime.engine.admission import StreamAdmission
 from runtime.engine.drafter_slot import DrafterSlot
+from runtime.generation.many_prompts import check_max_concurrent
+from runtime.generation.merged_streams import Generation
 from runtime.generation.reasoning import ReasoningTracker
-from runtime.generation.text import GrowingText, StopFinder
+from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_reader import Arrivals, Progress, TokenReader
 from runtime.generation.token_stream import SessionFile, TokenStream
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.persistence.saved_session import SavedStream
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
+
+# Tokens of a prompt with which a scored continuation is decoded: they decide where its first spaces go, and complete
+# its first character.
+_DECODED_BEFORE = 16
+# Tokens, of a scored text or named as likely ones, that are decoded without a pause; a few milliseconds.
+_DECODED_AT_ONCE = 64
+
+M = TypeVar("M")
 
 SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awaitable[int]]
 """Saves a stream to a file: what opened it, its arrivals, the file, and how far its consumer has read it."""
@@ -52,6 +67,7 @@ class Sessions:
         drafter: DrafterSlot,
         tokenizer: TokenizerWrapper | None,
         prices: Prices,
+        nursery: trio.Nursery,
         max_streams: int | None,
         save_stream: SaveStream,
     ) -> None:
@@ -62,6 +78,7 @@ class Sessions:
             drafter: its actor is the other one, if there is a drafter.
             tokenizer: the target's.
             prices: the measured costs, for the streams' statistics.
+            nursery: the runtime's.
             max_streams: see `open`.
             save_stream: see `SaveStream`.
         """
@@ -72,6 +89,7 @@ class Sessions:
         self._drafter = drafter
         self._tokenizer = tokenizer
         self._prices = prices
+        self._nursery = nursery
         self._save_stream = save_stream
         self._admission = StreamAdmission(
             max_streams, self._begin_at_actors, lambda: self._closed is None and target.is_serving
@@ -111,6 +129,19 @@ class Sessions:
                 counts.add(session.counts)
         return counts
 
+    def statistics(self, elapsed_s: float, busy_s: tuple[float, float], *, is_drafted: bool) -> Statistics:
+        """The statistics of a runtime that has been open for some time, in which its models were busy for some."""
+        counts = self.counts()
+        counts.target_seconds, counts.draft_seconds = busy_s
+        return counts.snapshot(
+            elapsed=elapsed_s,
+            generation_seconds=elapsed_s,
+            time_to_first_token=None,
+            peak_memory=peak_memory(),
+            estimates=self._prices.estimates(),
+            lookahead=None if is_drafted else 0,
+        )
+
     def check_open(self) -> None:
         """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed."""
         if self._closed is not None:
@@ -134,11 +165,12 @@ class Sessions:
             assert self._closed is not None
             raise _again(self._closed)
 
-    def begin(self, opened: Open, saved: SavedStream | None = None) -> TokenStream:
+    def begin(self, opened: Open, tools: Tools | None = None, *, saved: SavedStream | None = None) -> TokenStream:
         """Begin a generation, or resume one that was saved.
 
         Args:
             opened: what opens the session.
+            tools: what the model was told that it may call; None to tell no calls apart.
             saved: the saved stream that it resumes, or None.
 
         Raises: as `check_open`.
@@ -158,6 +190,7 @@ class Sessions:
             clock=self._target.worker.clock,
             on_token=session.counts.give,
             estimates=self._prices.estimates,
+            calls=None if tools is None else self._call_reader(tools, reasoning),
         )
         arrivals = Arrivals(session, receive, partial(self._end_soon, opened.session))
         if saved is not None:
@@ -172,6 +205,51 @@ class Sessions:
         if reader.finish_reason is not None:
             stream.close()
         return stream
+
+    def begin_many(self, kind: Callable[..., M], generations: Sequence[Generation], max_concurrent: int) -> M:
+        """Begin many generations, `max_concurrent` at a time.
+
+        Args:
+            kind: what their consumer reads: `Completions` or `TokenStreams`.
+            generations: what begins each.
+            max_concurrent: see `Runtime.generate_many`.
+
+        Raises: SettingsError: `max_concurrent` is out of its range.
+        """
+        check_max_concurrent(max_concurrent)
+        start_soon, run_soon = self._nursery.start_soon, self.run_soon
+        return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
+
+    def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
+        tags = reasoning.tags if all(reasoning.tags) else None
+        return tools.reader(check_callable(tools, self._tokenizer), tags=tags, is_thinking=reasoning.is_thinking)
+
+    async def score(self, opened: Open) -> Score:
+        """Score the last tokens of a prompt.
+
+        Raises: as `check_open`, and what has ended the session before it was read to its end.
+
+        Cancellation: ends the session after its running pass.
+        """
+        self.check_open()
+        send, receive = trio.open_memory_channel[Commit](0)
+        session = Session(opened, send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        self.by_id[opened.session] = session
+        try:
+            self._admission.enter(session)
+            async for commit in receive:  # none comes; the channel is closed once the session is over
+                raise ProtocolError(f"a session that scores has committed {commit!r}")
+        finally:
+            receive.close()
+            session.is_unwanted = True
+            self._end(opened.session)
+        if session.error is not None:
+            raise session.error
+        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
+            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
+        tokens = await _scored_tokens(session, self._tokenizer)
+        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; may be called from any thread, at any moment."""
@@ -248,6 +326,25 @@ class Sessions:
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
+
+
+async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:
+    """The scores of a session, with texts. Other tasks take turns with it: a long text has thousands of tokens."""
+    opened, text = session.opened, Detokenizer(tokenizer)
+    num_before = len(opened.prompt) - opened.num_scored
+    for token in opened.prompt[max(0, num_before - _DECODED_BEFORE) : num_before]:
+        text.add(token)
+    tokens: list[ScoredToken] = []
+    num_decoded = _DECODED_AT_ONCE
+    for score in session.scores:
+        num_decoded += 1 + len(score.top)
+        if num_decoded > _DECODED_AT_ONCE:
+            await trio.lowlevel.checkpoint()
+            num_decoded = 1 + len(score.top)
+        top = tuple(TopLogprob(id, text.alone(id), logprob) for id, logprob in score.top)
+        tokens.append(ScoredToken(score.id, text.add(score.id), score.logprob, score.is_greedy, top))
+    last = tokens[-1]
+    return (*tokens[:-1], attrs.evolve(last, text=last.text + text.finish()))
 
 
 def _again(error: OutriderError) -> OutriderError:

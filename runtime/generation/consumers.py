@@ -10,6 +10,7 @@ from protocol.errors import StreamBusyError
 from protocol.session_state import FinishReason
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.token_reader import TokenReader
+from runtime.generation.tool_calls.events import ToolCall
 
 if TYPE_CHECKING:
     from runtime.generation.token_stream import Completion
@@ -32,6 +33,18 @@ class StreamState(ABC):
         """The tokens given so far, split into reasoning and answer."""
         reader = self._opened_reader
         return _NOTHING_GIVEN if reader is None else reader.answer
+
+    @property
+    def content(self) -> str:
+        """The text of the given tokens, without reasoning and tool calls."""
+        reader = self._opened_reader
+        return self.answer.said if reader is None or reader.parts is None else reader.parts.content
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls that are complete with the given tokens, in order; empty for a generation without tools."""
+        reader = self._opened_reader
+        return () if reader is None or reader.parts is None else tuple(reader.parts.calls)
 
     @property
     def finish_reason(self) -> FinishReason | None:

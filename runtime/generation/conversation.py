@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import attrs
+import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
@@ -17,8 +18,13 @@ from protocol.settings_keywords import SettingsArguments
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
+from runtime.generation.tool_calls.call_format import call_format
+from runtime.generation.tool_calls.events import Answer, ToolCall
+from runtime.generation.tool_calls.function_caller import MAX_TOOL_ROUNDS, FunctionCaller
+from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.messages import calls_without_results, reply_message
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @attrs.frozen
@@ -53,10 +59,18 @@ class _State:
 
 @attrs.frozen
 class _Turn:
-    """The last turn: the user's text, and the model's answer so far."""
+    """The last turn: what was said before the answer, and the model's answer so far.
 
-    text: str
+    Attributes:
+        said: the user's message; nothing where the model goes on after the results of its calls.
+        answer: the answer, split into reasoning and the rest.
+        parts: the answer, with its calls told apart; None without tools.
+        stream: the stream of the answer.
+    """
+
+    said: list[Message]
     answer: ReasoningTracker
+    parts: Answer | None
     stream: weakref.ref[TokenStream]  # weak: dropping the stream ends it
 
 
@@ -70,6 +84,15 @@ class Conversation:
     conversation has as much of the answer as was given, whether the answer ends, is cancelled or fails; once the stream
     is closed, this includes its `tail`. A turn that ends before its first token leaves the conversation as it was, so
     it can be repeated.
+
+    With tools, an answer may be calls of functions. `generate` calls them, and has the model go on with the results.
+    For an answer that is streamed, `call_tools` calls them, and `stream` without a text goes on:
+
+        async for token in conversation.stream("What is the weather in Lisbon?"):
+            print(token.text, end="")
+        while await conversation.call_tools():
+            async for token in conversation.stream():
+                print(token.text, end="")
     """
 
     def __init__(
@@ -82,6 +105,7 @@ class Conversation:
         thinking: bool | None,
         settings: dict[str, Any],
         past: Sequence[Message] = (),
+        tools: Functions | None = None,
     ) -> None:
         """See `Runtime.conversation`.
 
@@ -91,6 +115,7 @@ class Conversation:
             tokenizer: the target's.
             system, thinking, settings: as for `Runtime.conversation`.
             past: earlier messages, without the system message.
+            tools: the functions that the model may call; None for none.
         """
         if tokenizer is None:
             raise PromptError(
@@ -109,6 +134,13 @@ class Conversation:
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
+        self._caller = FunctionCaller(tools or Functions(()))
+        self._schemas = self._caller.functions.schemas
+        if self._schemas and (not tokenizer.has_chat_template or call_format(tokenizer) is None):
+            raise PromptError(
+                "mlx-lm knows no tool calls for this model's tokenizer; leave tools out, or take a model whose chat "
+                "template has tools"
+            )
         self._check_template()
 
     def __repr__(self) -> str:
@@ -118,17 +150,49 @@ class Conversation:
     def messages(self) -> list[Message]:
         """A copy of the messages so far, oldest first, including the system message.
 
-        Each has a "role" and a "content"; an answer with reasoning has it in "reasoning_content".
+        Each has a "role" and a "content"; an answer with reasoning has it in "reasoning_content", and one with calls
+        has these in "tool_calls", in OpenAI's form. The results of calls are messages with the role "tool".
         """
         return [dict(message) for message in (*self._system, *self._so_far())]
 
+    @property
+    def pending_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the last answer, of which the model was not told any results yet; empty during an answer."""
+        turn = self._state.turn
+        if turn is not None and (stream := turn.stream()) is not None and not stream.is_closed:
+            return ()
+        return calls_without_results(self._so_far())
+
+    async def call_tools(self) -> bool:
+        """Call the functions that the last answer calls, one after the other; the model is told the results next.
+
+        An async function is awaited here, any other is called in a thread. What it returns becomes text: a text stays
+        as it is, everything else becomes JSON. So does an error that it raises.
+
+        Returns: whether there were any calls; if so, `stream` without a text goes on.
+
+        Raises: ConversationBusyError: an answer is under way, or another task calls the functions. Until they have
+            returned, nothing else can be done with the conversation.
+
+        Cancellation: cancels an async function; one in a thread goes on by itself. The conversation is as it was.
+        """
+        self._check_idle("call its tools")
+        results = await self._caller.results(self.pending_calls, _in_thread)
+        self.add_results(results)
+        return bool(results)
+
+    def add_results(self, results: Sequence[Message]) -> None:
+        """Add the messages with the results of `pending_calls`; `call_tools` does this."""
+        if results:
+            self._state = _State([*self._so_far(), *results])
+
     def stream(
-        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
         """Begin a turn, and stream the answer.
 
         Args:
-            text: of the user.
+            text: of the user; None to have the model go on after `call_tools`.
             settings: of this turn, as for `Runtime.stream`, in place of the conversation's; `reuse_prefix` is set.
             **overrides: settings of this turn by name; each replaces that of `settings`.
 
@@ -138,19 +202,24 @@ class Conversation:
             ConversationBusyError: the turn before is neither over nor closed.
         """
         keywords = _checked({**self._settings, **turn_settings(settings, overrides)})
-        if not isinstance(text, str):
+        if text is not None and not isinstance(text, str):
             raise PromptError(f"what is said in a conversation is text, got {type(text).__name__}")
         self._check_idle("say something")
         past = self._so_far()
+        if text is None and (not past or past[-1]["role"] != "tool"):
+            raise PromptError("there are no results of tools with which to go on; say something, or use call_tools()")
+        said = [] if text is None else [{"role": "user", "content": text}]
+        if self._schemas:
+            keywords["tools"] = self._schemas
         try:
-            stream = self._open_stream(self._prompt([*past, {"role": "user", "content": text}]), **keywords)
+            stream = self._open_stream(self._prompt([*past, *said]), **keywords)
         except PromptTooLongError as error:
             if not past:
                 raise
             raise PromptTooLongError(
                 f"the conversation has become too long: {error}, or begin anew with reset"
             ) from None
-        self._state = _State(past, _Turn(text, stream.answer, weakref.ref(stream)))
+        self._state = _State(past, _Turn(said, stream.answer, stream.reader.parts, weakref.ref(stream)))
         return stream
 
     async def generate(
@@ -158,11 +227,21 @@ class Conversation:
     ) -> Completion:
         """Begin a turn, and wait for the whole answer.
 
+        Where the answer calls functions, they are called, and the model goes on with their results, for at most
+        `MAX_TOOL_ROUNDS` rounds.
+
         Args, Raises: as `stream`, and as `TokenStream.__anext__`.
 
-        Cancellation: ends the answer; the tokens so far are part of the conversation.
+        Returns: the last answer. It has calls only where the rounds are used up; they are `pending_calls` then.
+
+        Cancellation: ends the answer; the tokens so far are part of the conversation. See also `call_tools`.
         """
-        return await complete(self.stream(text, settings, **overrides))
+        completion = await complete(self.stream(text, settings, **overrides))
+        for _ in range(MAX_TOOL_ROUNDS):
+            if not await self.call_tools():
+                break
+            completion = await complete(self.stream(None, settings, **overrides))
+        return completion
 
     async def save(self, path: SessionFile) -> int:
         """Save the conversation to a file, for `Runtime.load`.
@@ -217,9 +296,11 @@ class Conversation:
             system=system,
             thinking=self._thinking,
             settings=self._settings,
+            tools=self._caller.functions,
         )
 
     def _check_idle(self, what: str) -> None:
+        self._caller.check_idle(what)
         turn = self._state.turn
         stream = None if turn is None else turn.stream()
         if stream is not None and not stream.is_closed:
@@ -236,16 +317,8 @@ class Conversation:
         """The messages of a turn: the user's, and the answer so far; none before its first token."""
         if turn.answer.num_tokens == 0:
             return []
-        answer = turn.answer.remembered()
-        if not self._tokenizer.has_chat_template:
-            reply = {"role": "assistant", "content": answer.text}
-        elif thinking := answer.thinking.strip():
-            # Templates write the line breaks around the reasoning themselves.
-            reply = {"role": "assistant", "content": answer.said.lstrip(), "reasoning_content": thinking}
-        else:
-            # Empty reasoning leaves its line breaks behind.
-            reply = {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
-        return [{"role": "user", "content": turn.text}, reply]
+        reply = reply_message(turn.answer, turn.parts, has_template=self._tokenizer.has_chat_template)
+        return [*turn.said, reply]
 
     def _snapshot(self) -> Account:
         # A template ends the prompt where an answer begins, so the next turn needs a user's message, too.
@@ -257,7 +330,9 @@ class Conversation:
         messages = [*self._system, *messages]
         if not self._tokenizer.has_chat_template:
             return "".join(message["content"] for message in messages)
-        switch = {} if self._thinking is None else {"enable_thinking": self._thinking}
+        switch: dict[str, Any] = {} if self._thinking is None else {"enable_thinking": self._thinking}
+        if self._schemas:
+            switch["tools"] = self._schemas
         # Copies: some templates modify the messages.
         return apply_chat_template([dict(message) for message in messages], self._tokenizer, **switch)
 
@@ -307,3 +382,7 @@ def _checked(settings: dict[str, Any]) -> dict[str, Any]:
     settings = {**settings, "reuse_prefix": True}
     settings_from(settings)
     return settings
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)

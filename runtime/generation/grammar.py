@@ -6,19 +6,25 @@ which tokens may come next; it is an extra, and imported when a grammar is made.
 
 from __future__ import annotations
 
+import json
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import mlx.core as mx
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 from runtime.generation.grammar_vocabulary import indexed, library
 from runtime.generation.json_schema import grammar_of_schema, schema_name, shortened
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+# Characters of a GBNF grammar. Its conversion may take time that grows with the square of its length: 0.6 s for these.
+_MAX_GBNF_LENGTH = 2**15
 
 # Tokens after its matcher that a state may have; a longer text gets a new matcher.
 _MAX_PENDING_TOKENS = 16
@@ -73,17 +79,26 @@ class Grammar:
     calling thread.
     """
 
-    def __init__(self, grammar: str, tokenizer: Any, *, what: str = "the grammar") -> None:
+    def __init__(
+        self,
+        grammar: str,
+        tokenizer: Any,
+        *,
+        what: str = "the grammar",
+        error: Callable[[str], SettingsError] = SettingsError,
+    ) -> None:
         """From a grammar in llguidance's own format; the class methods take other formats.
 
         Args:
             grammar: as `llguidance.LLMatcher.grammar_from_json_schema` and the like return it.
             tokenizer: `Runtime.tokenizer`, or a fast tokenizer of Hugging Face.
             what: the grammar's name in error messages.
+            error: makes an error of a message.
 
         Raises: SettingsError: llguidance does not take the grammar or the tokenizer, or is not installed.
         """
         self._what = what
+        self._error = error
         limits = library().LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
         self._start = library().LLMatcher(indexed(tokenizer), grammar, log_level=0, limits=limits)
         self._allowed(self._start)
@@ -116,8 +131,19 @@ class Grammar:
 
         Raises: SettingsError: see `Grammar`.
         """
-        what = f"the regular expression {shortened(pattern)}"
-        return cls(library().LLMatcher.grammar_from_regex(_text(pattern, what)), tokenizer, what=what)
+        return cls(grammar_of_regex(pattern), tokenizer, what=f"the regular expression {shortened(pattern)}")
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[str], tokenizer: Any) -> Grammar:
+        """One of some texts.
+
+        Args:
+            choices: the texts; at least one.
+            tokenizer: see `Grammar`.
+
+        Raises: SettingsError: see `Grammar`.
+        """
+        return cls(grammar_of_choices(choices), tokenizer, what="the list of choices")
 
     @classmethod
     def from_lark(cls, grammar: str, tokenizer: Any) -> Grammar:
@@ -130,8 +156,20 @@ class Grammar:
 
         Raises: SettingsError: see `Grammar`.
         """
-        what = f"the grammar {shortened(grammar)}"
-        return cls(library().LLMatcher.grammar_from_lark(_text(grammar, what)), tokenizer, what=what)
+        return cls(_grammar_of_lark(grammar), tokenizer, what=f"the grammar {shortened(grammar)}")
+
+    @classmethod
+    def from_gbnf(cls, grammar: str, tokenizer: Any) -> Grammar:
+        """Text that matches a context-free grammar.
+
+        Args:
+            grammar: in llama.cpp's syntax (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md), of at
+                most 32,768 characters; its rule `root` is the text. One in Lark's syntax is taken, too.
+            tokenizer: see `Grammar`.
+
+        Raises: SettingsError: see `Grammar`.
+        """
+        return cls(grammar_of_gbnf(grammar), tokenizer, what=f"the grammar {shortened(grammar)}")
 
     def __repr__(self) -> str:
         return f"<Grammar: {self._what}>"
@@ -179,7 +217,7 @@ class Grammar:
         # The model may have more tokens than the tokenizer, which mean nothing, or fewer.
         allowed = self._allowed(matcher)[:width].ljust(width, b"\0")
         if allowed.count(0) == width:
-            raise SettingsError(self._no_token())
+            raise self._error(self._no_token())
         return mx.where(mx.array(cast(Any, memoryview(allowed))), logits, -mx.inf)
 
     def _allowed(self, matcher: LLMatcher) -> bytes:
@@ -190,8 +228,8 @@ class Grammar:
             # After the message comes a dump of llguidance's state.
             error = matcher.get_error().partition("\n<state>")[0].rstrip()
             if error == "NoExtensionBias":
-                raise SettingsError(self._no_token())
-            raise SettingsError(f"{self._what} cannot be followed: {error}")
+                raise self._error(self._no_token())
+            raise self._error(f"{self._what} cannot be followed: {error}")
         return allowed
 
     def _no_token(self) -> str:
@@ -213,6 +251,49 @@ def _after(state: _State, token: int) -> tuple[LLMatcher | None, _State]:
     if len(state.pending) < _MAX_PENDING_TOKENS:
         return matcher, _State(size, state.matcher, (*state.pending, token))
     return matcher, _State(size, matcher)
+
+
+def grammar_of_regex(pattern: str) -> str:
+    """A regular expression in llguidance's own format, as `Grammar` takes it.
+
+    Args, Raises: see `Grammar.from_regex`; errors of compiling it are not raised here. Likewise for those below.
+    """
+    text = _text(pattern, f"the regular expression {shortened(pattern)}")
+    grammar: str = library().LLMatcher.grammar_from_regex(text)
+    return grammar
+
+
+def grammar_of_choices(choices: Sequence[str]) -> str:
+    """A list of texts in llguidance's own format; see `Grammar.from_choices`."""
+    if isinstance(choices, str) or not choices:
+        raise SettingsError(f"choices must be a list of at least one text, got {shown(choices)}")
+    return _grammar_of_lark("start: " + " | ".join(json.dumps(_text(each, "a choice")) for each in choices))
+
+
+def grammar_of_gbnf(grammar: str) -> str:
+    """A grammar of llama.cpp in llguidance's own format; see `Grammar.from_gbnf`."""
+    what = f"the grammar {shortened(grammar)}"
+    text = _text(grammar, what)
+    # Line by line: llguidance's own search for these takes hours with blank lines by the thousand.
+    if any(_LARK.match(line) for line in text.splitlines()):
+        return _grammar_of_lark(text)
+    if len(text) > _MAX_GBNF_LENGTH:
+        raise SettingsError(
+            f"a grammar of llama.cpp must have at most {_MAX_GBNF_LENGTH} characters, got {len(text)}; give one in "
+            "Lark's syntax, or a JSON schema"
+        )
+    try:
+        return _grammar_of_lark(library().gbnf_to_lark.gbnf_to_lark(text))
+    except Exception as error:  # llguidance raises nothing more specific, and RecursionError where it is nested deeply
+        raise SettingsError(f"{what} cannot be read: {error}") from error
+
+
+_LARK = re.compile(r"\s*(%llguidance\b|start\s*:(?!:=))")
+
+
+def _grammar_of_lark(grammar: str) -> str:
+    written: str = library().LLMatcher.grammar_from_lark(_text(grammar, f"the grammar {shortened(grammar)}"))
+    return written
 
 
 def _text(given: Any, what: str) -> str:

@@ -78,3 +78,19 @@ def _inner_tokenizer(tokenizer: Any) -> tuple[Any, list[int]]:
     if not ends:
         raise SettingsError("a grammar needs a tokenizer with an end-of-text token, and this one has none; set one")
     return inner, ends
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The ids of a tokenizer's special tokens, by their text: those that a grammar cannot have as text.
+
+    Raises: SettingsError: as `indexed`.
+    """
+    indexed(tokenizer)  # raises what is wrong
+    inner, _ = _inner_tokenizer(tokenizer)
+    added = inner.backend_tokenizer.get_added_tokens_decoder()
+    # As llguidance decides it (toktrie_hf_tokenizers/src/lib.rs).
+    return {
+        token.content: id
+        for id, token in added.items()
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }

@@ -48,6 +48,12 @@ def schema_name(schema: Any) -> str:
     return f"the JSON schema {shortened(schema)}"
 
 
+def check_is_schema(value: Any, what: str) -> None:
+    """Raises: SettingsError: the value, which messages call `what`, is of no type that a schema has."""
+    if not isinstance(value, (Mapping, bool)):
+        raise SettingsError(f"{what} must be an object, True or False")
+
+
 def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
     """Check a schema, as far as that is possible without a tokenizer.
 
@@ -71,8 +77,7 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
         raise SettingsError(f"{what} is not JSON: {error}") from error
     except RecursionError as error:
         raise SettingsError(f"{what} is nested too deeply to be followed") from error
-    if not isinstance(value, (Mapping, bool)):
-        raise SettingsError(f"{what} must be an object, True or False")
+    check_is_schema(value, what)
     if (number := _too_low(json.loads(written))) is not None:
         raise SettingsError(
             f"{what} has {shortened(number)}, which is too low to be followed; numbers must be above {_MIN_NUMBER}"

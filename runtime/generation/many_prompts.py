@@ -8,12 +8,11 @@ from typing import Any, cast
 import trio
 
 from protocol.errors import PromptError, SettingsError
-from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
 from protocol.validation import check_integer
 from runtime.generation.consumers import AwaitableCompletions
-from runtime.generation.merged_streams import Give, Merged
+from runtime.generation.merged_streams import Generation, Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion, TokenStream, complete
@@ -47,8 +46,10 @@ def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
     return cast(Prompt, prompt), {}
 
 
-def check_each(prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Open]) -> list[Open]:
-    """Check every prompt with its settings, and return what opens its generation.
+def check_each(
+    prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Generation]
+) -> list[Generation]:
+    """Check every prompt with its settings, and return what begins its generation.
 
     Raises: PromptError, SettingsError: one of the prompts is invalid (the message has its index), or `prompts` is not
         a list of prompts.

@@ -12,6 +12,7 @@ from protocol.errors import RuntimeBrokenError, RuntimeClosedError
 from protocol.messages import Open
 from runtime.generation.single_consumer import SingleConsumer
 from runtime.generation.token_stream import TokenStream
+from runtime.generation.tool_calls.tools import Tools
 
 CLOSED = "these generations were closed; begin others with generate_many() or stream_many()"
 
@@ -25,6 +26,9 @@ class Give(Protocol[T_contra]):
     async def __call__(self, item: T_contra, /) -> None:
         """See above."""
 
+
+Generation = tuple[Open, Tools | None]
+"""What begins a generation: the message that opens its session, and what the model may call."""
 
 Produce = Callable[[TokenStream, Give[T]], Awaitable[None]]
 """Reads one generation and gives its items."""
@@ -44,8 +48,8 @@ class Merged(SingleConsumer, Generic[T]):
 
     def __init__(
         self,
-        opened: Sequence[Open],
-        begin: Callable[[Open], TokenStream],
+        generations: Sequence[Generation],
+        begin: Callable[[Open, Tools | None], TokenStream],
         max_concurrent: int,
         *,
         start_soon: Callable[..., None],
@@ -54,7 +58,7 @@ class Merged(SingleConsumer, Generic[T]):
         """Made by `Runtime.generate_many` and `Runtime.stream_many`.
 
         Args:
-            opened: opens each generation; in the order of the prompts.
+            generations: what begins each; in the order of the prompts.
             begin: begins one generation.
             max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
@@ -62,10 +66,10 @@ class Merged(SingleConsumer, Generic[T]):
         """
         send, self._items = trio.open_memory_channel[tuple[int, T]](max_concurrent)
         # The tasks must not refer to this object: its last reference could then never be dropped.
-        self._work = _Work(enumerate(opened), begin, self._produce, min(max_concurrent, len(opened)), send)
+        self._work = _Work(enumerate(generations), begin, self._produce, min(max_concurrent, len(generations)), send)
         self._run_soon = run_soon
-        self.num_prompts = len(opened)
-        self._num_left = len(opened)  # prompts whose last item was not given
+        self.num_prompts = len(generations)
+        self._num_left = len(generations)  # prompts whose last item was not given
         start_soon(self._work.run)
 
     def __repr__(self) -> str:
@@ -165,15 +169,15 @@ class _Work(Generic[T]):
 
     def __init__(
         self,
-        opened: Iterator[tuple[int, Open]],
-        begin: Callable[[Open], TokenStream],
+        generations: Iterator[tuple[int, Generation]],
+        begin: Callable[[Open, Tools | None], TokenStream],
         produce: Produce[T],
         num_tasks: int,
         items: trio.MemorySendChannel[tuple[int, T]],
     ) -> None:
         self.scope = trio.CancelScope()
         self.error: Exception | None = None
-        self._opened = opened
+        self._generations = generations
         self._begin = begin
         self._produce = produce
         self._num_tasks = num_tasks
@@ -190,14 +194,14 @@ class _Work(Generic[T]):
 
     @trio.lowlevel.enable_ki_protection
     async def _run_in_turn(self) -> None:
-        for index, opened in self._opened:
+        for index, generation in self._generations:
 
             async def give(item: T, index: int = index) -> None:
                 await self._items.send((index, item))
 
             # Any error is the consumer's; raised here, it would end the runtime.
             try:
-                await self._produce(self._begin(opened), give)
+                await self._produce(self._begin(*generation), give)
             except trio.BrokenResourceError:
                 return  # the consumer is gone
             except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +9,12 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from protocol.errors import PromptError, PromptTooLongError, VocabularyMismatchError
+from protocol.errors import PromptError, PromptTooLongError
 from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
+from runtime.generation.tool_calls.messages import for_template
 
 logger = logging.getLogger("outrider")
 
@@ -26,28 +26,7 @@ _SURELY_TOKENISED = 16
 
 # Roles of chat messages for every chat template; a template may know further ones.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-
-def copy_of(tokenizer: TokenizerWrapper | None) -> TokenizerWrapper | None:
-    """A private copy of a tokenizer, which several threads may use at once to encode and decode.
-
-    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: of two
-    threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set. The
-    original stays the user's.
-
-    Returns the original where it cannot be copied. With a large vocabulary, copying takes a second.
-    """
-    if tokenizer is None:
-        return None
-    private = copy.copy(tokenizer)
-    # Third-party code, some of it from a model's repository: it may raise anything, and most need no copy.
-    try:
-        private._tokenizer = copy.deepcopy(tokenizer._tokenizer)
-        private.encode("")  # the first call drops the truncation and padding that the tokenizer's file asks for
-    except Exception as error:
-        logger.info("the tokenizer %s cannot be copied: %s", type(tokenizer._tokenizer).__name__, error)
-        return tokenizer
-    return private
+_KNOWN_ROLES = ", ".join(map(repr, ROLES))
 
 
 def encode_prompt(
@@ -99,9 +78,7 @@ def _encode(
     if isinstance(prompt, str):
         if tokenizer is None:
             raise PromptError("the target was opened without a tokenizer, so a prompt must be token ids, not text")
-        # As mlx-lm does: a prompt that begins with the begin-of-text token gets no second one.
-        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        return _tokenized(prompt, tokenizer, context_length, add_special_tokens=not has_bos)
+        return tokenized(prompt, tokenizer, context_length)
     if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
@@ -141,9 +118,9 @@ def _checked_message(index: int, message: Mapping[str, Any], tokenizer: Tokenize
     role = message.get("role")
     if not isinstance(role, str):
         what = f"has the role {shown(role)}" if "role" in message else "has no role"
-        raise PromptError(f"{where} {what}; give it one of {_named(ROLES)}")
+        raise PromptError(f"{where} {what}; give it one of {_KNOWN_ROLES}")
     if role not in ROLES and not _is_in_template(role, tokenizer):
-        raise PromptError(f"{where} has the role {shown(role)}, which is unknown; give it one of {_named(ROLES)}")
+        raise PromptError(f"{where} has the role {shown(role)}, which is unknown; give it one of {_KNOWN_ROLES}")
     content = message.get("content")
     if content is None and role == "assistant" and message.get("tool_calls"):
         return dict(message)
@@ -172,10 +149,6 @@ def _checked_part(where: str, part: Any) -> str:
     return cast(str, part["text"])
 
 
-def _named(roles: Sequence[str]) -> str:
-    return ", ".join(map(repr, roles))
-
-
 def _is_in_template(role: str, tokenizer: TokenizerWrapper) -> bool:
     """Whether a chat template names a role; some know roles that no other model has."""
     template = tokenizer.chat_template
@@ -183,15 +156,25 @@ def _is_in_template(role: str, tokenizer: TokenizerWrapper) -> bool:
     return any(isinstance(each, str) and (f"'{role}'" in each or f'"{role}"' in each) for each in templates)
 
 
-def _tokenized(
-    text: str, tokenizer: TokenizerWrapper, context_length: int | None, *, add_special_tokens: bool
+def tokenized(
+    text: str, tokenizer: TokenizerWrapper, context_length: int | None = None, *, add_special_tokens: bool = True
 ) -> tuple[int, ...]:
+    """The token ids of a text, with the special tokens that the tokenizer puts around one if `add_special_tokens`.
+
+    As in mlx-lm, a text that begins with the begin-of-text token gets none.
+
+    Raises:
+        PromptError: it is not encodable as UTF-8.
+        PromptTooLongError: it was seen to fill the context before it was tokenised.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid text: {error}; it must be encodable as UTF-8") from error
     if context_length is not None and len(text) >= _SURELY_TOKENISED * context_length:
         _check_text_length(text, tokenizer, context_length)
+    if tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token):
+        add_special_tokens = False
     # Not verbose: transformers would warn of long prompts, for which there is an error of our own.
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
@@ -229,23 +212,43 @@ def apply_chat_template(
     """The token ids of chat messages, ending where the answer begins.
 
     Args:
-        messages: with a role and a content each.
-        tokenizer: with a chat template.
         context_length: positions that the target can take; None for no bound.
-        **switches: further variables of the template, such as `enable_thinking`.
+        messages, tokenizer, **switches: as for `render_chat_template`.
 
-    Raises:
-        PromptError: the template does not take the messages.
+    Raises: as `render_chat_template`, and:
         PromptTooLongError: their text was seen to fill the context before it was tokenised.
     """
+    text = render_chat_template(messages, tokenizer, **switches)
+    return tokenized(text, tokenizer, context_length, add_special_tokens=False)
+
+
+def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any) -> str:
+    """The text of chat messages, ending where the answer begins.
+
+    Args:
+        messages: with a role and a content each. If the last one is the assistant's and has `"prefix": True`, the
+            answer continues it.
+        tokenizer: with a chat template.
+        **switches: further variables of the template, such as `enable_thinking`.
+
+    Raises: PromptError: the template does not take the messages.
+    """
+    continues = bool(messages) and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant"
+    turns = [{name: value for name, value in message.items() if name != "prefix"} for message in messages]
+    switches |= {"add_generation_prompt": not continues, "tokenize": False}
+    if continues:
+        switches["continue_final_message"] = True
     # The template is third-party code, written for certain messages; it may raise anything for others.
     try:
-        text: str = cast(Any, tokenizer).apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False, **switches
-        )
+        return cast(str, cast(Any, tokenizer).apply_chat_template(for_template(turns), **switches))
     except Exception as error:
         raise PromptError(f"the chat template does not take these messages: {error}") from error
-    return _tokenized(text, tokenizer, context_length, add_special_tokens=False)
+
+
+# Pending tokens, not yet given as text, from which on they are no longer taken for the beginning of one character.
+_MAX_PENDING = 16
+# The most tokens of an incomplete character: it has at most 4 bytes, and a token at least one.
+_INCOMPLETE = 3
 
 
 class Detokenizer:
@@ -253,7 +256,8 @@ class Detokenizer:
 
     The pieces add up to `tokenizer.decode(ids)`, in every script: a character whose bytes are spread over tokens comes
     with the last of them. Only for bytes that are no character may the two differ, in the number of replacement
-    characters. (mlx-lm's own detokenizers drop a space at the start of the text, which a continuation needs.)
+    characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. (mlx-lm's own
+    detokenizers drop a space at the start of the text, which a continuation needs.)
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
@@ -292,13 +296,27 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         given: str = self._tokenizer.decode(self._ids[self._context_start : self._given_end])
-        whole: str = self._tokenizer.decode(self._ids[self._context_start :])
-        fresh = whole[len(given) :]
-        if not fresh or (fresh.endswith("\ufffd") and not is_last):
-            self._unread = fresh
+        fresh = self._decoded_after(given, len(self._ids))
+        if fresh and (is_last or not fresh.endswith("\ufffd")):
+            self._context_start, self._given_end, self._unread = self._given_end, len(self._ids), ""
+            return fresh
+        self._unread = fresh
+        if len(self._ids) - self._given_end < _MAX_PENDING:
             return ""
-        self._context_start, self._given_end, self._unread = self._given_end, len(self._ids), ""
-        return fresh
+        if not fresh:
+            # Tokens without text. Those before them still decide where a space goes.
+            del self._ids[self._given_end :]
+            return ""
+        # More bytes than a character has. All but the last ones are none, or would have been given.
+        end = len(self._ids) - _INCOMPLETE
+        piece = self._decoded_after(given, end)
+        self._context_start, self._given_end, self._unread = self._given_end, end, fresh[len(piece) :]
+        return piece
+
+    def _decoded_after(self, given: str, end: int) -> str:
+        """The text of the tokens up to an index, after the text that was given."""
+        assert self._tokenizer is not None
+        return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[len(given) :]
 
 
 class GrowingText:
@@ -378,23 +396,3 @@ class StopFinder:
             logger.warning("session %d is not searched for stop strings any more: %s", commit.session, error)
             self._text = None
         return None
-
-
-def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """Check that two tokenizers have the same token for each id.
-
-    Ids that only one of them has are harmless: the target never accepts an id that it does not know, and padding rows
-    at the end of an embedding have no token at all.
-
-    Raises: VocabularyMismatchError: an id that both have stands for different tokens, or they share no id.
-    """
-    target_tokens = {i: token for token, i in target.get_vocab().items()}
-    draft_tokens = {i: token for token, i in draft.get_vocab().items()}
-    shared = target_tokens.keys() & draft_tokens.keys()
-    different = [i for i in sorted(shared) if target_tokens[i] != draft_tokens[i]]
-    if different or not shared:
-        examples = ", ".join(f"id {i} is {shown(target_tokens[i])} and {shown(draft_tokens[i])}" for i in different[:3])
-        raise VocabularyMismatchError(
-            f"target and draft use different vocabularies: {len(different)} of {len(target_tokens)} ids differ "
-            f"({examples or 'they share none'}); use a draft model with the target's tokenizer"
-        )

@@ -13,25 +13,16 @@ from actors.mlx.memory import peak_memory
 from actors.session import Session
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.prices import Estimates
-from protocol.reprs import brief, excerpt
+from protocol.reprs import brief
+from protocol.scores import TopLogprob
 from protocol.session_state import Commit, FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallEnded
 
 STREAM_CLOSED = "this stream was closed; begin another with stream()"
-
-
-@attrs.frozen
-class TopLogprob:
-    """One of the most probable tokens at a position: its id, its text decoded alone, and its log-probability."""
-
-    id: int
-    text: str
-    logprob: float
-
-    def __repr__(self) -> str:
-        return f"TopLogprob(id={self.id}, text={excerpt(self.text)}, logprob={self.logprob:.4g})"
 
 
 @attrs.frozen
@@ -53,6 +44,9 @@ class Token:
             None unless the setting `logprobs` asks for it.
         is_thinking: whether it belongs to the reasoning, tags included, by the tags that the tokenizer names.
         top_logprobs: the most probable tokens at its position, most probable first; as many as `logprobs` says.
+        is_tool_call: whether it belongs to a tool call, markers included; of an opening marker only the last token.
+        events: what it completes of content, reasoning and tool calls, see `runtime.generation.tool_calls.events`;
+            empty for a generation without tools.
     """
 
     id: int
@@ -64,14 +58,22 @@ class Token:
     top_logprobs: tuple[TopLogprob, ...] = ()
     stop_reason: str | int | None = None
     is_thinking: bool = False
+    is_tool_call: bool = False
+    events: tuple[AnswerEvent, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the model has ended the text with this token, an end-of-text or stop token."""
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     def __repr__(self) -> str:
         told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "from_draft": self.from_draft}
         for name in ("finish_reason", "stop_reason", "logprob"):
             if getattr(self, name) is not None:
                 told[name] = getattr(self, name)
-        if self.is_thinking:
-            told["is_thinking"] = True
+        for name in ("is_thinking", "is_tool_call"):
+            if getattr(self, name):
+                told[name] = True
         if self.top_logprobs:
             told["top_logprobs"] = self.top_logprobs
         return brief("Token", told)
@@ -127,6 +129,7 @@ class TokenReader:
         clock: Callable[[], float],
         on_token: Callable[[Commit, int], None],
         estimates: Callable[[], Estimates],
+        calls: AnswerReader | None = None,
     ) -> None:
         """A reader that has given nothing yet.
 
@@ -137,6 +140,7 @@ class TokenReader:
             clock: returns seconds.
             on_token: called for each token given, with its commit and its index there.
             estimates: returns what the runtime has measured so far.
+            calls: tells tool calls of this generation apart; new. None for a generation without tools.
         """
         self.session = session.opened.session
         self.began = clock()
@@ -151,6 +155,8 @@ class TokenReader:
         self._clock = clock
         self._on_token = on_token
         self._estimates = estimates
+        self._calls = calls
+        self._parts = Answer()
         self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
@@ -210,6 +216,8 @@ class TokenReader:
             stop_reason=commit.stop_reason if is_last_in_commit else None,
             is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
+        if self._calls is not None:
+            token = self._with_events(token, self._calls)
         self.num_given += 1
         self._given.append(token.id)
         if finish_reason is not None:
@@ -221,8 +229,15 @@ class TokenReader:
         """The withheld text of the given tokens; see `TokenStream.tail`."""
         return self._text.tail
 
+    @property
+    def parts(self) -> Answer | None:
+        """The answer so far as content, reasoning and tool calls; None for a generation without tools."""
+        return None if self._calls is None else self._parts
+
     def end(self) -> None:
         """Note that no more tokens are given."""
+        if self._calls is not None and not self.answer.is_over and self.finish_reason is None:
+            self._parts.add(self._calls.finish(is_complete=False))
         self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
@@ -237,6 +252,15 @@ class TokenReader:
             estimates=self._estimates(),
             lookahead=self._lookahead,
         )
+
+    def _with_events(self, token: Token, calls: AnswerReader) -> Token:
+        was_in_block = calls.is_in_block
+        events = calls.add(token.text)
+        is_tool_call = was_in_block or calls.is_in_block or any(isinstance(event, CallEnded) for event in events)
+        if token.finish_reason is not None:
+            events += calls.finish(is_complete=token.is_complete)
+        self._parts.add(events)
+        return attrs.evolve(token, is_tool_call=is_tool_call, events=tuple(events))
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
         return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)

@@ -16,6 +16,7 @@ from protocol.statistics import Statistics
 from runtime.generation.consumers import StreamState
 from runtime.generation.single_consumer import SingleConsumer
 from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
+from runtime.generation.tool_calls.events import ToolCall
 
 SessionFile = str | os.PathLike[str] | BinaryIO
 """The file of a saved session: a path, or an open binary file, which is used from its position on."""
@@ -35,6 +36,8 @@ class Completion:
         statistics: of this generation.
         stop_reason: the stop string or the stop token that ended the text, as in `Token`, or None.
         thinking: the reasoning, which is the text between reasoning tags (`text` has both); empty where there is none.
+        content: the text without reasoning and tool calls.
+        tool_calls: the complete calls, in order; empty for a generation without tools.
     """
 
     text: str
@@ -43,6 +46,8 @@ class Completion:
     statistics: Statistics
     stop_reason: str | int | None = None
     thinking: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __repr__(self) -> str:
         stop = self.stop_reason
@@ -213,4 +218,6 @@ def completion_of(stream: TokenStream, tokens: Sequence[Token]) -> Completion:
         statistics=stream.statistics(),
         stop_reason=stream.stop_reason,
         thinking=stream.answer.thinking,
+        content=stream.content,
+        tool_calls=stream.tool_calls,
     )

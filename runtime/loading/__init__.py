@@ -2,6 +2,7 @@
 
 A source is a path, a hub id or a pair (model, tokenizer). `model_sources.py` checks it and loads it on its worker's
 thread. New kinds of drafters are recognised in `trained_drafters.py`. `blas.py` replaces MLX's BLAS on Linux; it must
-run before mlx is imported. `device.py` chooses MLX's default device, `mlx_environment.py` sets MLX's variables, and
+run before mlx is imported. `vocabularies.py` compares tokenizers, by the bytes that `token_pieces.py` finds in their
+tokens. `device.py` chooses MLX's default device, `mlx_environment.py` sets MLX's variables, and
 `processor.py` names the processor.
 """

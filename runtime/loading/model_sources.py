@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -12,7 +13,6 @@ from typing import Any, get_args
 import attrs
 import mlx.core as mx
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -20,15 +20,20 @@ from actors.mlx.cache_options import CacheOptions, Rewind
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel, load, tokenizer_wrapper
 from actors.trained.drafter_model import TrainedDrafter
+from actors.translated.translated_model import TranslatedModel
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP, NGRAM, Settings
 from protocol.validation import check_integer
-from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, unsupported
+from runtime.loading.model_spec import ModelSpec
+from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, trained_drafter_on_the_hub, unsupported
+from runtime.loading.vocabularies import vocabulary_map
 
-Source = str | os.PathLike[str] | tuple[Module, Any]
+logger = logging.getLogger("outrider")
+
+Source = str | os.PathLike[str] | ModelSpec | tuple[Module, Any]
 
 REWINDS = get_args(Rewind)
 
@@ -54,10 +59,15 @@ class Loaded:
 
 @attrs.frozen
 class LoadedDraft:
-    """A drafter on its thread, and its tokenizer if it has one."""
+    """A drafter on its thread, and its tokenizer if it has one.
 
-    model: MLXModel | TrainedDrafter
+    Attributes:
+        kind: of a trained drafter, such as "EAGLE-3"; None for a language model.
+    """
+
+    model: MLXModel | TranslatedModel | TrainedDrafter
     tokenizer: TokenizerWrapper | None
+    kind: str | None = None
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -78,8 +88,12 @@ def check_source(role: str, source: Any) -> Source:
                 f"got {shown(source[1])}; mlx_lm.load gives (model, tokenizer)"
             )
         return source
+    if isinstance(source, ModelSpec):
+        return _check_spec(role, source)
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
-        raise SettingsError(f"{role} must be a path, a hub id or a pair (model, tokenizer), got {shown(source)}")
+        raise SettingsError(
+            f"{role} must be a path, a hub id, a ModelSpec or a pair (model, tokenizer), got {shown(source)}"
+        )
     if source == NGRAM:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()
@@ -106,6 +120,24 @@ def check_source(role: str, source: Any) -> Source:
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
+
+
+def _check_spec(role: str, spec: ModelSpec) -> Source:
+    path = check_source(role, spec.path)
+    assert not isinstance(path, tuple | ModelSpec)
+    if spec.is_plain:
+        return path
+    if isinstance(path, Path):
+        if spec.revision is not None:
+            raise SettingsError(
+                f"revision is of a hub id, and {role} {shown_path(str(path))} is a directory; leave it out"
+            )
+        if trained_drafter_at(path) is not None:
+            raise SettingsError(
+                f"{role} {shown_path(str(path))} is a drafter trained for its target, and takes no adapter and no "
+                "options of mlx-lm; give its path alone"
+            )
+    return attrs.evolve(spec, path=path, adapter_path=spec.checked_adapter(role))
 
 
 def check_draft_source(source: Any) -> Source:
@@ -196,32 +228,37 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     """
     layer_evaluation = layer_evaluation_by_environment()
     name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+    read = None
     if isinstance(source, tuple):
         built, tokenizer = source
         # On the caller's thread: a lazy array can only be evaluated on the thread that made it. The whole model, since
         # arrays that are no parameters (the frequencies of a scaled rotary embedding) may be lazy, too.
         mx.eval(built)
+    else:
+        read = partial(load, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
     try:
-        if not isinstance(source, tuple):
-            built, tokenizer = await worker.run(Job("load", partial(load, os.fspath(source))))
+        if read is not None:
+            built, tokenizer = await worker.run(Job("load", read))
         model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}", layer_evaluation)))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
-        if role == "draft" and isinstance(source, str) and (kind := _trained_drafter_on_the_hub(source)) is not None:
-            raise ModelError(unsupported(source, kind)) from error.__cause__
         raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
-    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer), _folder_of(source))
+    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer), folder_of(source))
 
 
 async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, loaded_target: Loaded) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, or one that was trained for the target.
 
-    For the latter, the target records what it reads from then on; see `MLXModel.record_features`.
+    For the latter, the target records what it reads from then on; see `MLXModel.record_features`. A language model of
+    another vocabulary is translated.
 
-    Raises: as `load_onto`, and ModelError: it was trained for another target.
+    Raises: as `load_onto`, and
+        ModelError: it was trained for another target.
+        VocabularyMismatchError: its vocabulary is another one, which cannot be translated.
     """
     target, is_targets_own = loaded_target.model, source == MTP
+    folder: Path | None
     if is_targets_own:
         if loaded_target.folder is None:
             raise ModelError(
@@ -229,11 +266,11 @@ async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions,
                 "folder of the original model, or one with the layer alone, as draft"
             )
         folder = loaded_target.folder
-    elif isinstance(source, Path) and trained_drafter_at(source) is not None:
-        folder = source
     else:
+        folder = await folder_of_trained_drafter(worker, source)
+    if folder is None:
         loaded = await load_onto(worker, "draft", source, options)
-        return LoadedDraft(loaded.model, loaded.tokenizer)
+        return LoadedDraft(await _with_the_targets_tokens(worker, loaded_target, loaded), loaded.tokenizer)
     named = f"draft {str(source)!r}"
     make = partial(TrainedDrafter, folder, target.module, target.vocab_size, named, is_targets_own=is_targets_own)
     try:
@@ -243,23 +280,60 @@ async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions,
             raise error.__cause__ from None
         raise ModelError(f"cannot load draft {str(source)!r}: {error.__cause__}") from error.__cause__
     target.record_features(drafter.feature_layers)
-    return LoadedDraft(drafter, None)
+    return LoadedDraft(drafter, None, "MTP" if is_targets_own else trained_drafter_at(folder))
 
 
-def _folder_of(source: Source) -> Path | None:
+async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | None:
+    """The folder of a trained drafter, downloaded if it is on the hub; None for a language model."""
+    if isinstance(source, Path):
+        return source if trained_drafter_at(source) is not None else None
+    if isinstance(source, tuple) or (
+        isinstance(source, ModelSpec) and not attrs.evolve(source, revision=None).is_plain
+    ):
+        return None
+    revision = source.revision if isinstance(source, ModelSpec) else None
+    try:
+        return await worker.run(Job("load", partial(trained_drafter_on_the_hub, str(source), revision)))
+    except JobError as error:
+        if isinstance(error.__cause__, OutriderError):
+            raise error.__cause__ from None
+        raise ModelError(f"cannot load draft {str(source)!r}: {error.__cause__}") from error.__cause__
+
+
+def _load_options(spec: ModelSpec) -> dict[str, Any]:
+    """The arguments of `actors.mlx.model.load` beside the path."""
+    trust = {"trust_remote_code": True} if spec.trust_remote_code else {}
+    return {
+        "adapter": None if spec.adapter_path is None else Path(spec.adapter_path),
+        "quantize": spec.quantization,
+        "revision": spec.revision,
+        "tokenizer_config": {**trust, **spec.tokenizer_config},
+        "model_config": dict(spec.model_config),
+        **trust,
+    }
+
+
+async def _with_the_targets_tokens(worker: Worker, target: Loaded, draft: Loaded) -> MLXModel | TranslatedModel:
+    """A draft model with its target's tokens: itself, unless its vocabulary is another one."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        return draft.model
+    sizes = target.model.vocab_size, draft.model.vocab_size
+    compare = partial(vocabulary_map, target.tokenizer, sizes[0], draft.tokenizer, sizes[1])
+    try:
+        if (found := await worker.run(Job("load", compare))) is None:
+            return draft.model
+        logger.info("the draft model has a vocabulary of its own, and can propose %s", found.described)
+        return await worker.run(Job("load", partial(TranslatedModel, draft.model, found)))
+    except JobError as error:
+        raise (error.__cause__ or error) from None
+
+
+def folder_of(source: Source) -> Path | None:
     """The folder that a model was loaded from; None if it was given as a model."""
     if isinstance(source, tuple):
         return None
-    if Path(source).is_dir():
-        return Path(source)
-    config = try_to_load_from_cache(os.fspath(source), "config.json")
+    if Path(str(source)).is_dir():
+        return Path(str(source))
+    revision = source.revision if isinstance(source, ModelSpec) else None
+    config = try_to_load_from_cache(str(source), "config.json", revision=revision)
     return Path(config).parent if isinstance(config, str) else None
-
-
-def _trained_drafter_on_the_hub(name: str) -> str | None:
-    """The kind of trained drafter that was downloaded by this hub id; None for anything else."""
-    try:
-        config = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None  # not a hub id
-    return trained_drafter_at(Path(config).parent) if isinstance(config, str) else None

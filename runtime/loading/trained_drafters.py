@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download, snapshot_download
+
+from protocol.errors import ModelError
+
 # The kinds that can be used.
-SUPPORTED = {"EAGLE-3", "Medusa", "MTP"}
+SUPPORTED = {"EAGLE-3", "Medusa", "MTP", "DFlash"}
+
+# The files of a drafter.
+_FILES = ["*.json", "*.safetensors", "*.pt"]
 
 # Keys that only the config of a trained drafter has, and its kind.
 _KEYS = {
@@ -22,7 +29,14 @@ _KEYS = {
     "eagle_aux_hidden_state_layer_ids": "EAGLE-3",
 }
 # Lower-case words in the names of architectures and model types, and the kind; the longer words first.
-_WORDS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "dflash": "DFlash", "mtp": "MTP"}
+_WORDS = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE",
+    "medusa": "Medusa",
+    "dflash2": "DFlash 2",
+    "dflash": "DFlash",
+    "mtp": "MTP",
+}
 
 
 def trained_drafter(config: Mapping[str, Any]) -> str | None:
@@ -53,6 +67,27 @@ def trained_drafter_at(directory: Path) -> str | None:
     except (OSError, ValueError):
         return None  # loading the model reports what is wrong
     return trained_drafter(config) if isinstance(config, dict) else None
+
+
+def trained_drafter_on_the_hub(name: str, revision: str | None = None) -> Path | None:
+    """Download the trained drafter that a hub id names; for a language model, only its configuration is.
+
+    Args:
+        name: a hub id.
+        revision: branch, tag or commit; None for the default branch.
+
+    Returns: the folder of its files; None for a language model, or if the hub cannot be asked.
+    Raises: ModelError: it is of a kind that cannot be used.
+    """
+    try:
+        config = hf_hub_download(name, "config.json", revision=revision)
+    except (OSError, ValueError):
+        return None  # loading the model reports what is wrong
+    if (kind := trained_drafter_at(Path(config).parent)) is None:
+        return None
+    if kind not in SUPPORTED:
+        raise ModelError(unsupported(name, kind))
+    return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
 
 
 def unsupported(name: str, kind: str) -> str:

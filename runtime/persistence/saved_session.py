@@ -63,7 +63,7 @@ class SavedSession:
         stream: the rest of a stream's state; None for a conversation.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     tokens: tuple[int, ...]
     thinking: bool | None
     settings: Mapping[str, Any]
@@ -127,7 +127,9 @@ def check_path(path: Any) -> None:
 
 def settings_for_json(settings: Settings) -> dict[str, Any]:
     """Settings by name, as JSON has them: without processors, and for a sampler only whether there is one."""
-    names = [field.name for field in attrs.fields(Settings) if field.name not in ("logits_processors", "sampler")]
+    # What continues a prompt cache file is not saved.
+    left_out = ("logits_processors", "sampler", "prompt_cache_file")
+    names = [field.name for field in attrs.fields(Settings) if field.name not in left_out]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
     # JSON has no numbers as names, and no infinity.
     values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
@@ -356,12 +358,21 @@ def _logprob(value: float | None) -> float:
     return -math.inf if value is None else value
 
 
-def _message(described: Any) -> dict[str, str]:
+def _message(described: Any) -> dict[str, Any]:
     match described:
-        case {"role": "system" | "user" | "assistant", "content": str()}:
-            if all(isinstance(value, str) for value in described.values()):
+        case {"role": "system" | "user" | "assistant" | "tool", "content": str()}:
+            calls = described.get("tool_calls", [])
+            has_texts = all(isinstance(value, str) for name, value in described.items() if name != "tool_calls")
+            if has_texts and isinstance(calls, list) and all(map(_is_call, calls)):
                 return dict(described)
     _unexpected("what it says of a message")
+
+
+def _is_call(described: Any) -> bool:
+    match described:
+        case {"id": str(), "type": "function", "function": {"name": str(), "arguments": str()}}:
+            return True
+    return False
 
 
 def _tokens(tensor: Tensor | None) -> tuple[int, ...]:

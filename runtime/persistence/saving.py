@@ -44,7 +44,7 @@ class SessionSaver:
 
     Attributes:
         target: the target's actor.
-        draft: the drafter's, where the drafter is a model; else None.
+        draft: the drafter's, where the drafter is an MLX model with its target's vocabulary; else None.
         tokenizer: the target's.
     """
 

@@ -19,7 +19,7 @@ from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import MLXModel
 from runtime.bench.one_stream import Plan, measure
 from runtime.doctor.pass_times import time_passes
-from runtime.generation.text import check_vocabularies
+from runtime.loading.vocabularies import check_vocabularies
 from runtime.selftest.baselines import in_parallel, median_step_s
 from runtime.selftest.findings import Finding
 from runtime.selftest.subject import Subject, running_pair
@@ -135,11 +135,18 @@ def switch_intervals(subject: Subject) -> Finding:
     )
 
 
+# Its checks compare the two models on the same token ids, beside everything that would translate them.
+_OTHER_VOCABULARY = (
+    "selftest gives both models the same token ids: check the target with a draft model of its own vocabulary, or "
+    "leave both out; this pair can be used all the same if `outrider doctor --draft` says so"
+)
+
+
 def models(subject: Subject) -> Finding:
     """The models load, and fit the device."""
     target, draft = subject.load("target"), subject.load("draft")
     if target[1] is not None and draft[1] is not None:
-        check_vocabularies(target[1], draft[1])
+        check_vocabularies(target[1], draft[1], _OTHER_VOCABULARY)
     taken, recommended = mx.get_active_memory(), recommended_working_set()
     fits = recommended is None or taken <= recommended
     information = {name: value for name, value in mx.device_info().items() if name in DEVICE_FIELDS}

@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 # Key in a request's ASGI scope: the number of tokens of its prompt and of its answer, set once an answer has begun.
 TOKENS = "outrider.tokens"
 
-# Monitoring requests these paths every few seconds. Successes are not logged: they would bury everything else.
+# Monitoring requests these paths every few seconds. Successes are not logged, and neither are further failures of the
+# same status: they would bury everything else.
 _PROBE_PATHS = ("/health", "/metrics")
 
 # nginx's status for a client that left before it got a response.
@@ -42,6 +43,7 @@ class AccessLog:
         """
         self._app = app
         self._write = write
+        self._probe_statuses = dict.fromkeys(_PROBE_PATHS, 200)  # the latest one of each
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -60,9 +62,15 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            if status != 200 or scope["path"] not in _PROBE_PATHS:
+            if self._is_news(scope["path"], status):
                 with suppress(OSError):  # whatever read the log has closed it
                     self._write(_log_line(scope, status, is_whole, trio.current_time() - began))
+
+    def _is_news(self, path: str, status: int) -> bool:
+        if path not in _PROBE_PATHS:
+            return True
+        before, self._probe_statuses[path] = self._probe_statuses[path], status
+        return status not in (200, before)
 
 
 def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:

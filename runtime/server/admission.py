@@ -1,4 +1,4 @@
-"""Admission of requests: how many there may be at once, and how long one that is rejected should wait."""
+"""Admission of requests: how many there may be at once, how long one that is rejected should wait, and draining."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import trio
+
 from runtime.server.errors import ErrorResponse
 
 # The latest requests, whose durations tell when others are likely to end.
 _NUM_DURATIONS = 32
 _MAX_RETRY_AFTER_S = 60
 
+# Behind a load balancer, the next attempt reaches another server.
+_DRAINING_RETRY_AFTER_S = 1
+
 
 class RequestAdmission:
-    """Counts the admitted requests, and rejects requests beyond the limit.
+    """Counts the admitted requests, and rejects requests beyond the limit, and all of them once the server drains.
 
     Attributes:
         num_admitted: requests that run or wait for the models.
+        max_streams: requests that the models are taken to work on at once, and the most texts of one that they do.
+        is_draining: whether no further request is admitted, because the server is about to end.
     """
 
     def __init__(self, max_streams: int, max_waiting: int, clock: Callable[[], float]) -> None:
         """No requests yet.
 
         Args:
-            max_streams: requests that the models work on at once, >= 1.
+            max_streams: texts that a model works on at once, >= 1.
             max_waiting: further requests that may wait, >= 0.
             clock: returns seconds.
         """
         self.num_admitted = 0
-        self._max_streams = max_streams
+        self.is_draining = False
+        self._is_empty = trio.Event()
+        self.max_streams = max_streams
         self._max_waiting = max_waiting
         self._clock = clock
         self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
@@ -38,24 +47,45 @@ class RequestAdmission:
         self._last_return_s = -math.inf  # when the client that was rejected last is expected again
 
     def check(self) -> None:
-        """Raises: ErrorResponse: no further request can be admitted now."""
-        if self.num_admitted >= self._max_streams + self._max_waiting:
+        """Raises: ErrorResponse: no further request can be admitted now, or ever."""
+        if self.is_draining:
+            raise ErrorResponse(
+                503,
+                "the server is stopping and takes no new requests; ask another one, or this one once it runs again",
+                type="server_error",
+                code="draining",
+                headers={"Retry-After": str(_DRAINING_RETRY_AFTER_S)},
+            )
+        if self.num_admitted >= self.max_streams + self._max_waiting:
             seconds = self.retry_after_s
             self._last_return_s = self._next_return_s()
             raise ErrorResponse(
                 429,
-                f"{self._max_streams} requests are being answered and {self._max_waiting} wait, which is the limit; "
+                f"{self.max_streams} requests are being answered and {self._max_waiting} wait, which is the limit; "
                 f"try again in {seconds} s",
                 type="rate_limit_error",
                 code="full_house",
                 headers={"Retry-After": str(seconds)},
             )
 
+    def drain(self) -> None:
+        """Admit no further request. Those that were admitted go on."""
+        self.is_draining = True
+        self._note_end()
+
+    async def wait_drained(self) -> None:
+        """Wait, after `drain`, until all admitted requests have ended."""
+        await self._is_empty.wait()
+
+    def _note_end(self) -> None:
+        if self.is_draining and self.num_admitted == 0:
+            self._is_empty.set()
+
     @contextmanager
     def admit(self) -> Iterator[None]:
         """Admit one request for the duration of the block.
 
-        Raises: ErrorResponse: no further request can be admitted now.
+        Raises: ErrorResponse: as `check`.
         """
         self.check()
         self.num_admitted += 1
@@ -72,6 +102,7 @@ class RequestAdmission:
             self._start_times_s.remove(start_s)
             if not is_rejected:  # a rejection takes no time and says nothing about the duration of answers
                 self._durations_s.append(self._clock() - start_s)
+            self._note_end()
 
     @property
     def retry_after_s(self) -> int:
@@ -92,4 +123,4 @@ class RequestAdmission:
         # The admitted requests will take at least as long as they have taken by now.
         ages = [self._clock() - start_s for start_s in self._start_times_s]
         mean = max(past, sum(ages) / len(ages)) if ages else past
-        return mean / self._max_streams
+        return mean / self.max_streams

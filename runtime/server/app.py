@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import trio
@@ -18,26 +19,27 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.server.admission import RequestAdmission
+from runtime.server.answers.ignored_fields import IGNORED_HEADER
+from runtime.server.anthropic.api import Messages
+from runtime.server.anthropic.token_count import TokenCountEndpoint
 from runtime.server.background import Background, in_thread
 from runtime.server.connections.body_memory import BodyMemory
 from runtime.server.errors import ErrorResponse
-from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext
-from runtime.server.grammars.checker import GrammarCheck
-from runtime.server.grammars.schemas import Schemas
-from runtime.server.metrics import Metrics, service_status
-from runtime.server.middleware import ApiKey, CommonHeaders, HostNames
+from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext, find_model
+from runtime.server.metrics import Metrics
+from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
+from runtime.server.models.pool import ModelPool
+from runtime.server.models.reports import describe, health_report, properties
+from runtime.server.openai.api import Chats, Completions, Fims
 from runtime.server.openai.openapi import description
-from runtime.server.openai.requests import ChatRequest, CompletionRequest
-from runtime.server.openai.responses import HealthReport, ModelDescription, ModelList
+from runtime.server.openai.responses import ModelList, Version
 from runtime.server.preparation import Preparation
-from runtime.server.timelines import Timelines
-
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
-    from runtime.generation.grammar import Grammar
+from runtime.server.responses.api import Responses, StoredResponses
+from runtime.server.responses.store import ResponseStore
+from runtime.server.tokenizer_endpoints import DetokenizeEndpoint, TokenizeEndpoint
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -54,64 +56,78 @@ _TIMELINE_POLICY = (
 
 @attrs.frozen
 class Service:
-    """Settings of a server: what it serves, and to whom.
+    """Settings of a server: how much it serves, and to whom.
 
     Attributes:
-        model: the target's name.
-        draft: the drafter's name, or None.
-        max_streams: requests that the models work on at once, >= 1; the same as for `runtime.open`.
+        max_streams: texts that a model works on at once, >= 1; the same as for `runtime.open`. A request for more has
+            at most as many at work or waiting for the model, and begins another when one of them ends. Also the number
+            of requests that are not counted as waiting.
         max_waiting: further requests that may wait, >= 0.
         limits: of each request.
         api_key: the key that requests to `/v1` must send; None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
         origins: origins of web pages of other hosts that may use the server (CORS).
+        is_strict: whether what means nothing here is refused instead of ignored; see `ServerContext`.
     """
 
-    model: str
-    draft: str | None = None
     max_streams: int = 4
     max_waiting: int = 256
     limits: Limits = attrs.field(factory=Limits)
     api_key: str | None = attrs.field(default=None, repr=False)
     hosts: Sequence[str] = ("*",)
     origins: Sequence[str] = ()
+    is_strict: bool = False
+
+
+@attrs.frozen
+class Application:
+    """An ASGI application, for a server on trio; made by `application`.
+
+    Attributes:
+        app: answers the requests.
+        admission: of its requests. A server that is about to stop drains it, which `/health` reports.
+    """
+
+    app: ASGIApp
+    admission: RequestAdmission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        await self.app(scope, receive, send)
 
 
 def application(
-    runtime: Runtime,
+    models: ModelPool,
     service: Service,
-    timelines: Timelines,
-    check: GrammarCheck,
     *,
     background: Background = in_thread,
-    any_object: Grammar | None = None,
-) -> ASGIApp:
+) -> Application:
     """The ASGI application, for a server on trio.
 
     Args:
-        runtime: the runtime that generates; its target has a tokenizer.
+        models: those that generate.
         service: the settings.
-        timelines: the runtime's trace: what was passed to `runtime.open`.
-        check: measures the cost of grammars, as `grammar_checker` does.
-        background: runs the tokenizer and compiles grammars.
-        any_object: see `Schemas`.
+        background: runs the tokenizer.
     """
-    metrics = Metrics(runtime)
+    admission = RequestAdmission(service.max_streams, service.max_waiting, trio.current_time)
+    metrics = Metrics(models, is_draining=lambda: admission.is_draining)
     context = ServerContext(
-        runtime,
-        service.model,
+        models,
         service.limits,
-        RequestAdmission(service.max_streams, service.max_waiting, trio.current_time),
-        timelines,
+        admission,
         metrics,
         Preparation(background),
-        Schemas(runtime.tokenizer, check, background, service.limits.schema_s, any_object),
         BodyMemory(service.limits.max_bodies_bytes),
+        is_strict=service.is_strict,
     )
+    responses = ResponseStore(service.limits.max_stored_responses, service.limits.max_stored_bytes)
+    stored_responses = StoredResponses(responses).__call__
     started = int(time.time())
     page = resources.files("runtime").joinpath("server", "page")
     docs = resources.files("runtime").joinpath("server", "docs")
-    api_description = description(service.model, has_key=service.api_key is not None)
+    api_description = description(
+        models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
+    )
 
     async def index(request: Request) -> Response:
         return HTMLResponse(page.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
@@ -119,34 +135,37 @@ def application(
     async def docs_index(request: Request) -> Response:
         return HTMLResponse(docs.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
 
-    async def models(request: Request) -> Response:
-        served: ModelList = {"object": "list", "data": [_model(runtime, service, started)]}
+    async def list_models(request: Request) -> Response:
+        listed = [describe(models, spec.name, started) for spec in models.specs]
+        served: ModelList = {"object": "list", "data": listed}
         return JSONResponse(served)
 
     async def model(request: Request) -> Response:
-        if request.path_params["model"] != service.model:
-            raise ErrorResponse(404, f"there is no such model here; use {service.model!r}", code="model_not_found")
-        return JSONResponse(_model(runtime, service, started))
+        name = find_model(models, request.path_params["model"])
+        return JSONResponse(describe(models, name, started))
+
+    async def version(request: Request) -> Response:
+        report: Version = {"version": importlib.metadata.version("outrider")}
+        return JSONResponse(report)
+
+    async def props(request: Request) -> Response:
+        return JSONResponse(properties(models, service.max_streams))
 
     async def timeline(request: Request) -> Response:
-        html = await timelines.page(request.path_params["id"], runtime.tokenizer, background)
-        if html is None:
-            raise ErrorResponse(
-                404, "there is no timeline with this id: only the latest streams with include_speculation have one"
-            )
-        return HTMLResponse(html, headers={"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"})
+        for loaded in models.in_memory():
+            html = await loaded.timelines.page(request.path_params["id"], loaded.runtime.tokenizer, background)
+            if html is not None:
+                headers = {"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"}
+                return HTMLResponse(html, headers=headers)
+        raise ErrorResponse(
+            404,
+            "there is no timeline with this id: only the latest streams with include_speculation have one, while their "
+            "model is loaded",
+        )
 
     async def health(request: Request) -> Response:
-        state = runtime.health()
-        report: HealthReport = {
-            "status": service_status(state),
-            "ok": state.ok,
-            "target": state.target,
-            "draft": state.draft,
-            "streams": runtime.num_streams,
-            "waiting": runtime.num_waiting,
-        }
-        return JSONResponse(report, status_code=200 if state.target else 503)
+        report = health_report(models, is_draining=admission.is_draining)
+        return JSONResponse(report, status_code=503 if report["status"] in ("broken", "draining") else 200)
 
     async def prometheus(request: Request) -> Response:
         return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -164,12 +183,22 @@ def application(
             Route("/health", health),
             Route("/metrics", prometheus),
             Route("/openapi.json", openapi),
-            Route("/v1/models", models),
+            Route("/version", version),
+            Route("/v1/props", props),
+            Route("/v1/tokenize", TokenizeEndpoint(context), methods=["POST"]),
+            Route("/v1/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
+            Route("/v1/models", list_models),
             Route("/v1/models/{model:path}", model),
-            Route("/v1/completions", Endpoint(context, CompletionRequest), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(context, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", Endpoint(context, Completions()), methods=["POST"]),
+            Route("/v1/fim/completions", Endpoint(context, Fims()), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(context, Chats()), methods=["POST"]),
+            Route("/v1/responses", Endpoint(context, Responses(responses)), methods=["POST"]),
+            Route("/v1/responses/{id}", stored_responses, methods=["GET", "DELETE"]),
+            Route("/v1/messages", Endpoint(context, Messages()), methods=["POST"]),
+            Route("/v1/messages/count_tokens", TokenCountEndpoint(context), methods=["POST"]),
         ],
         middleware=[
+            Middleware(UnversionedPaths),
             Middleware(HostNames, names=service.hosts),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),
@@ -178,7 +207,7 @@ def application(
         exception_handlers={ErrorResponse: _error_response, HTTPException: _http_error, Exception: _server_error},
     )
     # Not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
-    return CommonHeaders(app)
+    return Application(CommonHeaders(app), admission)
 
 
 class _PageFiles(StaticFiles):
@@ -194,25 +223,13 @@ def _cors(origins: Sequence[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         # Any: clients such as OpenAI's for JavaScript send headers of their own, and only the key grants access.
         allow_headers=["*"],
-        expose_headers=["Retry-After"],
+        expose_headers=["Retry-After", IGNORED_HEADER],
         # Browsers ask whether a public page may use a server on its user's machine.
         allow_private_network=True,
     )
-
-
-def _model(runtime: Runtime, service: Service, started: int) -> ModelDescription:
-    assert runtime.tokenizer is not None
-    return {
-        "id": service.model,
-        "object": "model",
-        "created": started,
-        "owned_by": "outrider",
-        "draft": service.draft,
-        "has_chat_template": bool(runtime.tokenizer.has_chat_template),
-    }
 
 
 # The handlers of exceptions are async functions, because Starlette runs others in threads.
@@ -220,19 +237,21 @@ def _model(runtime: Runtime, service: Service, started: int) -> ModelDescription
 
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, ErrorResponse)
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    return JSONResponse(error.body(request.url.path), status_code=error.status, headers=error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     messages = {404: f"there is nothing at {path}", 405: f"{path} does not support {request.method}"}
+    if path.endswith("/embeddings"):
+        messages[404] = "there are no embeddings here: the served model generates text; ask an embedding model"
     response = ErrorResponse(error.status_code, messages.get(error.status_code, error.detail))
-    return JSONResponse(response.body(), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(response.body(request.url.path), status_code=error.status_code, headers=error.headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
     response = ErrorResponse(
         500, "the server has failed; its log has the error", type="server_error", code="internal_error"
     )
-    return JSONResponse(response.body(), status_code=500)
+    return JSONResponse(response.body(request.url.path), status_code=500)

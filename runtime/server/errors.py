@@ -1,11 +1,11 @@
-"""Error responses: an HTTP status, and a body in the format that OpenAI's clients read."""
+"""Error responses: an HTTP status, and a body in the format that the clients of an API read."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -20,6 +20,10 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
+from runtime.server.anthropic.errors import messages_error_body
+from runtime.server.anthropic.responses import MessagesErrorBody
+from runtime.server.grammars.constraint import ConstraintError
+from runtime.server.models.served_model import ModelLoadError
 from runtime.server.openai.responses import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
@@ -50,8 +54,10 @@ class ErrorResponse(Exception):
         self.detail: ErrorDetail = {"message": message, "type": type, "param": param, "code": code}
         self.headers = dict(headers or {})
 
-    def body(self) -> ErrorBody:
-        """The body, for JSON."""
+    def body(self, path: str = "") -> ErrorBody | MessagesErrorBody:
+        """The body, for JSON, in the form of the API that a path belongs to: Anthropic's or else OpenAI's."""
+        if path.removeprefix("/v1").startswith("/messages"):
+            return messages_error_body(self.status, self.detail["message"])
         return {"error": self.detail}
 
 
@@ -71,8 +77,11 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
         case SettingsError():
             return ErrorResponse(400, message)
         case ProcessorError() if isinstance(error.__cause__, SettingsError):
-            # The only logits processor that a request can have is the grammar of its response format.
-            return ErrorResponse(400, str(error.__cause__), param="response_format")
+            # The only logits processor of a request that can fail is the grammar of what the answer must be.
+            param = error.__cause__.field if isinstance(error.__cause__, ConstraintError) else None
+            return ErrorResponse(400, str(error.__cause__), param=param)
+        case ModelLoadError():
+            return ErrorResponse(503, message, type="server_error", code="model_not_loaded")
         case RuntimeBrokenError() | RuntimeClosedError():
             return ErrorResponse(503, message, type="server_error", code="models_unavailable")
         case _:
@@ -81,24 +90,13 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
 
 # --- invalid request bodies -----------------------------------------------------------------------
 
-# Remedies for fields of OpenAI's that this server does not support, or not with every value.
+# Remedies for fields of OpenAI's that mean nothing here, or not with every value.
 _REMEDIES = {
     "n": "send several requests, they are worked on side by side",
-    "best_of": "a request has one answer; leave it out",
-    "echo": "leave it out, and put the prompt in front of the text",
-    "suffix": "filling in text is not supported; leave it out",
-    "tools": "tools are not supported; leave it out",
-    "tool_calls": "tools are not supported; leave it out",
-    "function_call": "tools are not supported; leave it out",
-    "tool_choice": "tools are not supported; leave it out",
-    "audio": "only text is supported; leave it out",
-    "modalities": "only text is supported; leave it out",
-    "role": "tools are not supported, nor are other roles",
-    "functions": "tools are not supported; leave it out",
-    "web_search_options": "tools are not supported; leave it out",
+    "audio": "answers are text; leave it out",
+    "modalities": "answers are text; leave it out",
+    "web_search_options": "the server searches nothing; leave it out",
     "image_url": "only text is supported; leave it out",
-    "prediction": "the drafter predicts the text; leave it out",
-    "reasoning_effort": "the model has no such setting; leave it out",
     "verbosity": "the model has no such setting; leave it out",
 }
 
@@ -139,19 +137,19 @@ def short_json(value: Any) -> str:
     return text
 
 
-def error_response_of_body(error: ValidationError, fields: Sequence[str]) -> ErrorResponse:
+def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset()) -> ErrorResponse:
     """The error response for an invalid request body.
 
     Args:
         error: pydantic's error.
-        fields: names of the fields that a body can have.
+        tags: types of the items of lists, by which pydantic chooses a member of their union.
     """
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:
         return ErrorResponse(400, f"the body has {num_problems} errors, too many to look at; see /docs for its fields")
     problems = error.errors(include_url=False)
     # For a union, pydantic reports a problem for each member. The client meant the member that was read furthest.
     field = problems[0]["loc"][:1]
-    candidates = [(problem, _location(problem["loc"])) for problem in problems if problem["loc"][:1] == field]
+    candidates = [(problem, _location(problem["loc"], tags)) for problem in problems if problem["loc"][:1] == field]
     location = max((each for _, each in candidates), key=len)
     problems = [problem for problem, each in candidates if each == location]
     param = ".".join(map(str, location)) or None
@@ -161,44 +159,56 @@ def error_response_of_body(error: ValidationError, fields: Sequence[str]) -> Err
         case "json_invalid":
             reason = first["msg"].removeprefix("Invalid JSON: ")
             return ErrorResponse(400, f"the body is not JSON: {reason}; send an object")
-        case "extra_forbidden":
-            message = f"there is no field {short_json(str(location[-1]))} here; {_hint(location, fields)}"
         case "missing":
             message = f"{param} is missing; add it"
         case "string_pattern_mismatch":
             message = f"{location[0]} must have token ids for keys, got {short_json(first['input'])}"
         case _ if location[:1] == ("prompt",):
             message = (
-                "prompt must be one text or one list of token ids of at least 0, "
-                f"got {short_json(first['input'])}; for several prompts, send a request each"
+                "prompt must be a text, a list of token ids of at least 0, or a list of up to 128 of either, "
+                f"got {short_json(first['input'])}"
             )
         case _:
             message = f"{param or 'the body'} must be {_expected(problems)}, got {short_json(first['input'])}"
-            if names and names[-1] in _REMEDIES:
+            # No remedy for n is one for n = 0.
+            is_too_small = first["type"] == "greater_than_equal"
+            if names and names[-1] in _REMEDIES and not is_too_small:
                 message += f"; {_REMEDIES[names[-1]]}"
     return ErrorResponse(400, message, param=None if param is None else param[:100])
 
 
-def _location(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
+    """The error response of a strict server for a field that a body does not have.
+
+    Args:
+        name: of the field; in dotted form within other objects.
+        known: names of the fields that the body has.
+    """
+    path, _, last = name.rpartition(".")
+    message = f"there is no field {short_json(last)} here; {_hint(last, () if path else known)}"
+    return ErrorResponse(400, message, param=name[:100])
+
+
+def _location(loc: tuple[int | str, ...], tags: Set[str]) -> tuple[int | str, ...]:
     """The location of a problem in the body: pydantic's without the members of unions."""
     location = []
     for i, part in enumerate(loc):
         # The name of a field in first place is the client's, and may look like a member.
         is_member = i > 0 and isinstance(part, str) and _UNION_MEMBER.fullmatch(part) is not None
         is_format_type = i > 0 and isinstance(part, str) and loc[i - 1] == "response_format"
-        if not (is_member or is_format_type):
+        is_tag = i > 0 and isinstance(loc[i - 1], int) and part in tags
+        if not (is_member or is_format_type or is_tag):
             location.append(part)
     return tuple(location)
 
 
-def _hint(location: tuple[int | str, ...], fields: Sequence[str]) -> str:
+def _hint(unknown: str, known: Sequence[str]) -> str:
     """The remedy for an unknown field."""
-    unknown = str(location[-1])
     if unknown in _REMEDIES:
         return _REMEDIES[unknown]
-    if ALIASES.get(unknown) in fields:
+    if ALIASES.get(unknown) in known:
         return f"did you mean {ALIASES[unknown]!r}?"
-    close = difflib.get_close_matches(unknown, fields, n=1, cutoff=0.7) if len(location) == 1 else []
+    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.7)
     return f"did you mean {close[0]!r}?" if close else "leave it out"
 
 

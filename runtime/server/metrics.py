@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from actors.mlx.memory import active_memory, peak_memory
+from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.pool import ModelPool
+from runtime.server.models.reports import service_status
+
 if TYPE_CHECKING:
-    from runtime.engine.health import Health
     from runtime.engine.runtime import Runtime
     from runtime.generation.token_stream import TokenStream
 
 # Upper bounds of the histograms' buckets, in seconds: roughly the differences that a person notices.
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# A round waits for the passes of others, which take milliseconds.
+_WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, *_BUCKETS_S)
 
-
-def service_status(health: Health) -> Literal["ok", "degraded", "broken"]:
-    """The status: "broken" if the target has failed, "degraded" if it decodes alone because the drafter fails."""
-    if not health.target:
-        return "broken"
-    return "degraded" if health.draft is False else "ok"
+# Counters of a runtime: name, help, and the field of its statistics.
+_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens", "prompt_tokens"),
+    ("cached_prompt_tokens", "Prompt tokens that were still cached", "cached_tokens"),
+    ("generated_tokens", "Tokens given to clients", "generated_tokens"),
+    ("proposed_tokens", "Drafted tokens that were judged", "proposed"),
+    ("accepted_tokens", "Drafted tokens that were accepted", "accepted"),
+    (
+        "stale_accepted_tokens",
+        "Those that a trained drafter had drafted without the newest hidden states",
+        "accepted_stale",
+    ),
+    ("stale_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_stale"),
+    ("rounds", "Verify passes that gave a token", "rounds"),
+    ("lookahead_hits", "Verdicts whose text had been drafted for", "lookahead_hits"),
+    ("lookahead_misses", "Verdicts whose text had not", "lookahead_misses"),
+    ("draft_failures", "Drafters that failed", "draft_failures"),
+    ("draft_timeouts", "Times that the target stopped waiting for a late drafter", "draft_timeouts"),
+    ("target_passes", "The target's passes that verify or decode", "passes"),
+    ("target_pass_rows", "Rounds in these passes, of one stream each", "pass_rows"),
+    ("pass_wait_seconds", "Seconds that rounds were ready and waited for a pass", "wait_seconds"),
+)
 
 
 class Metrics:
-    """The metrics of a server: those of its requests, and the runtime's statistics.
+    """The metrics of a server: those of its requests, and the statistics of its models.
+
+    All of them may be added up over several servers: ratios are left to whoever divides the sums.
 
     Attributes:
         registry: has all of them.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, models: ModelPool, *, is_draining: Callable[[], bool] = lambda: False) -> None:
         """All at zero.
 
         Args:
-            runtime: its statistics are read when the metrics are requested.
+            models: their statistics are read when the metrics are requested.
+            is_draining: returns whether the server takes no new requests.
         """
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_RuntimeCollector(runtime))
+        self.registry.register(_ModelCollector(models))
         self._requests = Counter("outrider_requests", "Requests by outcome", ["outcome"], registry=self.registry)
         self._error_responses = Counter(
             "outrider_refusals", "Error responses by HTTP status", ["status"], registry=self.registry
@@ -49,92 +73,158 @@ class Metrics:
         self._first_token = Histogram(
             "outrider_time_to_first_token_seconds",
             "Seconds from the call to the first token, including waiting and prefill",
+            ["model"],
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
         self._duration = Histogram(
             "outrider_answer_seconds",
             "Seconds from the call to the last token",
+            ["model"],
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
+        self._longest_wait = Histogram(
+            "outrider_longest_pass_wait_seconds",
+            "Seconds that a round of an answer was ready and waited for a pass: the longest of each answer",
+            ["model"],
+            buckets=_WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        draining = Gauge(
+            "outrider_draining", "1 while the server is about to stop and takes no requests", registry=self.registry
+        )
+        draining.set_function(is_draining)
         for outcome in ("finished", "cancelled", "failed", "refused"):
             self._requests.labels(outcome)
+        for spec in models.specs:
+            self._first_token.labels(spec.name)
+            self._duration.labels(spec.name)
+            self._longest_wait.labels(spec.name)
 
-    def count(self, stream: TokenStream | None, failure: Exception | None, status: int | None) -> None:
+    def count(
+        self,
+        model: str | None,
+        streams: Sequence[TokenStream],
+        failure: Exception | None,
+        status: int | None,
+        is_finished: bool,
+    ) -> None:
         """Count a request that has ended.
 
         Args:
-            stream: its generation; None if it did not begin.
+            model: the name of its model; None if it named none that there is.
+            streams: its generations that began.
             failure: the error of the generation or the server; None if neither failed.
             status: the HTTP status of an error response; None if there was none.
+            is_finished: whether all that it asked for was generated.
         """
-        if stream is not None:
+        for stream in streams:
             statistics = stream.statistics()
             if statistics.time_to_first_token is not None:
-                self._first_token.observe(statistics.time_to_first_token)
+                self._first_token.labels(model).observe(statistics.time_to_first_token)
+                self._longest_wait.labels(model).observe(statistics.longest_wait_seconds)
             if stream.finish_reason is not None:
-                self._duration.observe(statistics.elapsed)
+                self._duration.labels(model).observe(statistics.elapsed)
         if status is not None:
             self._error_responses.labels(str(status)).inc()
         if failure is not None:
             outcome = "failed"
         elif status is not None:
             outcome = "refused"
-        elif stream is not None and stream.finish_reason is not None:
+        elif is_finished:
             outcome = "finished"
         else:
             outcome = "cancelled"
         self._requests.labels(outcome).inc()
 
 
-class _RuntimeCollector(Collector):
-    """Metrics of a runtime, read when they are requested."""
+class _ModelCollector(Collector):
+    """Metrics of the models, read when they are requested.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    The counters of a model that was unloaded are kept, and those of its next load are added.
+    """
+
+    def __init__(self, models: ModelPool) -> None:
+        self._models = models
+        # Counters of runtimes that are gone: by model, and name; seconds by model, and actor.
+        self._past: dict[str, dict[str, float]] = {spec.name: {} for spec in models.specs}
+        self._past_busy: dict[str, tuple[float, float]] = {spec.name: (0.0, 0.0) for spec in models.specs}
+        models.when_unloaded(self._keep)
+
+    def _keep(self, loaded: LoadedModel) -> None:
+        """Add the counters of a model that is unloaded to those of its past."""
+        past, statistics = self._past[loaded.name], loaded.runtime.statistics()
+        for name, _, field in _COUNTERS:
+            past[name] = past.get(name, 0) + getattr(statistics, field)
+        before = self._past_busy[loaded.name]
+        self._past_busy[loaded.name] = _added(before, loaded.runtime.busy_seconds)
 
     def collect(self) -> Iterator[Metric]:
-        runtime, statistics = self._runtime, self._runtime.statistics()
-        status = service_status(runtime.health())
-        for name, text, count in (
-            ("prompt_tokens", "Prompt tokens", statistics.prompt_tokens),
-            ("cached_prompt_tokens", "Prompt tokens that were still cached", statistics.cached_tokens),
-            ("generated_tokens", "Tokens given to clients", statistics.generated_tokens),
-            ("proposed_tokens", "Drafted tokens that were judged", statistics.proposed),
-            ("accepted_tokens", "Drafted tokens that were accepted", statistics.accepted),
-            ("rounds", "Verify passes that gave a token", statistics.rounds),
-            ("lookahead_hits", "Verdicts whose text had been drafted for", statistics.lookahead_hits),
-            ("lookahead_misses", "Verdicts whose text had not", statistics.lookahead_misses),
-            ("draft_failures", "Drafters that failed", statistics.draft_failures),
-            ("draft_timeouts", "Times that the target stopped waiting for a late drafter", statistics.draft_timeouts),
-            ("target_passes", "The target's passes that verify or decode", statistics.passes),
-            ("target_pass_rows", "Rounds in these passes, of one stream each", statistics.pass_rows),
-            ("pass_wait_seconds", "Seconds that rounds were ready and waited for a pass", statistics.wait_seconds),
-        ):
-            yield CounterMetricFamily(f"outrider_{name}", text, value=count)
-        busy = CounterMetricFamily("outrider_busy_seconds", "Seconds in which the model had a job", labels=["model"])
+        in_memory = {name: [each.runtime for each in self._models.in_memory(name)] for name in self._past}
+        yield from self._counters(in_memory)
+        yield from self._gauges(in_memory)
+        yield GaugeMetricFamily(
+            "outrider_peak_memory_bytes", "Maximum of the memory that MLX has held at once", value=peak_memory()
+        )
+        yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=active_memory())
+
+    def _counters(self, in_memory: Mapping[str, Sequence[Runtime]]) -> Iterator[Metric]:
+        statistics = {name: [runtime.statistics() for runtime in runtimes] for name, runtimes in in_memory.items()}
+        for metric, text, field in _COUNTERS:
+            family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model"])
+            for name, each in statistics.items():
+                family.add_metric([name], self._past[name].get(metric, 0) + sum(getattr(one, field) for one in each))
+            yield family
+        busy = CounterMetricFamily(
+            "outrider_busy_seconds", "Seconds in which a model had a job", labels=["model", "actor"]
+        )
         # Not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a counter that
         # falls for one that was reset.
-        for model, seconds in zip(("target", "draft"), runtime.busy_seconds, strict=True):
-            busy.add_metric([model], seconds)
+        for name, runtimes in in_memory.items():
+            seconds = self._past_busy[name]
+            for runtime in runtimes:
+                seconds = _added(seconds, runtime.busy_seconds)
+            for actor, value in zip(("target", "draft"), seconds, strict=True):
+                busy.add_metric([name, actor], value)
         yield busy
-        acceptance_rate = math.nan if statistics.acceptance_rate is None else statistics.acceptance_rate
-        for name, text, value in (
-            ("streams", "Streams that run", runtime.num_streams),
-            ("waiting", "Streams that wait for the models", runtime.num_waiting),
-            ("acceptance_rate", "Accepted tokens over proposed tokens; NaN if there are none", acceptance_rate),
-            (
-                "longest_pass_wait_seconds",
-                "Maximum of the seconds that a round was ready and waited for a pass",
-                statistics.longest_wait_seconds,
-            ),
-            ("peak_memory_bytes", "Maximum of the memory that MLX has held at once", statistics.peak_memory),
-            ("healthy", "1 while the target works", float(status != "broken")),
-            (
-                "degraded",
-                "1 while the target decodes alone because the drafter has ended, hangs or is late",
-                float(status == "degraded"),
-            ),
-        ):
-            yield GaugeMetricFamily(f"outrider_{name}", text, value=value)
+        loads = CounterMetricFamily("outrider_model_loads", "Loads of a model, by outcome", labels=["model", "outcome"])
+        for name in in_memory:
+            for outcome, number in zip(("loaded", "failed"), self._models.num_loads(name), strict=True):
+                loads.add_metric([name, outcome], number)
+        yield loads
+
+    def _gauges(self, in_memory: Mapping[str, Sequence[Runtime]]) -> Iterator[Metric]:
+        def family(name: str, text: str, value: Callable[[str, Sequence[Runtime]], float]) -> Metric:
+            metric = GaugeMetricFamily(f"outrider_{name}", text, labels=["model"])
+            for model, runtimes in in_memory.items():
+                metric.add_metric([model], value(model, runtimes))
+            return metric
+
+        yield family(
+            "model_loaded", "1 while the model is in memory", lambda name, _: self._models.state(name) == "loaded"
+        )
+        yield family("streams", "Streams that run", lambda _, runtimes: sum(each.num_streams for each in runtimes))
+        yield family(
+            "waiting",
+            "Streams that wait for the models, and requests that wait for one to be loaded",
+            lambda name, runtimes: sum(each.num_waiting for each in runtimes) + self._models.num_waiting(name),
+        )
+        yield family(
+            "healthy",
+            "1 while the target works, or is not loaded",
+            lambda _, runtimes: "broken" not in _statuses(runtimes),
+        )
+        yield family(
+            "degraded",
+            "1 while the target decodes alone because the drafter has ended, hangs or is late",
+            lambda _, runtimes: "degraded" in _statuses(runtimes),
+        )
+
+
+def _added(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _statuses(runtimes: Sequence[Runtime]) -> set[str]:
+    return {service_status(runtime.health()) for runtime in runtimes}

@@ -1,20 +1,28 @@
-"""Middleware: headers of every response, and checks of the host name and the API key of every request."""
+"""Middleware: headers of every response, the address of every client, and checks of host names and API keys."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.server.connections.address import IpNetwork
 from runtime.server.errors import ErrorResponse
 
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 ]
+
+
+# First parts of the paths below `/v1`.
+_OF_API = frozenset(
+    ("completions", "fim", "chat", "models", "responses", "messages", "embeddings", "tokenize", "detokenize", "props")
+)
 
 
 class CommonHeaders:
@@ -33,6 +41,21 @@ class CommonHeaders:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+class UnversionedPaths:
+    """Takes paths of the API without `/v1`, as clients of other servers send them, for the paths with it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        """Around an application."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope["path"].removeprefix("/").partition("/")[0] in _OF_API:
+            # In place: what is noted in the scope later is read outside of here.
+            scope["path"] = f"/v1{scope['path']}"
+        await self._app(scope, receive, send)
 
 
 class HostNames:
@@ -69,6 +92,49 @@ class HostNames:
         await self._app(scope, receive, send)
 
 
+class ForwardedClients:
+    """Takes the address of a client from X-Forwarded-For, where a trusted proxy has sent the request.
+
+    Each proxy adds the address that it was asked from at the end. So the client is the last one that is no trusted
+    proxy: whatever comes before could have been made up.
+    """
+
+    def __init__(self, app: ASGIApp, proxies: Sequence[IpNetwork]) -> None:
+        """Around an application.
+
+        Args:
+            app: the application.
+            proxies: where trusted proxies are.
+        """
+        self._app = app
+        self._proxies = proxies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope.get("client") is not None:
+            address = self._client(scope["client"][0], scope["headers"])
+            if address != scope["client"][0]:
+                scope = {**scope, "client": (address, 0)}  # nobody says its port
+        await self._app(scope, receive, send)
+
+    def _client(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
+        values = [value.decode("latin-1") for name, value in headers if name == b"x-forwarded-for"]
+        hops = ",".join(values).split(",") if values else []
+        client = peer
+        while hops and self._is_trusted(client):
+            try:
+                client = str(ip_address(hops.pop().strip()))
+            except ValueError:
+                break
+        return client
+
+    def _is_trusted(self, address: str) -> bool:
+        found = ip_address(address.partition("%")[0])
+        # As a socket for both versions of IP has IPv4's.
+        found = getattr(found, "ipv4_mapped", None) or found
+        return any(found in proxy for proxy in self._proxies)
+
+
 class ApiKey:
     """Rejects requests to `/v1` without the API key, if the server has one."""
 
@@ -85,12 +151,15 @@ class ApiKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if self._key is not None and scope["type"] == "http" and scope["path"].startswith("/v1"):
-            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            headers = dict(scope["headers"])
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # In constant time: the time must not tell how many characters of a wrong key are right.
-            if not secrets.compare_digest(key.strip(), self._key) or scheme.lower() != b"bearer":
+            is_bearer = secrets.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+            # Clients of Anthropic's send the key so.
+            if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), self._key):
                 error = ErrorResponse(
                     401,
-                    "the API key is missing or wrong; send Authorization: Bearer KEY",
+                    "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -100,7 +169,7 @@ class ApiKey:
 
 
 async def _send_error(error: ErrorResponse, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    response = JSONResponse(error.body(scope["path"]), status_code=error.status, headers=error.headers)
     await response(scope, receive, send)
 
 

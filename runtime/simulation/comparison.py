@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from protocol.prices import Prices
     from protocol.settings import Settings
     from runtime.simulation.scenario import Scenario
+    from runtime.simulation.sharding import Sharding
     from runtime.simulation.simulation import SimulatedRun
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -57,6 +58,8 @@ class SimulatedContender:
             "speed": self.speed,
             "tokens_per_round": counts.tokens_per_round,
             "acceptance_rate": counts.acceptance_rate,
+            "fresh_acceptance": counts.fresh_acceptance,
+            "stale_acceptance": counts.stale_acceptance,
             "hit_rate": self.hit_rate,
             "target_busy": counts.target_busy,
             "draft_busy": counts.draft_busy,
@@ -91,12 +94,20 @@ class Comparison:
         """Speed of the tree over that of the best sequential contender."""
         return self.of("tree")[0].speed / self.best_sequential.speed
 
+    def tokens_per_second(self, contender: SimulatedContender) -> float | None:
+        """The speed of one of them in tokens per second; None where the scenario says no time of a pass."""
+        sharding = self.scenario.sharding
+        return None if sharding is None else contender.result.speed * 1000.0 / sharding.pass_time
+
     def as_json(self) -> dict[str, Any]:
         """The comparison as a JSON object."""
         return {
             "scenario": attrs.asdict(self.scenario),
             "tokens": self.num_tokens,
-            "contenders": [contender.as_json() for contender in self.contenders],
+            "contenders": [
+                {**contender.as_json(), "tokens_per_second": self.tokens_per_second(contender)}
+                for contender in self.contenders
+            ],
             "best_sequential_lookahead": self.best_sequential.lookahead,
             "tree_over_best_sequential": self.gain,
         }
@@ -165,7 +176,20 @@ def described(scenario: Scenario) -> str:
     for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence"):
         if (value := getattr(scenario, name)) != fields[name].default:
             words.append(f"{name.replace('_', ' ')} {value:g}")
+    if scenario.stale_acceptance is not None:
+        words.append(f"stale acceptance {scenario.stale_acceptance:g}")
+    if scenario.sharding is not None:
+        words.append(described_sharding(scenario.sharding, str(scenario.sharding.ranks)))
     return ", ".join(words)
+
+
+def described_sharding(sharding: Sharding, ranks: str) -> str:
+    """A sharding in one line, with `ranks` for its number of ranks."""
+    return (
+        f"ranks {ranks}, {sharding.all_reduce} of links with "
+        f"{sharding.link_latency:g} µs and {sharding.link_bandwidth:g} Gbit/s, {sharding.layers} layers of "
+        f"{sharding.hidden_size}, T_v(1) {sharding.pass_time:g} ms on one machine"
+    )
 
 
 def _described_table(role: str, table: tuple[tuple[int, float], ...]) -> str:

@@ -1,6 +1,6 @@
 """A scenario: the few numbers that describe a machine and a pair of models to the simulator.
 
-The unit of time is T_v(1), the time that the target takes to decode one token.
+The unit of time is T_v(1), the time that the target takes to decode one token; of a sharded target, on one machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from protocol.errors import SettingsError
 from protocol.reprs import shown
 from protocol.settings import MAX_SEED
 from protocol.validation import check_integer, check_number, is_integer, validator
+from runtime.simulation.sharding import Sharding
+
+# What each hidden state of its own leaves of a trained drafter's lead over one that has only those.
+STALENESS_KEEPS = 0.75
 
 
 def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
@@ -69,8 +73,13 @@ class Scenario:
             value means a draft that knows when it is right; a large value means the same confidence everywhere.
         overconfidence: how far the draft overstates its confidence, >= 0: its logits are multiplied by
             1 + overconfidence. At 0 its confidence is calibrated.
+        stale_acceptance: for a drafter that was trained for the target, what `acceptance` comes down to, in
+            [0, acceptance], as more and more of the hidden states that it reads are its own: each takes a quarter of
+            what is left. The draft's confidence says nothing of that. None for a draft model, which reads none.
         acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens
             are >= 1 and rise.
+        sharding: the ranks of a target that is sharded over several machines, and their links; None for one machine.
+            The draft model runs on one of them.
         seed: seed of the text and of everything that is drawn, in [0, 2**64).
 
     Raises: SettingsError: a value is out of its range.
@@ -89,12 +98,32 @@ class Scenario:
     second_choice: float = attrs.field(default=0.45, validator=validator(check_number, 0, 1))
     spread: float = attrs.field(default=1.3, validator=validator(check_number, above=0))
     overconfidence: float = attrs.field(default=0.0, validator=validator(check_number, 0))
+    stale_acceptance: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(validator(check_number, 0, 1))
+    )
     acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_changes)
+    sharding: Sharding | None = None
     seed: int = attrs.field(default=0, validator=validator(check_integer, 0, MAX_SEED))
+
+    def __attrs_post_init__(self) -> None:
+        if self.stale_acceptance is not None and self.stale_acceptance > self.acceptance:
+            raise SettingsError(
+                f"stale_acceptance must be at most the acceptance of {self.acceptance:g}, got {self.stale_acceptance:g}"
+            )
+
+    def share_right(self, staleness: int) -> float:
+        """How often the draft is right where so many of the hidden states that it reads are its own, over how often it
+        is where none are; in [0, 1].
+        """
+        if self.stale_acceptance is None or self.acceptance == 0.0:
+            return 1.0
+        least = self.stale_acceptance / self.acceptance
+        return least + (1.0 - least) * STALENESS_KEEPS**staleness
 
     def verify_seconds(self, num_tokens: int) -> float:
         """Time of a target pass over `num_tokens` tokens, in units of T_v(1)."""
-        return self.overhead + _relative_time(self.verify_table, self.verify_slope, num_tokens)
+        alone = _relative_time(self.verify_table, self.verify_slope, num_tokens)
+        return self.overhead + (alone if self.sharding is None else self.sharding.pass_seconds(alone, num_tokens))
 
     def draft_seconds(self, num_tokens: int) -> float:
         """Time of a draft pass over `num_tokens` tokens, in units of T_v(1)."""

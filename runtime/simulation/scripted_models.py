@@ -17,6 +17,7 @@ import mlx.core as mx
 from actors.model import FeedsEach, RecordsNothing, RewindMode
 from protocol.errors import RewindError
 from runtime.simulation.scenario import Scenario
+from runtime.simulation.scripted_features import ReadsFeatures, RecordsEmptyFeatures
 
 VOCAB_SIZE = 64
 
@@ -126,6 +127,68 @@ class _ScriptedSequence(RecordsNothing):
         self.rewind(length)
 
 
+class _RecordingSequence(RecordsEmptyFeatures, _ScriptedSequence):
+    """One text of a target whose hidden states a drafter reads. The drafter looks only at which have come."""
+
+    def forget(self) -> None:
+        """See `CachedSequence.forget`."""
+        super().forget()
+        self.forget_taken()
+
+
+class _TrainedSequence(ReadsFeatures, _ScriptedSequence):
+    """One text of a drafter that reads the target's hidden states, and its own where those have not come."""
+
+    def __init__(self, row: Callable[[int, int, int], list[float]], history: int) -> None:
+        """Make an empty text.
+
+        Args:
+            row: (hash of the text so far, its length, staleness) → logits.
+            history: hash of the empty text.
+        """
+        super().__init__(self._stale_rows, history)
+        self._row = row
+
+    def _stale_rows(self, histories: list[int], num_logits: int) -> mx.array:
+        first = len(histories) - num_logits
+        return mx.array([self._row(histories[n], n, self.staleness_at(n)) for n in range(first, len(histories))])
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """See `CachedSequence.feed`."""
+        self.note_read(self._num_read, self._num_read + len(tokens))
+        return super().feed(tokens, num_logits)
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """See `CachedSequence.feed_lazy`."""
+        self.note_read(self._num_read, self._num_read + 1)
+        return super().feed_lazy(token)
+
+    def rewind(self, length: int) -> int:
+        """See `CachedSequence.rewind`."""
+        remaining = super().rewind(min(length, self.length))
+        self.note_rewound(remaining)
+        return remaining
+
+    def forget(self) -> None:
+        """See `CachedSequence.forget`."""
+        super().forget()
+        self.forget_stale()
+
+    @property
+    def length(self) -> int:
+        """See `CachedSequence.length`."""
+        return self.usable_length(self._num_read)
+
+    @property
+    def staleness(self) -> int:
+        """See `FeatureInput.staleness`."""
+        return self.staleness_at(self._num_read)
+
+    @property
+    def _num_read(self) -> int:
+        return len(self._histories) - 1
+
+
 class ScriptedTarget(FeedsEach):
     """A target that knows the text: only the true token has a logit above 0."""
 
@@ -134,10 +197,12 @@ class ScriptedTarget(FeedsEach):
 
     def __init__(self, scenario: Scenario) -> None:
         self._seed = scenario.seed
+        self._records = scenario.stale_acceptance is not None
 
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
         """See `Model.open_sequence`."""
-        return _ScriptedSequence(self._rows, _after(0, self._seed))
+        kind = _RecordingSequence if self._records else _ScriptedSequence
+        return kind(self._rows, _after(0, self._seed))
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         rows = []
@@ -161,22 +226,31 @@ class ScriptedDraft(FeedsEach):
         self._changes_at = [len(PROMPT) + token for token, _ in scenario.acceptance_changes]
         means = (scenario.acceptance, *(acceptance for _, acceptance in scenario.acceptance_changes))
         self._probs = [_beta_draws(mean, scenario.spread) for mean in means]
+        self._is_trained = scenario.stale_acceptance is not None
+        self._share_right = scenario.share_right
 
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
         """See `Model.open_sequence`."""
+        if self._is_trained:
+            return _TrainedSequence(self._row, _after(0, self._seed))
         return _ScriptedSequence(self._rows, _after(0, self._seed))
 
     def _rows(self, histories: list[int], num_logits: int) -> mx.array:
         first = len(histories) - num_logits
         return mx.array([self._row(histories[length], length) for length in range(first, len(histories))])
 
-    def _row(self, history: int, length: int) -> list[float]:
-        """(VOCAB_SIZE,) logits after a history of `length` tokens."""
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """See `Model.sharing_obstacle`."""
+        return "a trained drafter reads one text at a time" if self._is_trained else None
+
+    def _row(self, history: int, length: int, staleness: int = 0) -> list[float]:
+        """(VOCAB_SIZE,) logits after a history of `length` tokens. The draft does not know how stale it is."""
         luck = _draw(history, _LUCK)
         prob = self._probs[bisect_right(self._changes_at, length)][luck % _NUM_PROBS]
         # The second choice is never likelier than the first.
         second_prob = min((1.0 - prob) * self._second_choice, prob)
-        first, second = self._choices(history, luck, prob, second_prob)
+        share = self._share_right(staleness)
+        first, second = self._choices(history, luck, share * prob, share * second_prob)
         row = [self._logit((1.0 - prob - second_prob) / (VOCAB_SIZE - 2))] * VOCAB_SIZE
         # The first choice is the argmax even where it is as unlikely as any other token.
         row[second] = min(self._logit(second_prob), self._logit(prob))

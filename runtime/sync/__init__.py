@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Never, Unpack
@@ -21,8 +21,9 @@ import trio
 
 from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
+from protocol.scores import Score
 from protocol.settings import SettingsLike, settings_from, with_overrides
-from protocol.settings_keywords import SettingsArguments
+from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from runtime.bridge.handles import RuntimeHandle, copy_prompt
 from runtime.bridge.many_prompts import prepare_generations
 from runtime.bridge.opener import evaluate_on_this_thread, make_opener
@@ -34,6 +35,8 @@ from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile
+from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.tools import StreamArguments, split_tools
 from runtime.loading.model_sources import Source
 from runtime.sync.bridge import SyncBridge, check_not_in_trio
 from runtime.sync.conversation import Conversation
@@ -98,7 +101,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
     """A target and a draft model at work, for plain threads: a context manager, made by `open_sync`."""
 
     def stream(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> TokenStream:
         """Begin a generation.
 
@@ -109,12 +112,25 @@ class Runtime(RuntimeHandle[SyncBridge]):
 
         Interrupting: a Ctrl-C ends the generation.
         """
-        keywords = with_overrides(settings, overrides)
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
-        return TokenStream(self._bridge, partial(self._bridge.runtime.stream, copy_prompt(prompt), **keywords))
+        begin = partial(self._bridge.runtime.stream, copy_prompt(prompt), **keywords, **tools)
+        return TokenStream(self._bridge, begin)
+
+    def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]) -> Score:
+        """The log-probability of each token of a continuation; see `runtime.Runtime.score`.
+
+        Raises: as there, and:
+            WrongEventLoopError: trio is running in this thread, and would be blocked.
+
+        Interrupting: a Ctrl-C strikes between two passes.
+        """
+        score = partial(self._bridge.runtime.score, **options)
+        return self._bridge.call(partial(score, copy_prompt(prompt), continuation))
 
     def generate(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> Completion:
         """Generate a whole text.
 
@@ -130,7 +146,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
-        **overrides: Unpack[SettingsArguments],
+        **overrides: Unpack[StreamArguments],
     ) -> list[Completion]:
         """Generate a whole text for each of many prompts.
 
@@ -142,9 +158,10 @@ class Runtime(RuntimeHandle[SyncBridge]):
 
         Interrupting: a Ctrl-C ends all generations; the texts generated so far are lost.
         """
-        keywords = with_overrides(settings, overrides)
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
-        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, keywords)
+        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, {**keywords, **tools})
 
         async def complete_all() -> list[Completion]:
             return await begin()
@@ -157,7 +174,7 @@ class Runtime(RuntimeHandle[SyncBridge]):
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
-        **overrides: Unpack[SettingsArguments],
+        **overrides: Unpack[StreamArguments],
     ) -> TokenStreams:
         """Generate a text for each of many prompts, and give the tokens of all texts as they come.
 
@@ -170,9 +187,10 @@ class Runtime(RuntimeHandle[SyncBridge]):
 
         Interrupting: a Ctrl-C ends all generations.
         """
-        keywords = with_overrides(settings, overrides)
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
-        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, keywords)
+        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, {**keywords, **tools})
         return TokenStreams(self._bridge, begin)
 
     def conversation(
@@ -181,33 +199,43 @@ class Runtime(RuntimeHandle[SyncBridge]):
         settings: SettingsLike | None = None,
         *,
         thinking: bool | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
         """Begin a conversation; nothing is generated before the first turn.
 
-        Args, Returns: as `runtime.Runtime.conversation`, for plain threads.
+        Args, Returns: as `runtime.Runtime.conversation`, for plain threads; functions are called in the thread that
+            uses the conversation.
 
-        Raises: as there.
+        Raises: as there, and:
+            SettingsError: a function is async, and nothing would await it.
         """
         keywords = turn_settings(settings, overrides)
         self._bridge.check_settings(keywords)
+        functions = Functions(tools, may_be_async=False)
 
         async def make() -> TrioConversation:
-            return self._bridge.runtime.conversation(system, thinking=thinking, **keywords)
+            return self._bridge.runtime.conversation(system, thinking=thinking, tools=functions.listed, **keywords)
 
-        return Conversation(self._bridge, self._bridge.call(make))
+        return Conversation(self._bridge, functions, self._bridge.call(make))
 
     def load(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+        self,
+        path: SessionFile,
+        *,
+        any_draft: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
         """Load a conversation from a file of `Conversation.save`, written here or elsewhere, and continue it.
 
-        Args, Raises: as `runtime.Runtime.load`.
+        Args, Raises: as `runtime.Runtime.load` and `conversation`.
 
         Interrupting: a Ctrl-C waits for the running job; no conversation is returned.
         """
-        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, **overrides)
-        return Conversation(self._bridge, self._bridge.call(load))
+        functions = Functions(tools, may_be_async=False)
+        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
+        return Conversation(self._bridge, functions, self._bridge.call(load))
 
     def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]

@@ -248,12 +248,12 @@ class Display:
         if _is_terminal():
             self._show(what, None, moves=False)
 
-    def show_loading(self, models: Sequence[str | Path]) -> None:
-        """Show that models are being loaded."""
+    def show_loading(self, models: Sequence[object]) -> None:
+        """Show that models are being loaded, each named by its `str`."""
         self._stops_when = "once the models are loaded"
         # A model that is not on disk is downloaded, and downloads show bars of their own.
-        if _is_terminal() and all(os.path.exists(Path(model).expanduser()) for model in models):
-            self._show(f"loading {' and '.join(Path(model).name for model in models)}", None)
+        if _is_terminal() and all(os.path.exists(Path(str(model)).expanduser()) for model in models):
+            self._show(f"loading {' and '.join(Path(str(model)).name for model in models)}", None)
 
     def show_prefill(self, prompt_tokens: int, step_size: int | Literal["auto"]) -> None:
         """Show that prefill is running, with a bar if it takes more than one pass."""
@@ -354,6 +354,9 @@ def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
     if s.acceptance_rate is not None:
         yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
+        if s.stale_acceptance is not None:
+            fresh = "–" if s.fresh_acceptance is None else f"{s.fresh_acceptance:.1%}"
+            yield "fresh and stale", f"{fresh} and {s.stale_acceptance:.1%} of the drafts"
     else:
         yield "acceptance", "nothing was proposed"
     yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"

@@ -231,10 +231,11 @@ RECURRENT = [
 WINDOWED = ["gemma3_text", "gemma4_text", "gpt_oss", "iquestloopcoder", "llama4", "mimo_v2_flash"]
 UNKNOWN = ["deepseek_v41"]
 
+# Which is the target and which the drafter of a pair with "qwen3" alternates: each architecture is both beside itself.
 PAIRS = [
     *[(name, name) for name in RECURRENT + WINDOWED + UNKNOWN],
-    *[("qwen3", name) for name in RECURRENT + WINDOWED + UNKNOWN],
-    *[(name, "qwen3") for name in RECURRENT + WINDOWED + UNKNOWN],
+    *[("qwen3", name) for name in (RECURRENT + WINDOWED + UNKNOWN)[::2]],
+    *[(name, "qwen3") for name in (RECURRENT + WINDOWED + UNKNOWN)[1::2]],
     ("mamba2", "gemma3_text"),
     ("gemma3_text", "mamba2"),
     ("jamba", "rwkv7"),

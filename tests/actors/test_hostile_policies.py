@@ -33,6 +33,7 @@ from scripted import (
     truthful,
     within,
 )
+from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.drafter import policy_by_settings
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
@@ -43,6 +44,8 @@ from protocol.settings import Settings
 
 # Near the target, so that much of a proposal is accepted and the policy's choices matter.
 NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
+# Of a trained drafter that reads more than one hidden state of its own.
+STALE = tuple(tuple(0.2 * p + 0.8 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
 DEEPEST = 4
 NUM_TOKENS = 1600
 
@@ -56,18 +59,22 @@ class Hostile:
     Attributes:
         allows: whether the successor of a node may be proposed; asked before that is drawn.
         admits: whether a node that is drawn may be proposed.
+        drops: whether what was drafted ahead is dropped for a fresh draft, by its first node; None for at random.
         rests: whether some rounds are left to the target.
         num_from_branch: number of proposals below a former correction.
         num_held_back: number of proposals that were shortened because of `allows`.
+        num_dropped: number of times that it had the drafter draft anew.
         longest_run: maximum number of steps drafted in a row.
     """
 
     allows: Allows = lambda view, node: True
     admits: Callable[[Node], bool] = lambda node: True
+    drops: Callable[[Node], bool] | None = None
     rests: bool = True
     num_guesses: int = 3
     num_from_branch: int = 0
     num_held_back: int = 0
+    num_dropped: int = 0
     longest_run: int = 0
     _dice: random.Random = attrs.field(factory=lambda: random.Random(0))
     _allowed: dict[int, bool] = attrs.field(factory=dict)
@@ -103,6 +110,13 @@ class Hostile:
 
     def _open(self, view: PolicyView) -> list[Node]:
         return [n for n in view.tree.frontier() if view.tree.depth(n) < DEEPEST and view.is_open(n)]
+
+    def drops_stale(self, view: PolicyView) -> bool:
+        choice = view.tree.root.choice
+        assert choice is not None
+        is_dropped = self._dice.random() < 0.5 if self.drops is None else self.drops(choice)
+        self.num_dropped += is_dropped
+        return is_dropped
 
     def should_rest(self) -> bool:
         return self.rests and self._dice.random() < 0.02
@@ -157,11 +171,17 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
-def sampled(policy: Hostile, num_tokens: int, seed: int = 1, report_delay: float | None = None) -> list[int]:
+def sampled(
+    policy: Hostile, num_tokens: int, seed: int = 1, report_delay: float | None = None, is_trained: bool = False
+) -> list[int]:
     """A long text under the rejection rule."""
+    near, stale = markov(NEAR), markov(STALE)
 
     async def main() -> list[int]:
-        target, draft = (ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, NEAR))
+        target = (RecordingTarget if is_trained else ScriptedModel)(markov(TARGET), vocab_size=4)
+        draft = ScriptedModel(near, vocab_size=4)
+        if is_trained:
+            draft = TrainedDraft(lambda history, staleness: (stale if staleness > 1 else near)(history), vocab_size=4)
         async with simulated(
             target,
             draft,
@@ -231,7 +251,7 @@ class Straying(Hostile):
     min_confidence: float = 0.0
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
-        def calibrate(rank: int, raw: float) -> float:
+        def calibrate(rank: int, raw: float, staleness: int) -> float:
             return 1.0 if raw > 0.28 else 0.5
 
         return DraftBudget(self._dice.randrange(5), 1.0, (self.min_confidence,), calibrate=calibrate)
@@ -252,6 +272,20 @@ def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_de
     assert likelihood(sampled(policy, NUM_TOKENS, report_delay=report_delay)) > SIGNIFICANCE
     assert policy.num_from_branch > 30
     assert policy.longest_run > 1
+
+
+DROPS: dict[str, Callable[[Node], bool] | None] = {
+    "chance": None,
+    "its confidence": lambda node: node.guess.raw > 0.28,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DROPS)
+def test_a_trained_drafter_may_draft_anew_by_all_that_is_known_before_a_token_is_drawn(what: str) -> None:
+    policy = Hostile(drops=DROPS[what])
+    assert likelihood(sampled(policy, NUM_TOKENS, is_trained=True)) > SIGNIFICANCE
+    assert policy.num_dropped > 50
 
 
 class Spying(Hostile):

@@ -184,6 +184,34 @@ async def test_what_is_proposed_is_what_came_after_the_same_words_before(autojum
     assert all(p.probs == () for p in received)
 
 
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "seed": 3}, {"temperature": 0.6, "lookahead": "auto"}])
+async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_error(
+    settings: dict[str, Any], autojump_clock: Any
+) -> None:
+    prompt, length = [1, 2, 3], 40
+    text = plain_text(truthful, prompt, length)
+    # One token of the prediction is wrong.
+    prediction = [*text[:20], (text[20] + 1) % VOCAB_SIZE, *text[21:]]
+    settings = {"lookahead": 8, **settings, "max_tokens": length, "prediction": prediction}
+    async with simulated(ScriptedModel(truthful), "ngram") as simulation:
+        received = await proposals(simulation, prompt, **settings)
+        assert await text_of(simulation, prompt, **settings) == text
+        statistics = simulation.runtime.statistics()
+    assert received[0].tokens == tuple(text[: len(received[0].tokens)]) != ()
+    assert statistics.accepted > 0.6 * 2 * length
+
+
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+async def test_a_prediction_that_misleads_changes_nothing_of_the_text(lookahead: Any, autojump_clock: Any) -> None:
+    prompt = never_the_same(6)[:9]
+    for draft in ("ngram", ScriptedModel(truthful)):
+        async with simulated(ScriptedModel(slipping(0.2)), draft) as simulation:
+            text = await text_of(
+                simulation, prompt, max_tokens=60, lookahead=lookahead, prediction=never_the_same(6)[9:200]
+            )
+        assert text == plain_text(slipping(0.2), prompt, 60)
+
+
 async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
     """The proposals of a whole generation."""
     await text_of(simulation, prompt, **settings)
@@ -453,7 +481,10 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
         assert await collect(other) == plain_text(counting(5), [2], 12)
 
 
-async def test_a_long_prompt_is_indexed_in_pieces_between_which_others_have_their_turn(autojump_clock: Any) -> None:
+@pytest.mark.parametrize("is_predicted", [False, True])
+async def test_a_long_prompt_or_prediction_is_indexed_in_pieces_between_which_others_have_their_turn(
+    is_predicted: bool, autojump_clock: Any
+) -> None:
     target_queue = 0
 
     async def take_turns() -> None:
@@ -463,11 +494,11 @@ async def test_a_long_prompt_is_indexed_in_pieces_between_which_others_have_thei
             target_queue += 1
 
     num_pieces = 8
-    prompt = [1] * (num_pieces * TOKENS_PER_INDEXING)
+    long = [1] * (num_pieces * TOKENS_PER_INDEXING)
     async with (
         simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation,
         trio.open_nursery() as nursery,
-        simulation.runtime.stream(prompt),
+        simulation.runtime.stream([1] if is_predicted else long, prediction=long if is_predicted else ()),
     ):
         nursery.start_soon(take_turns)
         await trio.sleep(1)

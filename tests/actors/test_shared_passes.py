@@ -236,9 +236,9 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
 ) -> None:
     ahead, feed_ahead = [], RowBatch.feed_ahead
 
-    def recorded(batch: RowBatch, tokens: Any) -> None:
+    def recorded(batch: RowBatch, tokens: Any, recorder: Any) -> None:
         ahead.append(len(tokens))
-        feed_ahead(batch, tokens)
+        feed_ahead(batch, tokens, recorder)
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 7]]

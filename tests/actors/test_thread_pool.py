@@ -40,6 +40,7 @@ class FakeStreams:
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
     # Threads of other tests stay out of this pool, and its threads out of theirs.
     monkeypatch.setattr(thread_pool, "_idle", [])
+    monkeypatch.setattr(thread_pool, "_abandoned", [])
     fake = FakeStreams(monkeypatch)
     yield fake
     for thread in thread_pool._idle:
@@ -76,6 +77,17 @@ def test_a_thread_whose_work_raises_releases_its_streams_and_ends(streams: FakeS
     assert isinstance(end, outcome.Error)
     assert streams.released_by == [joined(thread)]
     assert thread not in thread_pool._idle
+
+
+def test_the_end_of_the_process_waits_for_a_thread_that_says_that_its_work_raised(streams: FakeStreams) -> None:
+    waited_for = queue.SimpleQueue[list[PooledThread]]()
+
+    def work() -> None:
+        raise ValueError("nothing that can be gone on from")
+
+    thread = run_on_thread(NAME, work, lambda _: waited_for.put(list(thread_pool._abandoned)))
+    assert thread in waited_for.get(timeout=30)
+    joined(thread)
 
 
 def test_a_device_that_fails_when_it_is_waited_for_keeps_no_streams(streams: FakeStreams) -> None:

@@ -15,7 +15,7 @@ from models import llama, prompt_of, save
 
 import runtime
 from protocol.statistics import Counts
-from runtime.generation.text import copy_of
+from runtime.loading.tokenizers import copy_of
 
 PROMPT = tuple(prompt_of(9))
 

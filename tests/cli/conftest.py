@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from command_line import save_model
 from models import llama, near, save
+from served_caller import serving_caller
+from served_command import Server
+
+
+@pytest.fixture(scope="session")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose target can call tools. Each test leaves it idle."""
+    with serving_caller(tmp_path_factory.mktemp("models")) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")

@@ -659,7 +659,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
-        (["--draft", "none"], "needs a draft model; give --draft"),
+        (["--draft", "none"], "--draft none is for plain decoding"),
         (["--max-tokens", "3"], "--max-tokens must be a whole number of at least 16, got 3"),
         (["--repeats", "many"], "repeats must be a whole number of at least 1, got 'many'"),
         (["--lookahead", "2,always"], "got 'always' among them"),

@@ -328,6 +328,16 @@ def statistics(**changes: Any) -> runtime.Statistics:
         ({"generation_tps": None}, "speed", "not known after a single round"),
         ({"acceptance_rate": 0.0, "proposed": 4}, "acceptance", "0.0% (0 of 4 proposed)"),
         ({"acceptance_rate": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
+        (
+            {"acceptance_rate": 0.7, "fresh_acceptance": 0.75, "stale_acceptance": 0.625},
+            "fresh and stale",
+            "75.0% and 62.5% of the drafts",
+        ),
+        (
+            {"acceptance_rate": 0.7, "fresh_acceptance": None, "stale_acceptance": 0.7},
+            "fresh and stale",
+            "– and 70.0% of the drafts",
+        ),
         ({"tokens_per_round": 2.615, "rounds": 13}, "tokens per round", "2.62 in 13 rounds"),
         ({"lookahead_hits": 7, "lookahead_misses": 5}, "lookahead", "7 hits, 5 misses"),
         (
@@ -546,8 +556,8 @@ def test_help_names_every_option_and_its_default(capfd):
         cli.main(["generate", "--help"])
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    # Functions exist only in Python; and a single generation has nothing to reuse.
-    beyond = {"logits_processors", "reuse_prefix", "sampler"}
+    # Functions and long lists exist only in Python; and a single generation has nothing to reuse.
+    beyond = {"logits_processors", "prediction", "reuse_prefix", "sampler"}
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text

@@ -12,10 +12,11 @@ from command_line import save_model
 
 import runtime
 import runtime.engine.opening
+import runtime.server.models.loading
 from protocol.argument_aliases import OPEN_ARGUMENTS
 from runtime.cli import main as cli
+from runtime.cli.arguments.models import OPTIONS
 from runtime.cli.flags import in_flags
-from runtime.cli.model_arguments import OPTIONS
 
 # In words of the tiny model's vocabulary.
 TEMPLATE = (
@@ -115,6 +116,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise OpenedError
 
     monkeypatch.setattr(runtime.engine.opening, "open", open)
+    monkeypatch.setattr(runtime.server.models.loading, "open_runtime", open)
     return options
 
 
@@ -130,7 +132,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
     flags = [*FLAGS, *(["--prefix-cache-bytes", "5"] if more else [])]
     assert cli.main([*command, *flags]) == 1
-    of_serve = {"trace", "max_streams", "max_batch"}
+    of_serve = {"trace", "max_streams", "max_batch", "defaults"}
     assert GIVEN | more == {name: value for name, value in opened.items() if name not in of_serve}
     opened.clear()
     assert cli.main([*command, "--max-kv-size", "none"]) == 1
@@ -145,8 +147,8 @@ def test_limits_of_the_server_reach_open(opened: dict[str, Any]) -> None:
 
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
-    # commands read OUTRIDER_TUNE_MLX instead of tune_mlx.
-    elsewhere = {"target", "draft", "max_streams", "max_batch", "trace", "defaults", "tune_mlx"}
+    # commands read OUTRIDER_TUNE_MLX instead of tune_mlx, and join the group of `mlx.launch`.
+    elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "tune_mlx"}
     assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
 
 
@@ -214,7 +216,8 @@ def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, mo
         cli.main([command, "--help"])
     text = capfd.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
-    lines = [line.strip() for line in text.partition("examples:\n")[2].splitlines() if line.startswith("  ")]
+    examples = text.partition("examples:\n")[2].replace("\\\n", " ")
+    lines = [line.strip() for line in examples.splitlines() if line.startswith("  ")]
     assert len(lines) >= 2
     for line in lines:
         words = shlex.split(line.partition(" < ")[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import httpx
 import openai
 import pytest
 from command_line import HANGS_S, ROOT, environment
-from served_command import KEY, MODEL, Server, serving
+from served_command import KEY, MODEL, Server, serving, until
 
 import runtime
 from runtime.cli import main as cli
@@ -31,7 +32,7 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--api-key", KEY, "--max-streams", "2", "--max-waiting", "1") as one:
+    with serving("--api-key", KEY, "--max-streams", "2", "--max-waiting", "1", "--strict") as one:
         yield one
 
 
@@ -137,6 +138,17 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "") in ({"sorted": True}, {"sorted": False})
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_regex": "[ab]{3}"}, {"structured_outputs": {"regex": "[ab]{3}"}}, {"grammar": "root ::= [ab]{3}"}],
+)
+def test_an_answer_keeps_to_what_clients_of_other_servers_ask_for(client: openai.OpenAI, fields: Any) -> None:
+    # Outlines, for one, asks vLLM so, with OpenAI's client.
+    said: Any = [{"role": "user", "content": PROMPT}]
+    answer = client.chat.completions.create(model=MODEL, messages=said, max_tokens=20, extra_body=fields)
+    assert re.fullmatch("[ab]{3}", answer.choices[0].message.content or "")
+
+
 def test_a_stream_that_is_broken_off_is_over(client: openai.OpenAI, server: Server) -> None:
     stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, stream=True, extra_body=ENDLESS)
     next(iter(stream))
@@ -159,6 +171,8 @@ def test_errors_come_as_the_client_knows_them(client: openai.OpenAI, server: Ser
     with pytest.raises(openai.NotFoundError, match="no model") as missing:
         client.completions.create(model="gpt", prompt=PROMPT)
     assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match='no field "zzz" here'):
+        client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"zzz": 1})
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt")
     with server.client("wrong") as stranger, pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
@@ -254,14 +268,24 @@ def test_a_server_may_listen_at_an_ipv6_address() -> None:
 @pytest.mark.slow
 def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: str) -> None:
     with serving("--grace-seconds", str(HANGS_S)) as server:
-        with streaming(server, max_tokens=24) as lines:
+        with streaming(server, max_tokens=100_000, **ENDLESS), streaming(server, max_tokens=24) as lines:
             server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.health()["status"] == "draining")
+            new = httpx.post(f"{server.url}v1/completions", json={"prompt": PROMPT}, timeout=HANGS_S)
+            assert (new.status_code, new.headers["connection"], new.json()["error"]["code"]) == (
+                503,
+                "close",
+                "draining",
+            )
             events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]"
         text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
         assert expected.endswith(text)
         assert server.ends() == 0
-    assert '"POST /v1/completions" 200 tokens=' in server.said[-1]
+    said = "".join(server.said)
+    assert "stopping: 2 requests may end within" in said
+    assert said.count('"GET /health" 503') == 1
+    assert re.search(r'"POST /v1/completions" 200 tokens=\d+\+\d+ seconds=[\d.]+ unfinished\n$', said)
 
 
 def drain(lines: Iterator[str], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -361,6 +385,8 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
         (["--allow-origin", "https://example.org:443"], "if it is not the default one"),
         (["--allow-origin", "example.org"], "such as https://example.org"),
         (["--allow-origin", "https://a.example", "--allow-origin", ""], "--allow-origin '' is not"),
+        (["--trusted-proxy", "proxy.example"], "--trusted-proxy 'proxy.example' is not an IP address or a network"),
+        (["--trusted-proxy", "10.0.0.1/8"], "has host bits set"),
         (["--max-streams", "0"], "--max-streams must be a whole number of at least 1, got 0"),
         (["--max-waiting", "-1"], "--max-waiting must be a whole number of at least 0, got -1"),
         (["--max-body-bytes", "0"], "--max-body-bytes must be a whole number of at least 1, got 0"),

@@ -32,9 +32,10 @@ MEASURED: dict[str, Any] = {
 
 def bench_row(name: str, speed: float, **changes: Any) -> ContenderRow:
     figures: dict[str, Any] = {
-        "name": name, "engine": "outrider", "lookahead": "auto", "speeds": (speed,),
+        "name": name, "engine": "outrider", "draft": "draft", "lookahead": "auto", "speeds": (speed,),
         "median": speed, "low": speed - 11.1, "high": speed + 22.2, "vs_plain": speed / 50, "vs_best_speculative": 1.5,
-        "acceptance": 0.76, "tokens_per_round": 3.21, "hit_rate": 0.45, "target_busy": 0.98, "draft_busy": 1.0,
+        "acceptance": 0.76, "fresh_acceptance": 0.8, "stale_acceptance": None,
+        "tokens_per_round": 3.21, "hit_rate": 0.45, "target_busy": 0.98, "draft_busy": 1.0,
         "limit": 300.0, "of_limit": 0.93, "same_texts": 117, "num_texts": 120, "estimates": None, "failure": None,
     }  # fmt: skip
     return ContenderRow(**figures | changes)

@@ -158,3 +158,9 @@ def test_continuations_are_the_targets_own(tmp_path: Path) -> None:
 def test_options_out_of_range_are_refused(options: DistillOptions, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         attrs.evolve(options, **changes)
+
+
+async def test_a_window_beyond_the_targets_context_is_refused_before_anything_is_read(options: DistillOptions) -> None:
+    options = attrs.evolve(options, window=513, batch_tokens=1024, data=(options.out / "not there",))
+    with pytest.raises(SettingsError, match="window must be at most the target's context of 512 tokens, got 513"):
+        await train(options, num_evaluations=1)

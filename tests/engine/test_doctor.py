@@ -14,7 +14,9 @@ import models
 import pytest
 from mlx.utils import tree_flatten
 from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
+from other_vocabularies import byte_level
 from our_threads import outrider_threads
+from sample_tokenizers import demo
 
 import runtime
 from actors.model import RewindMode
@@ -277,6 +279,22 @@ async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:
     assert_measured(diagnosis.target.passes)
     assert_measured(diagnosis.draft.passes)
     assert rows(diagnosis, "pair")["vocabularies"] == "not compared: no tokenizer to compare"
+
+
+async def test_a_draft_model_of_another_vocabulary_can_propose_what_both_have() -> None:
+    other = byte_level(2500)
+    pair = (llama(vocab_size=4096), demo()), (llama(vocab_size=2500), other.tokenizer)
+    diagnosis = await examine(*pair)
+    assert diagnosis.same_vocabulary is False
+    assert diagnosis.is_translated
+    said = rows(diagnosis, "pair")["vocabularies"]
+    assert said == "translated: the draft model can propose 2,500 of the target's 4,096 tokens"
+    (_, conclusion) = report(diagnosis)[-1]
+    assert "an error" not in dict(conclusion)["expect"]
+    assert (
+        "try",
+        "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted",
+    ) in conclusion
 
 
 async def test_the_weights_are_counted() -> None:

@@ -56,6 +56,7 @@ def test_an_option_of_open_has_the_same_type_wherever_it_is_passed_on() -> None:
 
 
 SETTINGS = "Unpack[SettingsArguments]"
+WITH_TOOLS = "Unpack[StreamArguments]"
 OPTIONS = "Unpack[OpenOptions]"
 TYPED: list[tuple[Callable[..., Any], str]] = [
     (runtime.stream, SETTINGS),
@@ -68,10 +69,11 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
     *((getattr(runtime.aio.Conversation, name), SETTINGS) for name in ("stream", "generate")),
     *((getattr(runtime.sync.Conversation, name), SETTINGS) for name in ("stream", "generate")),
     *(
-        (getattr(home.Runtime, name), SETTINGS)
+        (getattr(home.Runtime, name), WITH_TOOLS)
         for home in FACES
-        for name in ("stream", "generate", "stream_many", "generate_many", "conversation", "load", "load_stream")
+        for name in ("stream", "generate", "stream_many", "generate_many")
     ),
+    *((getattr(home.Runtime, name), SETTINGS) for home in FACES for name in ("conversation", "load", "load_stream")),
 ]
 
 

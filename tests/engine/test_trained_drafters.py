@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import runtime
-from runtime.loading import model_sources
+from runtime.loading import model_sources, trained_drafters
 from runtime.loading.trained_drafters import SUPPORTED, trained_drafter
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -45,15 +45,65 @@ async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str,
     )
 
 
-async def test_one_that_was_downloaded_is_recognised_where_it_does_not_load(
+class FakeHub:
+    """A hub with one folder, of which only named files are given.
+
+    Attributes:
+        asked: (hub id, revision, files) of each download.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.asked: list[tuple[str, str | None, Any]] = []
+        monkeypatch.setattr(trained_drafters, "hf_hub_download", self.download)
+        monkeypatch.setattr(trained_drafters, "snapshot_download", self.snapshot)
+
+    def download(self, name: str, file: str, revision: str | None = None) -> str:
+        self.asked.append((name, revision, file))
+        if name != "org/head":
+            raise OSError("there is no such repository")
+        return str(self.folder / file)
+
+    def snapshot(self, name: str, revision: str | None = None, allow_patterns: Any = None) -> str:
+        self.asked.append((name, revision, allow_patterns))
+        return str(self.folder)
+
+
+async def test_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
+    async with runtime.open(runtime.DEMO_TARGET, draft="org/head") as rt:
+        completion = await rt.generate("def quicksort(items):", max_tokens=12, lookahead=2)
+    assert completion.statistics.proposed > 0
+    config, files = hub.asked
+    assert config == ("org/head", None, "config.json")
+    assert files[:2] == ("org/head", None)
+    assert "*.safetensors" in files[2]
+
+
+async def test_a_revision_of_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
+    async with runtime.open(runtime.DEMO_TARGET, draft=runtime.ModelSpec("org/head", revision="v2")):
+        pass
+    assert [revision for _, revision, _ in hub.asked] == ["v2", "v2"]
+
+
+async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle"}))
-    monkeypatch.setattr(model_sources, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
-    usual = model_sources.load
-    monkeypatch.setattr(model_sources, "load", lambda name: {}[name] if name == "org/head" else usual(name))
+    hub = FakeHub(tmp_path, monkeypatch)
     with pytest.raises(runtime.ModelError, match=r"draft 'org/head' is a drafter trained for its target \(EAGLE\)"):
         async with runtime.open(runtime.DEMO_TARGET, draft="org/head"):
+            pass
+    assert len(hub.asked) == 1
+
+
+async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeHub(tmp_path, monkeypatch)
+    usual = model_sources.load
+    monkeypatch.setattr(model_sources, "load", lambda name: {}[name] if name == "org/other" else usual(name))
+    with pytest.raises(runtime.ModelError, match="cannot load draft 'org/other'"):
+        async with runtime.open(runtime.DEMO_TARGET, draft="org/other"):
             pass
 
 

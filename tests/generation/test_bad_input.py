@@ -244,14 +244,14 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
         ({"rewind": None}, "rewind must be one of"),
         ({"rewind": ["auto"]}, "rewind must be one of"),
         ({"trace": 7}, "trace must be a function of one event or the path of a file to write, got 7"),
-        ({"target": None}, "target must be a path, a hub id or a pair"),
-        ({"target": ""}, "target must be a path, a hub id or a pair"),
-        ({"target": 5}, "target must be a path, a hub id or a pair"),
+        ({"target": None}, "target must be a path, a hub id, a ModelSpec or a pair"),
+        ({"target": ""}, "target must be a path, a hub id, a ModelSpec or a pair"),
+        ({"target": 5}, "target must be a path, a hub id, a ModelSpec or a pair"),
         ({"target": ("a path", None)}, "must be (model, tokenizer or None)"),
         ({"target": (target(), "x")}, "the tokenizer in target must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (target(), object())}, "the tokenizer in draft must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (None,)}, "must be (model, tokenizer or None)"),
-        ({"draft": ["owner/name"]}, "draft must be a path, a hub id or a pair"),
+        ({"draft": ["owner/name"]}, "draft must be a path, a hub id, a ModelSpec or a pair"),
     ],
 )
 async def test_options_that_cannot_be_are_refused_before_any_model_work(options: dict[str, Any], says: str) -> None:

@@ -175,6 +175,28 @@ def test_a_lark_grammar_is_followed():
     assert END in after(Grammar.from_lark(lark, TOKENIZER), "12 + 3")
 
 
+def test_one_of_some_texts_is_followed():
+    grammar = functools.partial(Grammar.from_choices, ["yes", 'no "really"\n', "ja 漢"], TOKENIZER)
+    assert END in after(grammar(), "yes")
+    assert texts(after(grammar(), 'no "')) <= {"r", "re", "rea", "real", "reall", "really", 'really"', 'really"\n'}
+    assert END in after(grammar(), "ja 漢")
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= sum "."?\nsum ::= [0-9]{1,3} (" + " [0-9]{1,3})*\n',
+        'start: sum "."?\nsum: /[0-9]{1,3}/ (" + " /[0-9]{1,3}/)*',
+    ],
+    ids=["gbnf", "lark"],
+)
+def test_a_grammar_of_llama_cpp_or_lark_is_followed(grammar):
+    beyond = texts(after(Grammar.from_gbnf(grammar, TOKENIZER), "12 +"))
+    assert " " in beyond
+    assert all(re.fullmatch(" [0-9]{0,3}", text) for text in beyond)
+    assert END in after(Grammar.from_gbnf(grammar, TOKENIZER), "12 + 3.")
+
+
 def test_text_that_is_forced_comes_in_the_tokens_that_the_tokenizer_would_make_of_it():
     assert texts(after(Grammar.from_regex("(def|class)", TOKENIZER), "")) == {"d", "de", "def", "c", "cl", "class"}
     assert texts(after(Grammar.from_regex("def", TOKENIZER), "")) == {"def"}
@@ -551,8 +573,16 @@ def test_a_schema_that_python_or_llguidance_cannot_go_through_is_refused(make, c
             'the grammar start: nowhere cannot be followed: .*unknown name: "nowhere"',
         ),
         (Grammar.from_lark, None, "the grammar None must be a text"),
+        (Grammar.from_choices, [], r"choices must be a list of at least one text, got \[\]"),
+        (Grammar.from_choices, "yes", "choices must be a list of at least one text, got 'yes'"),
+        (Grammar.from_choices, ["a", 3], "a choice must be a text"),
+        (Grammar.from_gbnf, 'root ::= "a', "the grammar root .*cannot be read: Unexpected end of input"),
+        (Grammar.from_gbnf, 'x ::= "a"', "No 'root' rule found"),
+        (Grammar.from_gbnf, "root ::= " + "(" * 9000, "cannot be read: maximum recursion depth"),
+        (Grammar.from_gbnf, "\n" * 2**16, "must have at most 32768 characters, got 65536"),
+        (Grammar.from_gbnf, b"a", "must be a text"),
     ],
-    ids=str,
+    ids=lambda each: str(each)[:30],
 )
 def test_a_grammar_that_cannot_be_followed_is_refused(make, given, complaint):
     with pytest.raises(runtime.SettingsError, match="(?s)" + complaint):

@@ -151,6 +151,62 @@ def test_without_a_tokenizer_every_piece_is_empty() -> None:
     assert pieces(None, [1, 2, 3]) == [""] * 4
 
 
+# --- tokens that never make up a character --------------------------------------------------------
+
+
+class CountingDecoder(DecodeOnly):
+    """Counts the tokens that it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return super().decode(ids)
+
+
+class Vocabulary:
+    """A tokenizer of a few words, each with a space before it unless it is the first; 0 has no text, 1 is a byte."""
+
+    words = ("", "\ufffd", "▁a", "▁b")
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.words[id] for id in ids).replace("▁", " ").removeprefix(" ")
+
+
+def stray_bytes(number: int) -> list[int]:
+    (byte,) = demo().encode("🙂", add_special_tokens=False)[-1:]
+    assert demo().decode([byte]) == "\ufffd"
+    return [byte] * number
+
+
+STRAYS = {
+    "demo": (demo, lambda: stray_bytes(1)[0]),
+    "no text": (Vocabulary, lambda: 0),
+    "no bytes": (Vocabulary, lambda: 1),
+}
+
+
+@pytest.mark.parametrize("kind", STRAYS)
+def test_each_token_costs_the_decoding_of_a_bounded_number_whatever_they_are(kind: str) -> None:
+    make, token = STRAYS[kind]
+    tokenizer, ids = CountingDecoder(make()), [token()] * 300
+    text = "".join(pieces(tokenizer, ids))
+    assert text == make().decode(ids)
+    assert tokenizer.num_decoded <= 100 * len(ids)
+
+
+@pytest.mark.parametrize("number", range(10, 24))
+def test_a_character_after_many_stray_bytes_is_whole(number: int) -> None:
+    ids = [*stray_bytes(number), *demo().encode("🙂é a", add_special_tokens=False)]
+    assert "".join(pieces(demo(), ids)) == demo().decode(ids)
+    assert demo().decode(ids).endswith("🙂é a")
+
+
+@pytest.mark.parametrize("number", [1, 16, 40])
+def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> None:
+    assert "".join(pieces(Vocabulary(), [2, *[0] * number, 3])) == "a b"
+
+
 # --- prompts --------------------------------------------------------------------------------------
 
 

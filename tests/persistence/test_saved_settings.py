@@ -69,9 +69,9 @@ def test_settings_come_back_as_they_were(keywords: dict[str, Any]) -> None:
     assert settings_from(settings_of(a_session(settings=described), "x", {})) == before
 
 
-def test_every_setting_but_functions_is_in_the_file() -> None:
+def test_every_setting_but_functions_and_files_is_in_the_file() -> None:
     names = {field.name for field in attrs.fields(Settings)}
-    assert set(settings_for_json(Settings())) == names - {"logits_processors"}
+    assert set(settings_for_json(Settings())) == names - {"logits_processors", "prompt_cache_file"}
 
 
 def test_what_is_given_anew_takes_the_place_of_what_was_saved() -> None:

@@ -4,6 +4,7 @@ A Python block is a whole program, unless a comment in front of it says what it 
 
     <!-- run: trio -->      a fragment: runs with `rt`, the demo pair opened by `runtime.open`
     <!-- run: asyncio -->   likewise, opened by `runtime.aio.open`
+    <!-- run: tools -->     a whole program; runs with a scripted model in place of those that it names
     <!-- run: server -->    runs while `outrider serve` answers at the address that the block names (sh, too)
     <!-- names: hub -->     needs a model from the hub: is compiled, and its names and keywords are looked up
 
@@ -31,20 +32,24 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from calling_models import calling_pair, calling_tokenizer
+from chat_models import says
 from served_command import serving
 
 import protocol.errors
 import runtime
 from runtime.cli import main as cli
 from runtime.engine.opening import OPTIONS
+from runtime.generation.tool_calls.tools import StreamArguments
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *GUIDES]
 SETTINGS = attrs.fields_dict(runtime.Settings)
+STREAM = StreamArguments.__annotations__
 
 BLOCK = re.compile(r"(?:^<!-- (\w+: \w+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MARKERS = ("", "run: trio", "run: asyncio", "run: server", "names: hub")
+MARKERS = ("", "run: trio", "run: asyncio", "run: tools", "run: server", "names: hub")
 ADDRESS = "http://127.0.0.1:8000/"
 # A placeholder for the reader's model in a command.
 PLACEHOLDER = "path/or/hub-id"
@@ -173,6 +178,27 @@ def test_fragments_run_under_asyncio(blocks: list[Block]) -> None:
     asyncio.run(main())
 
 
+@having("python", "run: tools")
+def test_programs_with_tools_run(
+    blocks: list[Block], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = [
+        f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
+        for city in ("Lisbon", "Oslo")
+    ]
+    says_so = says(calling_tokenizer(), calls[0], "rain there", calls[1], "rain there, too")
+
+    def opens_scripted(open: Any) -> Any:
+        defaults = {"logits_processors": [says_so], "max_tokens": 80}
+        return lambda target, draft=None: open(next(calling_pair()), defaults=defaults)
+
+    for home, name in ((runtime, "open"), (runtime, "open_sync"), (runtime.aio, "open")):
+        monkeypatch.setattr(home, name, opens_scripted(getattr(home, name)))
+    for block in blocks:
+        run_program(block)
+        assert "rain" in capsys.readouterr().out
+
+
 def check_names(block: Block) -> None:
     """Check the calls and keywords of a block that cannot be run."""
     for node in ast.walk(ast.parse(block.source)):
@@ -180,7 +206,8 @@ def check_names(block: Block) -> None:
             owner = {"runtime": runtime, "rt": runtime.Runtime}.get(node.value.id)
             assert owner is None or hasattr(owner, node.attr), f"{node.value.id}.{node.attr}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            known = {"target", "draft", *OPTIONS} if node.func.attr == "open" else {*SETTINGS, *OPTIONS}
+            known = {"target", "draft", *OPTIONS} if node.func.attr == "open" else {*STREAM, *OPTIONS}
+            known |= attrs.fields_dict(runtime.ModelSpec).keys() if node.func.attr == "ModelSpec" else set()
             assert {keyword.arg for keyword in node.keywords if keyword.arg != "end"} <= known | {"flush"}
 
 
@@ -253,7 +280,19 @@ def check_command(arguments: list[str]) -> None:
             assert asked is not None
             assert set((asked[1] or "cpu").split(",")) <= extras.keys()
         case name:
-            assert name in ("curl", "echo", "mkdocs", "mypy", "pytest", "python", "python3", "ruff")
+            known = (
+                "curl",
+                "echo",
+                "haproxy",
+                "mkdocs",
+                "mlx_lm.cache_prompt",
+                "mypy",
+                "pytest",
+                "python",
+                "python3",
+                "ruff",
+            )
+            assert name in known
 
 
 def runs(line: str) -> bool:
@@ -340,7 +379,7 @@ def test_the_table_of_options_has_them_all() -> None:
 def test_the_table_of_the_servers_flags_has_only_such_as_exist() -> None:
     for names, _ in rows_under("Options", "server.md"):
         for name in names:
-            value = ["7"] if name != "--no-access-log" else []
+            value = ["7"] if name not in ("--no-access-log", "--strict") else []
             assert cli._parser().parse_args(["serve", name, *value])
 
 

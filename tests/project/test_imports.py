@@ -17,6 +17,7 @@ PACKAGES = ("protocol", "actors", "runtime")
 ORDER = (
     {"terminal"},
     {"loading"},
+    {"ranks"},
     {"generation"},
     {"tracing"},
     {"persistence"},
@@ -298,6 +299,9 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
     makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
     minders = {
+        "actors/distributed/connection.py",
+        "actors/distributed/rank_group.py",
+        "runtime/ranks/following.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
         "actors/workers/shared_jobs.py",
@@ -320,6 +324,7 @@ def test_only_the_bridge_knows_asyncio():
         "runtime/aio/event_loop.py",
         "runtime/aio/iteration.py",
         "runtime/aio/many_prompts.py",
+        "runtime/aio/conversation.py",
         "runtime/aio/token_stream.py",
         "runtime/aio/thread.py",
         "runtime/sync/__init__.py",
@@ -333,7 +338,10 @@ def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
         "actors/mlx/cache_state.py",
         "actors/mlx/row_caches.py",
         "actors/mlx/sliding_window.py",
+        "actors/trained/drafter_files.py",  # names of mlx-lm's families
+        "actors/prompt_cache.py",
         "actors/trained/eagle3.py",  # layers of mlx-lm's
+        "actors/trained/kinds/dflash.py",  # likewise
         "actors/trained/kinds/mtp.py",  # likewise
         "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }

@@ -71,7 +71,7 @@ def test_a_budget_allows_as_many_steps_as_it_says(steps):
 
 
 def believed(**changes: Any) -> DraftBudget:
-    return attrs.evolve(DraftBudget(5, calibrate=lambda rank, raw: raw, mean_acceptance=0.5), **changes)
+    return attrs.evolve(DraftBudget(5, calibrate=lambda rank, raw, staleness: raw, mean_acceptance=0.5), **changes)
 
 
 def after(draft_budget: DraftBudget, *raws: float, now: float = 0.0) -> DraftBudget | None:

@@ -98,6 +98,14 @@ def test_a_proposal_has_a_distribution_for_each_token_or_none_at_all():
             attrs.evolve(PROPOSAL, probs=(None,) * num_probs)
 
 
+def test_as_many_tokens_are_stale_as_there_are_at_most():
+    stale = attrs.evolve(PROPOSAL, num_stale=2)
+    assert [stale.cut(length).num_stale for length in range(3)] == [0, 1, 2]
+    for num_stale in (-1, 3):
+        with pytest.raises(ValueError, match="stale"):
+            attrs.evolve(PROPOSAL, num_stale=num_stale)
+
+
 def test_distributions_have_no_part_in_comparing_and_printing():
     # Comparing arrays would be an MLX computation on the thread that compares.
     with_probs = attrs.evolve(PROPOSAL, probs=(mx.array([0.5, 0.5]),) * 2)

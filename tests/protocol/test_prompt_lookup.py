@@ -220,6 +220,19 @@ def texts(length: int) -> dict[str, list[int]]:
     }
 
 
+def test_a_reference_is_searched_and_is_not_of_the_text():
+    index = PromptLookup()
+    index.append_reference([1, 2, 3])
+    index.append_reference([4, 5])
+    index.append([8, 9, 3])
+    assert (len(index), index.num_reference) == (3, 5)
+    found = index.lookup(num_tokens=2)
+    assert found is not None
+    assert (found.tokens, found.match_length) == ((4, 5), 1)
+    with pytest.raises(ProtocolError, match="comes before the text, which has 3 tokens already"):
+        index.append_reference([6])
+
+
 @pytest.mark.parametrize("kind", texts(0))
 def test_a_token_costs_as_much_in_a_long_text_as_in_a_short_one(kind):
     text = [Counted(token) for token in texts(3000)[kind]]

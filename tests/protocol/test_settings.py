@@ -46,7 +46,9 @@ def test_the_defaults_are_those_that_are_documented():
         "prefill_step_size": "auto",
         "acceptance": "auto",
         "lookahead": "auto",
+        "prediction": (),
         "reuse_prefix": False,
+        "prompt_cache_file": None,
     }
 
 
@@ -321,7 +323,7 @@ def taken_or_refused(keywords) -> Settings | SettingsError:
 
 def as_kept(name, value):
     """A value as settings keep it: lists as tuples, and None as an empty list or mapping, as in mlx-lm."""
-    if name in ("xtc_special_tokens", "stop", "stop_tokens", "logits_processors"):
+    if name in ("xtc_special_tokens", "stop", "stop_tokens", "logits_processors", "prediction"):
         return () if value is None else (value,) if isinstance(value, str) else tuple(value)
     return {} if name == "logit_bias" and value is None else value
 

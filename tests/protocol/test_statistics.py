@@ -58,6 +58,15 @@ def test_a_rejection_counts_what_stood_and_what_fell():
     assert counts == Counts(generated_tokens=3, accepted=2, rejected=3, rounds=1)
 
 
+@pytest.mark.parametrize(("num_stale", "accepted", "rejected"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (4, 2, 2), (5, 2, 3)])
+def test_stale_drafts_are_counted_apart(num_stale, accepted, rejected):
+    counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3, num_stale=num_stale))
+    assert (counts.accepted_stale, counts.rejected_stale) == (accepted, rejected)
+    taken = snapshot(counts)
+    assert taken.stale_acceptance == (accepted / num_stale if num_stale else None)
+    assert taken.fresh_acceptance == ((2 - accepted) / (5 - num_stale) if num_stale < 5 else None)
+
+
 def test_a_full_acceptance_counts_a_bonus():
     counts = given_all(commit(4, 5, 9, num_from_draft=2, bonus=True))
     assert counts == Counts(generated_tokens=3, accepted=2, bonus=1, rounds=1)
@@ -237,6 +246,7 @@ def test_no_rate_is_made_up_before_there_is_anything_to_divide(elapsed, num_toke
     taken = snapshot(counts, elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None)
     assert taken.generation_tps is None
     assert (taken.proposed, taken.acceptance_rate, taken.prompt_tps) == (0, None, 0.0)
+    assert (taken.fresh_acceptance, taken.stale_acceptance) == (None, None)
     assert taken.tokens_per_round == num_tokens
     assert (taken.target_busy, taken.draft_busy) == (0.0, 0.0)
     assert taken.time_to_first_token is None

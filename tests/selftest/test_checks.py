@@ -127,8 +127,8 @@ def mix_up_rows(patch: Patch) -> None:
     """Of three rows or more, each gets another one's logits. The probe, which has two, sees nothing of it."""
     feed = RowBatch.feed
 
-    def feed_and_mix_up(self: RowBatch, tokens: Any) -> dict[object, mx.array]:
-        logits = feed(self, tokens)
+    def feed_and_mix_up(self: RowBatch, tokens: Any, recorder: Any = None) -> dict[object, mx.array]:
+        logits = feed(self, tokens, recorder)
         if len(logits) < 3:
             return logits
         lengths = {key: len(rows) for key, rows in logits.items()}

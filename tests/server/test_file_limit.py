@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from runtime.server.connections.file_limit import OTHER_FILES, keeping_file_limit, make_room_for_connections
+from runtime.server.connections.file_limit import OTHER_FILES, make_room_for_connections
 
 NO_LIMIT = resource.RLIM_INFINITY
 
@@ -66,18 +66,3 @@ def test_more_connections_than_there_may_be_files_are_an_error(
     limits(monkeypatch, soft, hard, most)
     with pytest.raises(SettingsError, match=r"--max-connections must be at most 3968 here, got 3969: .* 4096 files"):
         make_room_for_connections(4096 - OTHER_FILES + 1)
-
-
-def test_an_import_keeps_the_limit_of_files_and_may_set_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = limits(monkeypatch, 1024, 2048)
-    set_by_the_import = []
-    monkeypatch.setattr(
-        resource, "setrlimit", lambda which, pair: (set_by_the_import.append(which), system.set(which, pair))
-    )
-    with keeping_file_limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))  # as mlx-lm does
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    assert system.now == (1024, 2048)
-    assert set_by_the_import == [resource.RLIMIT_CORE]
-    with pytest.raises(ValueError, match="not allowed"):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 4096))

@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import email.utils
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, expect
+from playwright.sync_api import expect
 from scripted_server import Exchange, ScriptedServer
-from visitors import Tab, chromium, visitor
+from visitors import Tab
 
 pytestmark = pytest.mark.browser
 
 Open = Callable[..., Tab]
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer().serving() as serving:
-        yield serving
-
-
-@pytest.fixture
-def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
-    """Opens tabs at the page, each with a browser of its own unless it is told whose; in them nothing may go wrong."""
-    tabs: list[Tab] = []
-    with contextlib.ExitStack() as stack:
-
-        def open_tab(context: BrowserContext | None = None, *, loaded: bool = True, **options: Any) -> Tab:
-            tab = Tab(context or stack.enter_context(visitor(started, server.url, **options)), server.url)
-            tabs.append(tab)
-            if loaded:
-                tab.load()
-            return tab
-
-        yield open_tab
-        for tab in tabs:
-            tab.check()
-
-
-@pytest.fixture
-def tab(opened: Open) -> Tab:
-    return opened()
 
 
 def writing(tab: Tab, server: ScriptedServer, prompt: str = "Once", *words: Any) -> Exchange:
@@ -142,6 +106,7 @@ def test_thoughts_stand_apart(tab: Tab, server: ScriptedServer) -> None:
         tab, server, "How many?", ("Let me", "thought drafted"), (" count.", "thought"), ("Four", "drafted"), "."
     )
     exchange.finish()
+    tab["thoughts"].click()
     tab.expect_text("Let me count.\nFour.")
     assert tab.runs == [["thought drafted", "Let me"], ["thought", " count."], ["drafted", "Four"], ["", "."]]
     expect(tab["thought-key"]).to_be_visible()

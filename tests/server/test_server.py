@@ -16,9 +16,9 @@ from asgi import (
     COMPLETIONS,
     DEF,
     HELLO,
+    MODEL,
     Exchange,
     Letters,
-    ScriptedCheck,
     Served,
     ask,
     direct,
@@ -26,6 +26,7 @@ from asgi import (
     looping,
     models,
     pieces,
+    pool_of,
     saying,
     simulated_server,
     watched_streams,
@@ -41,14 +42,15 @@ import runtime
 from protocol.statistics import Statistics
 from protocol.trace import Instant
 from runtime.generation.text import apply_chat_template
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import Answer
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
 from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse
 from runtime.server.generation_endpoints import Limits
-from runtime.server.openai.reasoning import ReasoningSplitter
 from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion
-from runtime.server.openai.token_bytes import token_bytes
+from runtime.server.openai.token_logprobs import token_bytes
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 
@@ -262,13 +264,11 @@ def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
 )
 def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: list[int], is_thinking: bool) -> None:
     text = "".join(parts)
-    thoughts = ReasoningSplitter(TAGS, is_thinking=is_thinking)
-    said = thought = ""
-    cut = pieces(text, cuts)
-    for i, piece in enumerate(cut, start=1):
-        more_said, more_thought = thoughts.add(piece, is_last=i == len(cut))
-        said, thought = said + more_said, thought + more_thought
-    assert (said, thought) == told_apart(text, is_thinking=is_thinking)
+    reader, answer = AnswerReader(tags=TAGS, is_thinking=is_thinking), Answer()
+    for piece in pieces(text, cuts):
+        answer.add(reader.add(piece))
+    answer.add(reader.finish(is_complete=True))
+    assert (answer.content, answer.reasoning) == told_apart(text, is_thinking=is_thinking)
 
 
 @pytest.mark.parametrize("lookahead", [0, 4])
@@ -417,7 +417,7 @@ def test_sixty_requests_at_once_are_all_answered() -> None:
                 nursery.start_soon(visit)
         assert statuses == [200] * 60
 
-    simulated_server(test, ScriptedModel(looping), max_waiting=Service("").max_waiting)
+    simulated_server(test, ScriptedModel(looping), max_waiting=Service().max_waiting)
 
 
 # --- clients that leave ---------------------------------------------------------------------------
@@ -599,7 +599,7 @@ def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, 
         assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
         assert health.json["status"] == "broken"
         found = await figures(server.app)
-        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (0, 0)
+        assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (0, 0)
         assert found["outrider_refusals_total", "503"] == 2
         assert await server.outcomes() == {"failed": 1, "refused": 2}
 
@@ -642,7 +642,7 @@ def test_a_server_without_its_drafter_stays_in_service(monkeypatch: Any) -> None
         health = await server.ask("/health")
         assert (health.status, health.json["status"], health.json["draft"]) == (200, "degraded", False)
         found = await figures(server.app)
-        assert (found["outrider_healthy", ""], found["outrider_degraded", ""]) == (1, 1)
+        assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (1, 1)
 
     simulated_server(test)
 
@@ -846,12 +846,12 @@ def test_figures_add_up() -> None:
             ("proposed_tokens", "proposed_tokens"),
             ("accepted_tokens", "accepted_tokens"),
         ):
-            assert found[f"outrider_{name}_total", ""] == sum(usage[of_usage] for usage in usages)
-        assert found["outrider_time_to_first_token_seconds_count", ""] == 3
-        assert found["outrider_answer_seconds_count", ""] == 3
-        assert found["outrider_streams", ""] == found["outrider_waiting", ""] == 0
-        assert found["outrider_healthy", ""] == 1
-        assert found["outrider_busy_seconds_total", "target"] > 0
+            assert found[f"outrider_{name}_total", MODEL] == sum(usage[of_usage] for usage in usages)
+        assert found["outrider_time_to_first_token_seconds_count", MODEL] == 3
+        assert found["outrider_answer_seconds_count", MODEL] == 3
+        assert found["outrider_streams", MODEL] == found["outrider_waiting", MODEL] == 0
+        assert found["outrider_healthy", MODEL] == 1
+        assert found["outrider_busy_seconds_total", "target" + MODEL] > 0
         assert set(before) <= set(found)
 
     simulated_server(test)
@@ -865,11 +865,45 @@ def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each() -
         found = await figures(server.app)
         spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
         assert any(span.shares for span in spans)
-        assert found["outrider_target_passes_total", ""] == len(spans)
-        assert found["outrider_target_pass_rows_total", ""] == sum(len(span.shares) or 1 for span in spans)
-        assert found["outrider_pass_wait_seconds_total", ""] >= found["outrider_longest_pass_wait_seconds", ""] > 0
+        assert found["outrider_target_passes_total", MODEL] == len(spans)
+        assert found["outrider_target_pass_rows_total", MODEL] == sum(len(span.shares) or 1 for span in spans)
+        waits = found["outrider_pass_wait_seconds_total", MODEL]
+        assert waits >= found["outrider_longest_pass_wait_seconds_sum", MODEL] > 0
+        assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
 
     simulated_server(test)
+
+
+def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_requests() -> None:
+    # No prompt begins as another does: what is cached of earlier ones depends on who had them.
+    asked = [
+        {"prompt": prompt, "max_tokens": 20, "lookahead": 3} for prompt in ("def f", "import g", "x = 2", "while h")
+    ]
+    # Memory is the process's; a model is there and well once a server. What ends in "created" is a time.
+    of_each_server = ("outrider_model_loaded", "outrider_healthy", "outrider_model_loads_total")
+    of_the_process = ("process_", "outrider_memory_bytes", "outrider_peak_memory_bytes")
+
+    def figures_after(requests: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
+        found = {}
+
+        async def test(server: Served) -> None:
+            for body in requests:
+                await server.ask(COMPLETIONS, body)
+            found.update(await figures(server.app))
+
+        simulated_server(test)
+        return {
+            key: n
+            for key, n in found.items()
+            if not key[0].startswith(of_the_process) and not key[0].endswith("_created")
+        }
+
+    first, second, one = (figures_after(requests) for requests in (asked[:1], asked[1:], asked))
+    assert first.keys() == second.keys() == one.keys()
+    assert one["outrider_stale_rejected_tokens_total", MODEL] == 0 < one["outrider_accepted_tokens_total", MODEL]
+    for key, n in one.items():
+        times = 2 if key[0] in of_each_server else 1
+        assert first[key] + second[key] == pytest.approx(times * n), key
 
 
 def test_a_counter_stays_where_it_is_while_nothing_happens() -> None:
@@ -879,7 +913,7 @@ def test_a_counter_stays_where_it_is_while_nothing_happens() -> None:
         for _ in range(100):
             await trio.sleep(15 + 1 / 7)
             found = await figures(server.app)
-            seen.append([found["outrider_busy_seconds_total", model] for model in ("target", "draft")])
+            seen.append([found["outrider_busy_seconds_total", actor + MODEL] for actor in ("target", "draft")])
         assert seen == seen[:1] * 100
         assert min(seen[0]) > 0
 
@@ -923,8 +957,8 @@ def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
 async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtime]]:
     """An application over tiny real models, and their runtime."""
     remembered = timelines.Timelines()
-    async with runtime.open(*pair(), trace=remembered) as rt:
-        yield application(rt, Service("tiny", **service), remembered, ScriptedCheck()), rt
+    async with runtime.open(*pair(), trace=remembered) as rt, pool_of(rt, "tiny", remembered) as models:
+        yield application(models, Service(**service)), rt
 
 
 SCHEMA = {
@@ -967,8 +1001,8 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
     of = tokenizer(template, thinks=True)
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
     remembered = timelines.Timelines()
-    async with runtime.open((target(), of), trace=remembered) as rt:
-        app = application(rt, Service("tiny", limits=Limits(max_tokens=120)), remembered, ScriptedCheck())
+    async with runtime.open((target(), of), trace=remembered) as rt, pool_of(rt, "tiny", remembered) as models:
+        app = application(models, Service(limits=Limits(max_tokens=120)))
         for stream in (False, True):
             answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")

@@ -11,6 +11,8 @@ from asgi import COMPLETIONS, DEF, MODEL, Served, ask, exchange, looping, simula
 from scripted import ScriptedModel
 
 from runtime.server.access_log import AccessLog
+from runtime.server.connections.address import network
+from runtime.server.middleware import ForwardedClients
 
 WHEN = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 
@@ -31,6 +33,46 @@ def test_each_request_is_one_line_when_it_is_over() -> None:
         await ask(app, "/nothing")
         assert re.search(r'"GET /nothing" 404 seconds=0\.000$', lines.pop())
         assert lines == []
+
+    simulated_server(test)
+
+
+PROXY, OTHER = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        (PROXY, [], PROXY),
+        (PROXY, ["192.0.2.7"], "192.0.2.7"),
+        (PROXY, ["192.0.2.7, 10.0.0.2"], "192.0.2.7"),
+        (PROXY, ["192.0.2.7", OTHER], "192.0.2.7"),
+        (PROXY, ["2001:db8::7"], "2001:db8::7"),
+        (f"::ffff:{PROXY}", ["192.0.2.7"], "192.0.2.7"),
+        # What a client has made up, before its address or without a proxy.
+        (PROXY, ["127.0.0.1, 192.0.2.7"], "192.0.2.7"),
+        ("192.0.2.8", ["127.0.0.1"], "192.0.2.8"),
+        (PROXY, ["192.0.2.7, 'nobody'"], PROXY),
+        (PROXY, [OTHER], OTHER),
+    ],
+)
+def test_a_client_behind_trusted_proxies_has_its_own_address(peer: str, forwarded: list[str], client: str) -> None:
+    async def note(scope: Any, *_: Any) -> None:
+        seen.append(scope["client"][0])
+
+    seen: list[str] = []
+    headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    app: Any = ForwardedClients(note, [network("10.0.0.0/24")])
+    trio.run(app, {"type": "http", "client": (peer, 5), "headers": headers}, None, None)
+    assert seen == [client]
+
+
+def test_the_line_of_a_client_behind_a_trusted_proxy_has_its_address() -> None:
+    async def test(server: Served) -> None:
+        lines: list[str] = []
+        app = ForwardedClients(AccessLog(server.app, lines.append), [network(PROXY)])
+        await ask(app, "/nothing", headers={"x-forwarded-for": "2001:db8::7"}, address=PROXY)
+        assert ' [2001:db8::7]:0 "GET /nothing" 404' in lines[0]
 
     simulated_server(test)
 
@@ -58,8 +100,9 @@ def test_probes_have_a_line_only_where_something_is_wrong() -> None:
             assert (await ask(app, path)).status == 200
         assert lines == []
         await ask(app, COMPLETIONS, {**DEF, "lookahead": 0})
-        await ask(app, "/health")
-        assert '"GET /health" 503' in lines[-1]
+        for _ in range(3):
+            await ask(app, "/health")
+        assert ['"GET /health" 503' in line for line in lines] == [False, True]
 
     simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 

@@ -16,7 +16,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
-from asgi import ScriptedCheck
+from asgi import pool_of
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
 from sample_tokenizers import OneLetterTokenizer
 from scripted import (
@@ -157,16 +157,14 @@ async def served(
         hosts: see `Service`.
     """
     target, draft = target or ScriptedModel(truthful), draft or ScriptedModel(agreeing(0.7))
-    price = priced(prefill=seconds, draft=seconds / 8, verify=seconds, decode=seconds)
+    price = priced(prefill=seconds, draft=seconds / 8, verify=seconds, decode=seconds, probe=seconds)
     # Warm what is imported or made late, such as the selector of threads.
     await trio.to_thread.run_sync(lambda: None)
-    async with simulated(target, draft, tokenizer=Spelling(), max_streams=4, price=price) as simulation:
-        app = application(
-            simulation.runtime,
-            Service("scripted", "too", max_waiting=MANY, limits=limits or Limits(), hosts=hosts),
-            Timelines(),
-            ScriptedCheck(),
-        )
+    async with (
+        simulated(target, draft, tokenizer=Spelling(), max_streams=4, price=price) as simulation,
+        pool_of(simulation.runtime, "scripted", Timelines()) as models,
+    ):
+        app = application(models, Service(max_waiting=MANY, limits=limits or Limits(), hosts=hosts))
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=MANY)
         port = listeners[0].socket.getsockname()[1]
         if sending_bytes is not None:
@@ -175,8 +173,12 @@ async def served(
             async with trio.open_nursery() as nursery:
                 server = Served(port, simulation)
 
+                async def drain() -> None:
+                    app.admission.drain()
+                    await app.admission.wait_drained()
+
                 async def run() -> None:
-                    await serve(app, listeners, server.stop.wait, patience or ConnectionLimits())
+                    await serve(app, listeners, server.stop.wait, patience or ConnectionLimits(), drain)
                     server.is_over.set()
 
                 nursery.start_soon(run)
@@ -219,24 +221,27 @@ async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(k
         await server.assert_unharmed()
 
 
+# Every so many bytes of an answer are tried.
+STEP = 7
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [13, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", REQUESTS)
-async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str, way: str, step: int) -> None:
+async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str, way: str) -> None:
     async with served(patience=ConnectionLimits(idle_s=0.5)) as server:
 
         async def go(num_bytes: int) -> None:
             with await connect(server.port) as client:
                 await client.send(REQUESTS[kind])
-                await client.hear(num_bytes * step)
+                await client.hear(num_bytes * STEP)
                 WAYS[way](client)
 
         # In how many pieces a stream comes is a matter of chance. Where fewer do, the server's patience ends it.
         with await connect(server.port) as client:
             await client.send(REQUESTS[kind])
             num_bytes = len(await client.hear_all())
-        await all_at_once(num_bytes // step + 2, go)
+        await all_at_once(num_bytes // STEP + 2, go)
         await server.assert_unharmed()
 
 
@@ -594,12 +599,52 @@ async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped()
             await client.send(completion(num_tokens=100, stream=True))
             await client.head()
             server.stop.set()
-            await nobody_is_let_in(server.port)
             events = []
             while (event := await client.event()) is not None:
                 events.append(event)
             await server.is_over.wait()
         assert '"finish_reason":"length"' in events[-1]
+        await nobody_is_let_in(server.port)
+
+
+def assert_refused(answer: Answer | None) -> None:
+    assert answer is not None
+    assert (answer.status, answer.headers["connection"]) == (503, "close")
+    body = answer.json()
+    assert body.get("status") == "draining" or body["error"]["code"] == "draining"
+
+
+async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
+    async with served(patience=ConnectionLimits(grace_s=MANY)) as server:
+        with await connect(server.port) as client, await connect(server.port) as kept:
+            await client.send(ENDLESS)
+            await client.head()
+            await kept.send(REQUESTS["health"])
+            answer = await kept.answer()
+            assert answer is not None
+            assert "connection" not in answer.headers
+            server.stop.set()
+            while (await server.health()).status == 200:
+                pass
+            # At a connection of before, and at new ones.
+            await kept.send(completion())
+            assert_refused(await kept.answer())
+            assert await kept.hear_all() == b""
+            for request in (REQUESTS["health"], completion()):
+                assert_refused(await ask(server.port, request))
+            assert not server.is_over.is_set()
+        await server.is_over.wait()
+
+
+async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops() -> None:
+    async with served(patience=ConnectionLimits(grace_s=MANY, idle_s=MANY)) as server:
+        with await connect(server.port) as silent, await connect(server.port) as idle:
+            await idle.send(REQUESTS["health"])
+            await idle.answer()
+            server.stop.set()
+            assert [await silent.hear_all(), await idle.hear_all()] == [b"", b""]
+            await server.is_over.wait()
+        await nobody_is_let_in(server.port)
 
 
 async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:

@@ -26,6 +26,9 @@ CHECKED = [check for check in CHECKS.get_all() if check.__name__ != "positive_da
 SAID: dict[str, Any] = {
     "/v1/completions": {"prompt": "def f"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "def f"}]},
+    "/v1/responses": {"input": "def f"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "def f"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "def f"}]},
 }
 
 
@@ -41,7 +44,7 @@ described = schemathesis.openapi.from_dict(description(MODEL, has_key=False))
 
 @described.parametrize()
 @settings(
-    max_examples=40,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -50,7 +53,11 @@ def test_nothing_that_can_be_asked_gets_what_is_not_described(case: schemathesis
     # Most of what fits the description has nothing to say, and would be refused for that alone.
     if case.meta is not None and case.meta.generation.mode.is_positive and case.path in SAID:
         case.body = {**case.body, **SAID[case.path]}
-    case.call_and_validate(base_url=server.url, checks=CHECKED, timeout=HANGS_S)
+    response = case.call(base_url=server.url, timeout=HANGS_S)
+    # A body that is too long is refused unread; for the check, 413 would not say that its list is too long.
+    is_unread = response.status_code == 413
+    checks = [check for check in CHECKED if not is_unread or check.__name__ != "negative_data_rejection"]
+    case.validate_response(response, checks=checks)
 
 
 # The cases above come from this process's description. test_server_description.py compares it with responses.

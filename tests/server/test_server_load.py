@@ -1,4 +1,4 @@
-"""Two hundred clients at a real server: what each was told in full is right, and afterwards nothing is left of them."""
+"""A hundred clients at a real server: what each was told in full is right, and afterwards nothing is left of them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import load
 import pytest
 import trio
 
-NUM_CLIENTS = 200
-SECONDS = 15
+NUM_CLIENTS = 100
+SECONDS = 8
 
 # What each model may keep of texts that are over, so little that it cannot hide what is left of requests.
 PREFIX_CACHE_BYTES = 8 * 2**20
 
-# How much the server may grow: the caches of both models, and 24 MiB. In 15 s there are some 200
-# answers and more than 2000 requests that are told to come back, so it takes 10 KiB a request, or 120 KiB an answer.
+# How much the server may grow: the caches of both models, and 24 MiB. In 8 s there are some 100
+# answers and more than 1000 requests that are told to come back, so it takes 20 KiB a request, or 240 KiB an answer.
 KEPT_BYTES = 2 * PREFIX_CACHE_BYTES + 24 * 2**20
 
 # Prompts are tokenised in a thread, one at a time, and a client that leaves meanwhile leaves its thread to its work.
@@ -25,7 +25,7 @@ async def test_clients_that_come_and_go_at_will_are_answered_rightly_and_leave_n
     with trio.fail_after(900):
         async with load.served("--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)) as server:
             num_threads, num_files, resident_bytes = server.num_threads, server.num_files, server.resident_bytes
-            seen = await load.storm(server, seconds=SECONDS, num_clients=NUM_CLIENTS, seed=1, num_requests=24)
+            seen = await load.storm(server, seconds=SECONDS, num_clients=NUM_CLIENTS, seed=1, num_requests=12)
             await load.nobody_left(server)
             assert seen.problems == []
             assert seen.texts

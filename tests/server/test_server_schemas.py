@@ -30,7 +30,8 @@ from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
 from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
 from runtime.server.grammars.client_slots import ClientSlots
-from runtime.server.grammars.schemas import ANY_OBJECT, Schemas, compile_any_object
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
+from runtime.server.grammars.schemas import Schemas, compile_any_object
 
 PLAIN: dict[str, Any] = {"type": "integer", "minimum": 5}
 # What no look at it finds to be expensive: 99,400,891 remainders.
@@ -108,6 +109,10 @@ def test_who_stops_waiting_leaves_the_slot_to_others() -> None:
 # --- schemas in simulated time --------------------------------------------------------------------
 
 
+def json_of(schema: dict[str, Any]) -> Constraint:
+    return Constraint("json", schema, "response_format")
+
+
 def schemas(check: ScriptedCheck, aside_s: float = 0.0) -> Schemas:
     return Schemas(tokenizer(), check, Aside(aside_s), 10.0)
 
@@ -124,10 +129,10 @@ def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was() -> None:
             made = schemas(check)
             for _ in range(2):
                 if complaint is None:
-                    assert repr(await made.grammar(PLAIN, "a")).startswith("<Grammar: the JSON schema {'type'")
+                    assert repr(await made.grammar(json_of(PLAIN), "a")).startswith("<Grammar: the JSON schema {'type'")
                 else:
                     with pytest.raises(ErrorResponse, match=complaint) as refused:
-                        await made.grammar(PLAIN, "a")
+                        await made.grammar(json_of(PLAIN), "a")
                     assert (refused.value.status, refused.value.detail["param"]) == (400, "response_format")
             assert len(check.asked) == 1
 
@@ -141,7 +146,7 @@ def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(monkey
         check = ScriptedCheck()
         made = schemas(check)
         for minimum in (1, 2, 1, 3, 1, 2):
-            await made.grammar({"type": "integer", "minimum": minimum}, "a")
+            await made.grammar(json_of({"type": "integer", "minimum": minimum}), "a")
         assert len(check.asked) == 4  # 1, 2, 3, and 2 again
 
     run(main)
@@ -152,10 +157,10 @@ def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered() ->
         check = ScriptedCheck(11.0)
         made = schemas(check)
         with pytest.raises(ErrorResponse, match="was not compiled within 10 s"):
-            await made.grammar(PLAIN, "a")
+            await made.grammar(json_of(PLAIN), "a")
         assert check.num_at_once == 0
         check.seconds = 1.0
-        await made.grammar(PLAIN, "a")
+        await made.grammar(json_of(PLAIN), "a")
 
     run(main)
 
@@ -167,7 +172,7 @@ def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_jso
 
         async def flood(minimum: int) -> None:
             with suppress(ErrorResponse):
-                await made.grammar({"type": "number", "minimum": minimum}, "attacker")
+                await made.grammar(json_of({"type": "number", "minimum": minimum}), "attacker")
 
         async with trio.open_nursery() as nursery:
             for minimum in range(6):
@@ -175,10 +180,10 @@ def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_jso
             await trio.testing.wait_all_tasks_blocked()
             assert check.num_at_once == 2
             began = trio.current_time()
-            await made.grammar(ANY_OBJECT, "attacker")
+            await made.grammar(json_of(ANY_OBJECT), "attacker")
             assert trio.current_time() == began
             check.seconds = 0.5
-            await made.grammar(PLAIN, "another")
+            await made.grammar(json_of(PLAIN), "another")
             assert trio.current_time() == began + 0.5
 
     run(main)
@@ -188,7 +193,7 @@ def test_the_grammar_of_any_object_that_was_compiled_at_the_start_is_the_one_tha
     async def main() -> None:
         grammar = compile_any_object(tokenizer())
         made = Schemas(None, ScriptedCheck(), Aside(9.0), 10.0, grammar)
-        assert await made.grammar(ANY_OBJECT, "a") is grammar
+        assert await made.grammar(json_of(ANY_OBJECT), "a") is grammar
         assert trio.current_time() == 0.0
 
     run(main)
@@ -200,7 +205,7 @@ def test_requests_for_any_object_that_come_at_once_share_one_grammar() -> None:
         grammars = []
 
         async def ask() -> None:
-            grammars.append(await made.grammar(ANY_OBJECT, "a"))
+            grammars.append(await made.grammar(json_of(ANY_OBJECT), "a"))
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
@@ -215,11 +220,11 @@ def test_a_client_that_leaves_stops_what_is_tried_out_for_it() -> None:
         check = ScriptedCheck(9.0)
         made = schemas(check)
         with trio.move_on_after(1) as scope:
-            await made.grammar(PLAIN, "a")
+            await made.grammar(json_of(PLAIN), "a")
         assert scope.cancelled_caught
         assert check.num_at_once == 0
         check.seconds = 0.0
-        await made.grammar(PLAIN, "a")
+        await made.grammar(json_of(PLAIN), "a")
 
     run(main)
 
@@ -230,7 +235,7 @@ def test_a_check_that_cannot_be_made_is_not_the_client_s_fault() -> None:
 
     async def main() -> None:
         with pytest.raises(ErrorResponse, match="try again") as refused:
-            await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(PLAIN, "a")
+            await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(json_of(PLAIN), "a")
         assert (refused.value.status, refused.value.detail["code"]) == (503, "schemas_unavailable")
 
     run(main)

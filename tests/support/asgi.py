@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -16,8 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, spike
 
 from protocol.settings import Settings, settings_from
+from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
+from runtime.server.background import Background, in_thread
 from runtime.server.grammars.checker import Cost, Outcome
+from runtime.server.grammars.schemas import Schemas
+from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.pool import ModelPool, model_pool
+from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 
 T = TypeVar("T")
@@ -25,6 +31,10 @@ Message = dict[str, Any]
 
 MODEL = "scripted"
 JSON = {"content-type": "application/json"}
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+FIM = "/v1/fim/completions"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+POSTED = ("completions", "responses", "messages", "count_tokens", "tokenize")
 
 
 # --- a client -------------------------------------------------------------------------------------
@@ -136,6 +146,17 @@ class Exchange:
         ]
 
     @property
+    def named_events(self) -> list[Any]:
+        """Data of server-sent events that have names; asserts that each has its type for a name."""
+        assert self.status == 200
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = self.body.decode()
+        assert re.fullmatch(r"(event: [^\n]+\ndata: [^\n]+\n\n|: keep-alive\n\n)*", text)
+        found = [(name, json.loads(data)) for name, data in re.findall(r"event: (.+)\ndata: (.+)\n\n", text)]
+        assert [name for name, _ in found] == [data["type"] for _, data in found]
+        return [data for _, data in found]
+
+    @property
     def is_done(self) -> bool:
         """Whether [DONE] has come, at the end."""
         return self.body.endswith(b"data: [DONE]\n\n")
@@ -174,12 +195,12 @@ async def exchange(
     Args:
         app: the application.
         path: path and query.
-        method: by default POST for completions, else GET.
+        method: by default POST for paths that generate or count, else GET.
         headers: headers besides Host; by default those of a JSON body for POST.
         body: serialized as JSON, bytes excepted. With None, a GET has an empty body; a POST's body is left to `give`.
         address: address of the client.
     """
-    method = method or ("POST" if path.endswith("completions") else "GET")
+    method = method or ("POST" if path.endswith(POSTED) else "GET")
     given = {"host": "localhost:8000", **(JSON if headers is None and method == "POST" else headers or {})}
     path, _, query = path.partition("?")
     scope = {
@@ -256,6 +277,11 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(self.ALPHABET[token] for token in tokens)
 
+    def get_vocab(self) -> dict[str, int]:
+        """Three letters are called fill-in-the-middle tokens as well."""
+        markers = {"<fim_prefix>": "P", "<fim_suffix>": "S", "<fim_middle>": "M"}
+        return {name: self.ALPHABET.index(markers.get(name, name)) for name in (*self.ALPHABET, *markers)}
+
     def apply_chat_template(
         self, messages: Sequence[Any], *, add_generation_prompt: bool, tokenize: bool = True, **_: Any
     ) -> Any:
@@ -306,6 +332,31 @@ class ScriptedCheck:
         return Cost(self.outcome, self.seconds)
 
 
+@asynccontextmanager
+async def pool_of(
+    runtime: Runtime,
+    name: str,
+    timelines: Timelines,
+    *,
+    draft_name: str | None = None,
+    check: ScriptedCheck | None = None,
+    background: Background = in_thread,
+    settings: Mapping[str, Any] | None = None,
+) -> AsyncIterator[ModelPool]:
+    """The pool of a server of one model: a runtime that is open already, and its trace."""
+
+    @asynccontextmanager
+    async def open_model(spec: ServedModel) -> AsyncIterator[LoadedModel]:
+        schemas = Schemas(runtime.tokenizer, check or ScriptedCheck(), background, 10.0)
+        yield LoadedModel(spec, runtime, timelines, schemas)
+
+    spec = ServedModel(name, "", draft_name=draft_name, settings=settings or {}, is_pinned=True)
+    async with model_pool([spec], open_model) as models:
+        async with models.use(name):
+            pass
+        yield models
+
+
 @attrs.define
 class Served:
     """A server in simulated time.
@@ -349,6 +400,7 @@ async def served(
     schedule: int = 0,
     small: str | None = None,
     check: ScriptedCheck | None = None,
+    settings: Mapping[str, Any] | None = None,
     **service: Any,
 ) -> AsyncIterator[Served]:
     """A server over scripted models; needs an autojumping clock.
@@ -362,16 +414,32 @@ async def served(
         max_waiting, **service: see `Service`.
         small: name of the draft model.
         check: tries out grammars.
+        settings: of each request that has no others.
     """
     tokenizer, timelines = tokenizer or Letters(), Timelines()
     async with simulated(
-        target, draft, tokenizer=tokenizer, listener=timelines, max_streams=max_streams, price=price, schedule=schedule
+        target,
+        draft,
+        tokenizer=tokenizer,
+        listener=timelines,
+        max_streams=max_streams,
+        price=price,
+        schedule=schedule,
+        defaults=settings,
     ) as simulation:
-        offered = Service(MODEL, small, max_streams=max_streams, max_waiting=max_waiting, **service)
-        app = application(
-            simulation.runtime, offered, timelines, check or ScriptedCheck(), background=Aside(tokenising_s)
+        background = Aside(tokenising_s)
+        pool = pool_of(
+            simulation.runtime,
+            MODEL,
+            timelines,
+            draft_name=small,
+            check=check,
+            background=background,
+            settings=settings,
         )
-        yield Served(app, simulation, tokenizer, timelines)
+        async with pool as models:
+            offered = Service(max_streams=max_streams, max_waiting=max_waiting, **service)
+            yield Served(application(models, offered, background=background), simulation, tokenizer, timelines)
 
 
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:
@@ -382,7 +450,6 @@ def pieces(text: str, cuts: Iterable[int]) -> list[str]:
 
 # --- models and tests --------------------------------------------------------------------------------
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DEF: dict[str, Any] = {"prompt": "def f"}
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 from models import greedy
+from scripted import Price
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import evaluating_layers
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
+from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.trace import Event, Instant
@@ -25,11 +27,21 @@ NUM_TOKENS = 40
 
 
 @asynccontextmanager
-async def drafted(folder: Path, built: Any, **options: Any) -> AsyncIterator[Any]:
-    """A runtime of a target and the drafter in a folder."""
+async def drafted(
+    folder: Path, built: Any, *, cache_options: CacheOptions | None = None, price: Price | None = None, **options: Any
+) -> AsyncIterator[Any]:
+    """A runtime of a target and the drafter in a folder.
+
+    Args:
+        price: seconds that a job takes in simulated time, which needs an autojumping clock; None for real time.
+    """
     events = options.setdefault("events", Events())
-    async with ThreadWorker("target", events) as target_worker, ThreadWorker("draft", events) as draft_worker:
-        target = await target_worker.run(Job("load", lambda: MLXModel(built, CacheOptions())))
+
+    def worker(role: Any) -> ThreadWorker | SimulatedWorker:
+        return ThreadWorker(role, events) if price is None else SimulatedWorker(role, price, events)
+
+    async with worker("target") as target_worker, worker("draft") as draft_worker:
+        target = await target_worker.run(Job("load", lambda: MLXModel(built, cache_options or CacheOptions())))
         drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
         target.record_features(drafter.feature_layers)
         with target.evaluating_layers():
@@ -96,11 +108,11 @@ async def fresh_proposals(
     return (*PROMPTS[0], *(token.id for token in completion.tokens)), found
 
 
-def features_of(built: Any, text: tuple[int, ...]) -> mx.array:
-    """What the last layer of a target gives for a text."""
+def features_of(built: Any, text: tuple[int, ...], layers: tuple[int, ...] | None = None) -> mx.array:
+    """What enters some layers of a target for a text; by default, what the last one gives."""
     with evaluating_layers(built):
         model = MLXModel(built, CacheOptions())
-        model.record_features((len(built.layers),))
+        model.record_features((len(built.layers),) if layers is None else layers)
         return recorded(model, text)
 
 

@@ -99,40 +99,47 @@ class Server:
 
 @asynccontextmanager
 async def served(*arguments: str) -> AsyncIterator[Server]:
-    """`outrider serve` with the demo pair in float32. SIGTERM on exit must end it with status 0.
+    """A server of the demo pair in float32; see `serving`.
 
     Args:
         arguments: further arguments of `serve`.
     """
     with tempfile.TemporaryDirectory() as folder:
         pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
-        command = [sys.executable, "-m", "runtime", "serve", "--port", "0", "--max-streams", str(MAX_STREAMS)]
-        command += ["--target", str(pair[0]), "--draft", str(pair[1]), "--stalled-seconds", str(STALLED_S)]
-        command += ["--prefill-step-size", str(PREFILL_STEP_SIZE), *arguments]
-        async with trio.open_nursery() as nursery:
-            process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
-            )
-            assert process.stderr is not None
-            said: list[str] = []
-            port, lines = None, _lines(process.stderr)
+        models = ["--target", str(pair[0]), "--draft", str(pair[1])]
+        async with serving(*models, "--prefill-step-size", str(PREFILL_STEP_SIZE), *arguments) as server:
+            yield server
+
+
+@asynccontextmanager
+async def serving(*arguments: str) -> AsyncIterator[Server]:
+    """`outrider serve` with some arguments. SIGTERM on exit must end it with status 0."""
+    command = [sys.executable, "-m", "runtime", "serve", "--port", "0", "--max-streams", str(MAX_STREAMS)]
+    command += ["--stalled-seconds", str(STALLED_S), *arguments]
+    async with trio.open_nursery() as nursery:
+        process: trio.Process = await nursery.start(
+            partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
+        )
+        assert process.stderr is not None
+        said: list[str] = []
+        port, lines = None, _lines(process.stderr)
+        async for line in lines:
+            said.append(line)
+            if (found := re.search(r"http://127.0.0.1:(\d+)/", line)) is not None:
+                port = int(found[1])
+                break
+        assert port is not None, f"the server did not start: {said}"
+
+        async def listen() -> None:
             async for line in lines:
                 said.append(line)
-                if (found := re.search(r"http://127.0.0.1:(\d+)/", line)) is not None:
-                    port = int(found[1])
-                    break
-            assert port is not None, f"the server did not start: {said}"
 
-            async def listen() -> None:
-                async for line in lines:
-                    said.append(line)
-
-            nursery.start_soon(listen)
-            try:
-                yield Server(port, process, said)
-            finally:
-                process.terminate()
-        assert process.returncode == 0, f"the server ended with {process.returncode}: {said}"
+        nursery.start_soon(listen)
+        try:
+            yield Server(port, process, said)
+        finally:
+            process.terminate()
+    assert process.returncode == 0, f"the server ended with {process.returncode}: {said}"
 
 
 async def _lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[str]:
@@ -306,7 +313,7 @@ class Visitor:
             elif kind == 1:
                 await client.send(request("POST", "/v1/completions", self.dice.randbytes(200)))
             else:
-                body = {**request_body(number), self.dice.choice(["temperature", "prompt", "surprise"]): ["no"] * 3}
+                body = {**request_body(number), self.dice.choice(["temperature", "max_tokens", "seed"]): ["no"] * 3}
                 await client.send(request("POST", "/v1/completions", body))
             answer = await client.answer()
             if answer is None or answer.status not in (400, 429, 431):

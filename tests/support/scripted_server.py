@@ -174,11 +174,13 @@ class ScriptedServer:
     Attributes:
         url: address of the server.
         model: what `/v1/models` says of the model.
+        others: what it says of further models.
         key: the API key that requests need, if any.
     """
 
     def __init__(self) -> None:
         self.model: dict[str, Any] = {"id": "tiny/target", "has_chat_template": False, "draft": "tiny/draft"}
+        self.others: list[dict[str, Any]] = []
         self.key: str | None = None
         self._exchanges: queue.Queue[Exchange] = queue.Queue()
         self._num_asked = 0
@@ -225,7 +227,9 @@ class ScriptedServer:
     def _get(self, handler: BaseHTTPRequestHandler) -> None:
         if handler.path == "/v1/models":
             if self._may(handler):
-                self._answer(handler, 200, "application/json", json.dumps({"data": [self.model]}).encode())
+                self._answer(
+                    handler, 200, "application/json", json.dumps({"data": [self.model, *self.others]}).encode()
+                )
             else:
                 self._answer(handler, 401, "application/json", b'{"error": {"message": "no key"}}')
             return

@@ -68,7 +68,7 @@ def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iter
             while found is None:
                 said.append(p.stderr.readline())
                 assert said[-1], f"it ended: {said}"
-                found = re.search(r"is served at (http://\S+)", said[-1])
+                found = re.search(r"served at (http://\S+)", said[-1])
             reader.start()
             yield Server(p, found[1], said)
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,53 +9,23 @@ import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE, build
 from drafted_runtime import PROMPTS, check_greedy, drafted
-from mlx.utils import tree_flatten
 from models import greedy
+from trained_drafters import write_eagle3
 
 import runtime
-from actors.trained.eagle3 import Eagle3, read_config
-
-
-def write_drafter(folder: Path, target: Any, *, own_embedding: bool = True, **changes: Any) -> Path:
-    """Write a drafter with random weights for a tiny target."""
-    hidden_size = target.args.hidden_size if hasattr(target.args, "hidden_size") else 32
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": VOCAB_SIZE,
-        "eagle_aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
-        "transformer_layer_config": {
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 1,
-            "vocab_size": VOCAB_SIZE,
-            "rms_norm_eps": 1e-5,
-        },
-    } | changes
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.random.seed(4)
-    weights = dict(tree_flatten(Eagle3(read_config(config)).parameters()))
-    if own_embedding:
-        weights["embed_tokens.weight"] = mx.random.normal((VOCAB_SIZE, hidden_size))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    return folder
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)
-    async with drafted(write_drafter(tmp_path, built), built) as rt:
+    async with drafted(write_eagle3(tmp_path, built), built) as rt:
         await check_greedy(rt, built, lookahead)
 
 
 async def test_streams_at_once_share_the_targets_passes(tmp_path: Path) -> None:
     built = build("llama")
-    async with drafted(write_drafter(tmp_path, built, own_embedding=False), built, max_batch=8) as rt:
+    async with drafted(write_eagle3(tmp_path, built, own_embedding=False), built, max_batch=8) as rt:
         completions = await rt.generate_many(PROMPTS, max_tokens=40, lookahead=2, ignore_eos=True)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
             assert [token.id for token in completion.tokens] == greedy(built, prompt, 40)
@@ -65,7 +34,7 @@ async def test_streams_at_once_share_the_targets_passes(tmp_path: Path) -> None:
 
 async def test_open_takes_a_folder(tmp_path: Path) -> None:
     built = build("llama")
-    async with runtime.open((built, None), write_drafter(tmp_path, built)) as rt:
+    async with runtime.open((built, None), write_eagle3(tmp_path, built)) as rt:
         stream = rt.stream(PROMPTS[0], max_tokens=30, lookahead=2, ignore_eos=True)
         assert [token.id async for token in stream] == greedy(built, PROMPTS[0], 30)
         assert stream.statistics().proposed > 0
@@ -90,7 +59,7 @@ async def test_open_takes_a_folder(tmp_path: Path) -> None:
 )
 async def test_another_target_is_refused_with_what_differs(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     built = build("llama")
-    write_drafter(tmp_path, built, **changes)
+    write_eagle3(tmp_path, built, **changes)
     with pytest.raises(runtime.ModelError, match=said):
         async with runtime.open((built, None), tmp_path):
             raise AssertionError("should not be reached")
@@ -100,7 +69,7 @@ async def test_another_target_is_refused_with_what_differs(changes: dict[str, An
 async def test_seeded_texts_repeat_and_by_match_are_the_targets(acceptance: Any, tmp_path: Path) -> None:
     built = build("llama")
     sampled: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}
-    async with drafted(write_drafter(tmp_path, built), built) as rt:
+    async with drafted(write_eagle3(tmp_path, built), built) as rt:
         for prompt in PROMPTS:
             plain, *drafts = [
                 (await rt.generate(prompt, lookahead=lookahead, acceptance=acceptance, **sampled)).tokens
@@ -115,7 +84,7 @@ async def test_seeded_texts_repeat_and_by_match_are_the_targets(acceptance: Any,
 async def test_a_cancelled_text_leaves_nothing_and_its_beginning_is_used_again(tmp_path: Path) -> None:
     built = build("llama")
     prompt = [int(token) for token in mx.random.randint(1, VOCAB_SIZE, (40,), key=mx.random.key(3)).tolist()]  # type: ignore[union-attr]
-    async with drafted(write_drafter(tmp_path, built), built) as rt:
+    async with drafted(write_eagle3(tmp_path, built), built) as rt:
         async with rt.stream(prompt, max_tokens=200, lookahead=3, ignore_eos=True, reuse_prefix=True) as stream:
             async for token in stream:
                 if token.index == 20:
@@ -129,7 +98,7 @@ async def test_a_cancelled_text_leaves_nothing_and_its_beginning_is_used_again(t
 async def test_a_drafter_with_half_of_the_vocabulary_costs_no_token(tmp_path: Path) -> None:
     built = build("llama")
     size = VOCAB_SIZE // 2
-    folder = write_drafter(tmp_path, built, draft_vocab_size=size)
+    folder = write_eagle3(tmp_path, built, draft_vocab_size=size)
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     # Every second id of the target.

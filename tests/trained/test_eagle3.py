@@ -88,7 +88,7 @@ def test_an_ordinary_model_is_none() -> None:
         ({"transformer_layer_config": {"model_type": "mamba"}}, "layers of the kind 'mamba' is not supported"),
         ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
-        ({"draft_vocab_size": 41}, "do not fit"),
+        ({"draft_vocab_size": 41}, "has 41 tokens, and d2t says for 40 which they are"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "do not fit"),
     ],
 )

@@ -152,3 +152,16 @@ def test_another_text_is_read_with_its_own_features(reader: Eagle3Reader, num_co
     _, expected = reader.read(reader.project(features[:19]), mx.array(tokens[1:20]), cache)
     assert logits is not None
     assert close(logits[-1], expected[-1])
+
+
+def test_a_text_goes_on_without_copying_what_came_before(reader: Eagle3Reader) -> None:
+    sequence = FeatureSequence(reader)
+    features = mx.random.normal((300, 96), key=mx.random.key(4))
+    pieces: list[mx.array] = []
+    for start in range(0, 300, 3):
+        sequence.give(start, features[start : start + 3])
+        sequence.rewind(sequence.length)
+        pieces = sequence._fresh.pieces if start == 150 else pieces
+    assert sequence._fresh.end == 300
+    assert len(pieces) > 2
+    assert all(found is piece for found, piece in zip(sequence._fresh.pieces, pieces[:-1], strict=False))

@@ -13,13 +13,13 @@ import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
 from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
-from mlx.utils import tree_flatten
+from trained_drafters import write_medusa
 
 import runtime
 from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.features import FeatureRecorder, recording
 from actors.trained.kinds.head_sequence import HeadSequence
-from actors.trained.kinds.medusa import Medusa, MedusaConfig, is_medusa, load_medusa
+from actors.trained.kinds.medusa import Medusa, is_medusa, load_medusa
 from actors.trained.kinds.target_parts import final_norm_of, head_of, width_of
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError, RewindError
@@ -224,20 +224,6 @@ def test_another_text_does_not_read_the_features_of_the_first(heads: Medusa) -> 
 
 
 # --- a runtime ------------------------------------------------------------------------------------
-
-
-def write_medusa(folder: Path, target: Any, *, num_heads: int = 3, hidden_size: int = 32, vocab_size: int = 64) -> Path:
-    """Write heads with random weights for a tiny target."""
-    model = Medusa(MedusaConfig(num_heads, 1, hidden_size, vocab_size))
-    mx.random.seed(6)
-    weights = {
-        name.removeprefix("heads.").replace("blocks.", "").replace("output.", "1."): value
-        for name, value in tree_flatten(model.parameters())
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "medusa_lm_head.safetensors"), weights)
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 1}))
-    return folder
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, 8, "auto"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from architectures import build
 from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
 from mlx.utils import tree_flatten
 from models import draw_weights, save
+from trained_drafters import mtp_target, write_mtp
 
 import runtime
 from actors.trained.kinds.mtp import MTPReader, is_mtp, load_mtp
@@ -26,9 +25,7 @@ VOCAB_SIZE = 48
 
 def target_of(case: Path) -> Any:
     """A target of the family, with the embedding, final norm and head of the case; its layers are random."""
-    config = json.loads((case / "config.json").read_text())
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    target = module.Model(module.ModelArgs.from_dict(config))
+    target = mtp_target(case)
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
     shared = {
         name: value for name, value in weights.items() if name.split(".")[1] in ("embed_tokens", "norm", "weight")
@@ -64,18 +61,6 @@ def test_the_logits_are_those_of_the_torch_layers(case: Path) -> None:
             hidden, logits = reader.read(hidden[-1:], tokens[begin + 1 + step : begin + 2 + step], cache)
 
 
-def sidecar(folder: Path, case: Path, weights: dict[str, mx.array] | None = None, **changes: Any) -> Path:
-    """A folder with the layer of a case alone, as a drafter."""
-    folder.mkdir(exist_ok=True)
-    config = json.loads((case / "config.json").read_text()) | {"model_type": f"{case.name}_mtp"} | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    if weights is None:
-        shutil.copy(case / "model.safetensors", folder)
-    else:
-        mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
-    return folder
-
-
 def case_of(name: str) -> Path:
     return next(case for case in CASES if case.name == name)
 
@@ -96,7 +81,7 @@ def test_weights_that_mlx_lm_has_converted_are_read_too(tmp_path: Path) -> None:
         for name, value in tree_flatten(model.parameters())
         if (first := name.split(".")[0])
     }
-    sidecar(tmp_path, case, {})
+    write_mtp(tmp_path, case, {})
     mx.save_safetensors(str(tmp_path / "mtp.safetensors"), converted, {"format": "mlx"})
     read = dict(tree_flatten(load_mtp(tmp_path, target, "the drafter").parameters()))
     for name, value in tree_flatten(model.parameters()):
@@ -116,7 +101,7 @@ def test_experts_one_by_one_are_read_where_the_class_expects_them_together(tmp_p
             f"{before}{expert}.up_proj.weight": up,
             f"{before}{expert}.down_proj.weight": down[expert],
         }
-    read = dict(tree_flatten(load_mtp(sidecar(tmp_path, case, weights), target, "the drafter").parameters()))
+    read = dict(tree_flatten(load_mtp(write_mtp(tmp_path, case, weights), target, "the drafter").parameters()))
     for name, value in tree_flatten(load_mtp(case, target, "the drafter").parameters()):
         assert mx.array_equal(read[name], value), name
 
@@ -137,7 +122,7 @@ def test_it_is_recognised_by_its_configuration() -> None:
 )
 async def test_another_target_is_refused_with_what_differs(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     case = case_of("mimo")
-    folder = sidecar(tmp_path, case, **changes)
+    folder = write_mtp(tmp_path, case, **changes)
     with pytest.raises(ModelError, match=said):
         async with runtime.open((target_of(case), None), folder):
             raise AssertionError("should not be reached")
@@ -149,12 +134,12 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
     projection = "model.mtp_layers.0.input_proj.weight"
     with pytest.raises(ModelError, match="width of 16, and those of this target have 32"):
-        load_mtp(sidecar(tmp_path, case, weights | {projection: mx.zeros((16, 32))}), target, "the drafter")
+        load_mtp(write_mtp(tmp_path, case, weights | {projection: mx.zeros((16, 32))}), target, "the drafter")
     del weights["model.mtp_layers.0.self_attn.o_proj.weight"]
     with pytest.raises(ModelError, match=r"do not fit its target: Missing 1 parameters: \s*layer\.self_attn\.o_proj"):
-        load_mtp(sidecar(tmp_path, case, weights), target, "the drafter")
+        load_mtp(write_mtp(tmp_path, case, weights), target, "the drafter")
     with pytest.raises(ModelError, match="conversions to MLX drop them"):
-        load_mtp(sidecar(tmp_path, case, {"model.norm.weight": mx.ones(32)}), target, "the drafter")
+        load_mtp(write_mtp(tmp_path, case, {"model.norm.weight": mx.ones(32)}), target, "the drafter")
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         load_mtp(tmp_path, target, "the drafter")
@@ -171,7 +156,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
-    async with drafted(sidecar(tmp_path, case), target) as rt:
+    async with drafted(write_mtp(tmp_path, case), target) as rt:
         await check_greedy(rt, target, lookahead)
 
 
@@ -179,7 +164,7 @@ async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path:
 async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
-    async with drafted(sidecar(tmp_path, case), target, max_batch=8) as rt:
+    async with drafted(write_mtp(tmp_path, case), target, max_batch=8) as rt:
         await check_seeded(rt, lookahead=2)
 
 
@@ -187,7 +172,7 @@ async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Pat
 async def test_a_text_may_go_on_from_an_earlier_one(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
-    async with drafted(sidecar(tmp_path, case), target) as rt:
+    async with drafted(write_mtp(tmp_path, case), target) as rt:
         await check_reuse(rt, target)
 
 
@@ -213,7 +198,7 @@ async def test_a_target_without_files_has_no_layer_in_them() -> None:
 async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
-    text, proposals = await fresh_proposals(sidecar(tmp_path, case), target, lookahead=3)
+    text, proposals = await fresh_proposals(write_mtp(tmp_path, case), target, lookahead=3)
     features, reader = features_of(target, text), reader_of(case, target)
     for position, tokens in proposals:
         cache = reader.make_cache()

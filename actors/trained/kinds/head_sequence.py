@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from actors.model import RecordsNothing, RewindMode
-from actors.trained.feature_input import FeatureInput
+from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError
 
 # Positions whose features are kept: a drafter that catches up reads no more at a time.
@@ -22,14 +21,11 @@ NUM_KEPT = 64
 Head = Callable[[mx.array], mx.array]
 
 
-class HeadSequence(RecordsNothing, FeatureInput):
-    """See `CachedSequence`. Features are given in any thread; everything else happens on the model's.
+class HeadSequence(TrainedSequence):
+    """See `TrainedSequence`.
 
     The features of position t foresee the tokens at positions t + 2 up to t + 1 + the number of heads.
     """
-
-    depends_on_passes = False
-    needs_prefix_checkpoints = False
 
     def __init__(self, project: Head, heads: Sequence[Head], feature_width: int, vocab_size: int) -> None:
         """Make an empty sequence.
@@ -40,12 +36,11 @@ class HeadSequence(RecordsNothing, FeatureInput):
             feature_width: width of a position's features.
             vocab_size: width of the logits.
         """
+        super().__init__(feature_width)
         self._project = project
         self._heads = heads
-        self._feature_width = feature_width
         self._vocab_size = vocab_size
         self._length = 0
-        self._num_given = 0
         self._num_kept = NUM_KEPT
         self._arrived: deque[tuple[int, mx.array]] = deque()
         # What the heads read of the last positions, the first of which is `_begin`.
@@ -56,20 +51,20 @@ class HeadSequence(RecordsNothing, FeatureInput):
 
     def give(self, start: int, features: mx.array) -> None:
         """See `FeatureInput.give`."""
+        self._awaits_features = False
         self._arrived.append((start, features))
         self._num_given = start + features.shape[0]
 
     def give_nothing(self, num_tokens: int) -> None:
         """See `FeatureInput.give_nothing`. All are kept, so that each pass reads a head."""
         self._num_kept = num_tokens
-        zeros = mx.zeros((num_tokens, self._feature_width))
-        mx.eval(zeros)
-        self.give(0, zeros)
+        super().give_nothing(num_tokens)
 
     @property
-    def awaits_features(self) -> bool:
-        """See `FeatureInput.awaits_features`."""
-        return self._num_given == 0
+    def staleness(self) -> int:
+        """See `FeatureInput.staleness`. What a head lacks are the features of the positions that it passes over."""
+        known_end = self._begin + (0 if self._hidden is None else self._hidden.shape[0])
+        return max(0, self._length - 1 - known_end)
 
     @property
     def foreseen(self) -> int:
@@ -87,13 +82,9 @@ class HeadSequence(RecordsNothing, FeatureInput):
         return None if num_logits == 0 else self._logits(self._length - num_logits, self._length)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`."""
+        """See `CachedSequence.feed_lazy`. Does not look at the token."""
         self._length += 1
         return self._logits(self._length - 1, self._length)
-
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
-        return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
         """See `CachedSequence.rewind`."""
@@ -114,6 +105,7 @@ class HeadSequence(RecordsNothing, FeatureInput):
     def close(self) -> None:
         """See `CachedSequence.close`."""
         self._length = self._num_given = 0
+        self._awaits_features = True
         self._arrived.clear()
         self._hidden = None
         self._rows.clear()
@@ -124,9 +116,6 @@ class HeadSequence(RecordsNothing, FeatureInput):
     def num_bytes(self) -> int:
         """See `CachedSequence.num_bytes`."""
         return 0 if self._hidden is None else int(self._hidden.nbytes)
-
-    def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`. There is nothing to keep."""
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """See `CachedSequence.reusable_length`."""

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 
 from protocol.errors import ModelError
 
@@ -70,11 +71,16 @@ def head_of(target: Module, named: str) -> Layer:
 
     Args: as `embedding_of`.
 
-    Raises: ModelError: none is found.
+    Raises: ModelError: none is found, or it is sharded over ranks, of which a drafter has one.
     """
     for holder in (target, target.get("language_model"), target.get("model")):
         for name in _HEADS:
             if holder is not None and isinstance(head := holder.get(name), Module):
+                if isinstance(head, (AllToShardedLinear, QuantizedAllToShardedLinear)):
+                    raise ModelError(
+                        f"{named} reads its target's head, and that of {type(target).__name__} is sharded over several "
+                        "ranks; draft with a draft model or by prompt lookup"
+                    )
                 return head
     # Where there is none, the embedding is the head, too.
     tied: Layer | None = getattr(_embedding(target), "as_linear", None)

@@ -18,7 +18,7 @@ class ClientGone(Exception):
 
 
 def client_address(scope: Scope) -> str:
-    """The address of a client, without its port: behind a proxy, the proxy's."""
+    """The address of a client, without its port: behind a proxy that is not trusted, the proxy's."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
 

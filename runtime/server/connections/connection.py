@@ -72,7 +72,7 @@ class Connection:
         Args:
             app: the ASGI application that answers.
             stream: the client's; closed in the end.
-            stopping: once it is set, no further request is answered.
+            stopping: once it is set, the next response is the last one, and says so.
             stalled_s: seconds that the client may leave 64 KiB of an answer unread.
             idle_s: seconds that the client may take for the head of the next request.
             when_idle: called when the connection begins to wait for a request.
@@ -117,7 +117,7 @@ class Connection:
             self._num_requests += 1
             await self._answer(request, addresses)
             is_whole = self._http.our_state is self._http.their_state is h11.DONE
-            if not is_whole or self._has_left or self._stopping.is_set():
+            if not is_whole or self._has_left:
                 break
             # Not `start_next_cycle`: an empty line may have come before the next request.
             (received, _), self._http, self._has_begun = self._http.trailing_data, _http(), False
@@ -256,7 +256,7 @@ class Connection:
         headers.append((b"date", formatdate(usegmt=True).encode()))
         # An answer that precedes the end of its request is the last of its connection, and says so.
         is_early = self._http.their_state in (h11.SEND_BODY, h11.ERROR)
-        if is_early or self._must_close or self._num_requests >= _MAX_REQUESTS:
+        if is_early or self._must_close or self._stopping.is_set() or self._num_requests >= _MAX_REQUESTS:
             headers.append((b"connection", b"close"))
         return h11.Response(status_code=status, headers=headers)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 from protocol.errors import SettingsError
 
@@ -13,26 +10,6 @@ DEFAULT_CONNECTIONS = 1000
 
 # Open files beside the connections: libraries, models that are being loaded, event loops, the process of grammars.
 OTHER_FILES = 128
-
-
-@contextmanager
-def keeping_file_limit() -> Iterator[None]:
-    """Keep the limit of open files while modules are imported in the block; no other thread may set limits meanwhile.
-
-    mlx-lm sets it to 2048 when it is imported, and the hard limit to 4096: connections beyond that would be refused by
-    the system, and under a lower hard limit the import fails.
-    """
-    set_limit = resource.setrlimit
-
-    def set_other_limit(which: int, limits: Any) -> None:
-        if which != resource.RLIMIT_NOFILE:
-            set_limit(which, limits)
-
-    resource.setrlimit = set_other_limit
-    try:
-        yield
-    finally:
-        resource.setrlimit = set_limit
 
 
 def make_room_for_connections(requested: int | None) -> int:

@@ -31,7 +31,7 @@ class ConnectionLimits:
             the longest is closed; if all are busy, the client waits.
         stalled_s: seconds that a client may leave 64 KiB of an answer unread.
         idle_s: seconds that a client may take for the head of its next request.
-        grace_s: seconds that answers may take to end once the server stops.
+        grace_s: seconds that answers may take to end once the server is to stop.
     """
 
     max_connections: int = 1000
@@ -45,14 +45,20 @@ async def serve(
     listeners: Sequence[trio.SocketListener],
     until: Callable[[], Awaitable[object]],
     limits: ConnectionLimits,
+    drain: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint,
 ) -> None:
     """Serve an ASGI application over HTTP/1.1 and HTTP/1.0.
+
+    Once the server is to stop, it drains: connections are still accepted, so that a load balancer hears from the
+    application that the server stops, but each response is the last of its connection. After that, no connection is
+    accepted, idle ones are closed, and the others end with their response. `limits.grace_s` bounds all of it.
 
     Args:
         app: the application.
         listeners: listening sockets; closed in the end.
-        until: returns when the server is to stop: then no connection is accepted any more, and answers may end.
+        until: returns when the server is to stop.
         limits: of each connection.
+        drain: called then; returns when no connection need be accepted any more. By default at once.
 
     Cancellation: closes all connections.
     """
@@ -77,10 +83,11 @@ async def serve(
         async with trio.open_nursery() as accepting:
             accepting.start_soon(partial(trio.serve_listeners, handle, limited, handler_nursery=handlers))
             await until()
+            stopping.set()
+            handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
+            await drain()
             accepting.cancel_scope.cancel()
-        stopping.set()
         places.retire_all()
-        handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
 
 
 class _LimitedListener(trio.abc.Listener[trio.SocketStream]):

@@ -22,6 +22,7 @@ class Places:
         """
         self._free = trio.Semaphore(number)
         self._num_waiting = 0
+        self._keeps_idle = True
         self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
 
     async def take(self) -> None:
@@ -57,10 +58,13 @@ class Places:
         """To be called when a connection becomes idle."""
         del self._connections[connection]
         self._connections[connection] = None
-        if self._num_waiting and self._free.value == 0:
+        if not self._keeps_idle:
+            connection.retire()
+        elif self._num_waiting and self._free.value == 0:
             self.close_idle()
 
     def retire_all(self) -> None:
-        """Close all idle connections."""
+        """Close all idle connections, and from now on each that becomes idle or is added."""
+        self._keeps_idle = False
         for connection in self._connections:
             connection.retire()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,10 @@ from runtime.server.background import Background
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.checker import GrammarCheck, Outcome
 from runtime.server.grammars.client_slots import ClientSlots
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 
 if TYPE_CHECKING:
     from runtime.generation.grammar import Grammar
-
-# The schema of any JSON object. All requests share its grammar, which does not grow: its lexer has few states.
-ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 # Schemas that are compiled at once: of all clients, and of one. The cost of each is limited by `grammar_checker`.
 _MAX_COMPILING = 4
@@ -48,7 +46,7 @@ def compile_any_object(tokenizer: Any) -> Grammar:
 
 
 class Schemas:
-    """Compiles JSON schemas to grammars.
+    """Compiles JSON schemas, and what else an answer may be held to, to grammars.
 
     A schema is first compiled in a process that can be killed, and in this process only if that was cheap. The outcome
     of the check is kept, but not the grammar: grammars grow while they are used.
@@ -81,24 +79,48 @@ class Schemas:
         self._any_object = any_object
         self._compiling_any_object = trio.CapacityLimiter(1)
 
-    async def grammar(self, schema: Mapping[str, Any] | bool, client: str) -> Grammar:
-        """The logits processor for a JSON schema.
+    async def grammar(self, constraint: Constraint, client: str) -> Grammar:
+        """The logits processor for what an answer must be.
 
         Args:
-            schema: the schema.
+            constraint: what it must be.
             client: the client's address; clients take turns.
 
-        Raises: ErrorResponse: the schema is invalid or unsupported, is too expensive, or had to wait too long.
+        Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.
 
         Cancellation: kills the check at once; a compilation after a successful check finishes first.
         """
         try:
-            if schema == ANY_OBJECT:
+            if constraint.kind == "json" and constraint.value == ANY_OBJECT:
                 return await self._grammar_of_any_object()
-            return await self._grammar_in_turn(schema, client)
+            return await self._grammar_in_turn(constraint.write, constraint.name, constraint.field, client)
         except SettingsError as error:
-            raise ErrorResponse(400, str(error), param="response_format") from error
+            raise ErrorResponse(400, str(error), param=constraint.field) from error
         except OutriderError as error:  # the server's fault, not the request's
+            raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
+
+    async def grammar_of_calls(self, write: Callable[[bool], str], client: str, *, is_strict: bool) -> Grammar:
+        """The logits processor that holds a model to its tools.
+
+        Args:
+            write: writes the grammar, in llguidance's own format; with True it leaves the schemas of the tools out.
+            client: the client's address; clients take turns.
+            is_strict: whether the schemas must be followed; otherwise those that cannot be are left out.
+
+        Raises, Cancellation: as `grammar`.
+        """
+        name = "the grammar of the tools"
+        try:
+            try:
+                return await self._grammar_in_turn(partial(write, False), name, "tools", client)
+            except SettingsError:
+                if is_strict:
+                    raise
+                return await self._grammar_in_turn(partial(write, True), name, "tools", client)
+        except SettingsError as error:
+            param = error.field if isinstance(error, ConstraintError) else "tools"
+            raise ErrorResponse(400, str(error), param=param) from error
+        except OutriderError as error:
             raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
 
     async def _grammar_of_any_object(self) -> Grammar:
@@ -113,20 +135,19 @@ class Schemas:
             self._any_object = compile_any_object(self._tokenizer)
         return self._any_object
 
-    async def _grammar_in_turn(self, schema: Mapping[str, Any] | bool, client: str) -> Grammar:
+    async def _grammar_in_turn(self, write: Callable[[], str], name: str, field: str, client: str) -> Grammar:
         from runtime.generation.grammar import Grammar
-        from runtime.generation.json_schema import grammar_of_schema, schema_name
 
         waiting = trio.CancelScope(deadline=trio.current_time() + self._timeout_s)
         with waiting:
             async with self._slots.slot(client):
                 waiting.deadline = math.inf
-                translate = partial(grammar_of_schema, schema)
                 # Threads are not abandoned, so that they keep their slots: otherwise a client that asks and leaves
                 # again and again would occupy any number of threads.
-                grammar = await self._background(translate, abandon_on_cancel=False, limiter=self._compiling)
-                await self._check_cost(grammar, schema_name(schema))
-                compile_grammar = partial(Grammar, grammar, self._tokenizer, what=schema_name(schema))
+                grammar = await self._background(write, abandon_on_cancel=False, limiter=self._compiling)
+                await self._check_cost(grammar, name)
+                error = partial(ConstraintError, field=field)
+                compile_grammar = partial(Grammar, grammar, self._tokenizer, what=name, error=error)
                 return await self._background(compile_grammar, abandon_on_cancel=False, limiter=self._compiling)
         seconds = math.ceil(self._timeout_s)
         raise ErrorResponse(

@@ -1,10 +1,8 @@
-"""OpenAI's API: request and response bodies, and their description.
+"""OpenAI's completions and chats: request and response bodies, and the description of the server.
 
 `requests` has the types of request bodies, `responses` those of responses and chunks. `serializers` makes responses
-from tokens, with `reasoning` to separate the reasoning from the answer, and `event_stream` sends them. `openapi` makes
-the description of the API from the same types.
+from tokens, and `api` is all this as `runtime.server.answers` serves it. `openapi` makes the description of the server
+from the same types.
 
-To add `/v1/responses`: its types in `requests` and `responses`, a `Serializer`, a route in `runtime.server.app`, and
-its operation in `openapi`. To add tool calling: the field `tools` in `requests`, tool calls in the messages and deltas
-of `responses`, and their parser beside `reasoning`, called by `ChatSerializer`.
+A chat request is also the form into which requests of the other APIs are translated.
 """

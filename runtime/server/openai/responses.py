@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from runtime.tracing.drafter_states import DrafterState
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 # --- errors, models and health --------------------------------------------------------------------
@@ -36,32 +37,106 @@ class ErrorBody(TypedDict):
 
 
 class ModelDescription(TypedDict):
-    """A served model."""
+    """A served model. Whether it has a chat template is known once it was loaded."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     draft: str | None
-    has_chat_template: bool
+    has_chat_template: bool | None
+    state: Literal["loaded", "loading", "unloaded"]
 
 
 class ModelList(TypedDict):
-    """The served models: always one."""
+    """The served models, loaded or not."""
 
     object: Literal["list"]
     data: list[ModelDescription]
 
 
-class HealthReport(TypedDict):
-    """Whether the models work, and the number of streams that run and wait."""
+class ModelHealth(TypedDict):
+    """Whether a model works, and the number of its streams that run and wait."""
 
+    state: Literal["loaded", "loading", "unloaded"]
     status: Literal["ok", "degraded", "broken"]
+    streams: int
+    waiting: int
+
+
+class HealthReport(TypedDict):
+    """Whether the models work, and the number of streams that run and wait: of all together, and of each.
+
+    A server whose status is "draining" is about to stop: it ends the requests that it has, and takes no others.
+    """
+
+    status: Literal["ok", "degraded", "broken", "draining"]
     ok: bool
     target: bool
     draft: bool | None
     streams: int
     waiting: int
+    models: dict[str, ModelHealth]
+
+
+# --- version, properties and tokens ---------------------------------------------------------------
+
+
+class Version(TypedDict):
+    """The server's version."""
+
+    version: str
+
+
+class GenerationDefaults(TypedDict):
+    """Properties of every generation: the context's length in tokens; null if it is unknown."""
+
+    n_ctx: int | None
+
+
+class Modalities(TypedDict):
+    """What a prompt can have beside text."""
+
+    vision: bool
+    audio: bool
+
+
+class Props(TypedDict):
+    """Properties of the server and its first model, in llama.cpp's form.
+
+    The chat template is "" if the model has none, or is not loaded. `total_slots` requests are worked on at once.
+    """
+
+    model_path: str
+    model_alias: str
+    total_slots: int
+    default_generation_settings: GenerationDefaults
+    chat_template: str
+    build_info: str
+    modalities: Modalities
+
+
+class Piece(TypedDict):
+    """A token: its id, and its text, or its bytes if it is no whole text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(TypedDict):
+    """Token ids of a text or a chat, their number, and the context's length (null if the model names none)."""
+
+    tokens: list[int | Piece]
+    count: int
+    max_model_len: int | None
+    token_strs: NotRequired[list[str]]
+
+
+class Detokenized(TypedDict):
+    """The text of token ids, under the names that vLLM and llama.cpp have for it."""
+
+    prompt: str
+    content: str
 
 
 # --- usage ----------------------------------------------------------------------------------------
@@ -161,11 +236,14 @@ class Speculation(ModelActivity):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities; each list has an item per token, but `top_logprobs` none where `logprobs` is 0."""
+    """Log-probabilities; each list has an item per token, but `top_logprobs` none where `logprobs` is 0.
+
+    Of a prompt that is repeated, the first token has none: nothing precedes it.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -179,12 +257,13 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(TypedDict):
-    """A response of `/v1/completions`, or a chunk of one. Of the chunks, only the last may have `usage`."""
+    """A response of `/v1/completions`, or a chunk of one; chunks have `usage` at the end, or all if asked for."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
@@ -214,13 +293,33 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    """The function of a call, and its arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallEntry(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
-    """The answer, and the reasoning before it if there is any."""
+    """The answer, and the reasoning before it if there is any; the content is null where there are only calls.
+
+    `function_call` answers a request with `functions`.
+    """
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
+    function_call: NotRequired[CalledFunction]
+    tool_calls: NotRequired[list[ToolCallEntry]]
 
 
 class ChatChoice(TypedDict):
@@ -229,7 +328,7 @@ class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(TypedDict):
@@ -239,8 +338,25 @@ class ChatCompletion(TypedDict):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class FunctionDelta(TypedDict):
+    """The part of a call's function that is new in a chunk: the name once, the arguments piece by piece."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The part of a call that is new in a chunk; `id` and `type` come with its first."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
 
 
 class Delta(TypedDict):
@@ -249,6 +365,8 @@ class Delta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
+    function_call: NotRequired[FunctionDelta]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChunkChoice(TypedDict):
@@ -257,16 +375,17 @@ class ChunkChoice(TypedDict):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(TypedDict):
-    """A chunk of a response of `/v1/chat/completions`; only the last may have `usage`."""
+    """A chunk of a response of `/v1/chat/completions`; chunks have `usage` as there."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]

@@ -1,12 +1,16 @@
 /** The page: a prompt, the answer to it as it is written, and how that came about. */
 
+import { Calls } from "./calls.js";
+import { Conversation, answerNodes } from "./conversation.js";
 import { Figures } from "./figures.js";
 import { Following } from "./following.js";
-import { Failure, Generation, model } from "./generation.js";
+import { Failure, Generation, isChat, models } from "./generation.js";
 import { forgetAnswer, keepAnswer, recallAnswer } from "./kept.js";
 import { recallKey } from "./key.js";
-import { tab } from "./memory.js";
-import { namesOf } from "./models.js";
+import { watchLoading } from "./loading.js";
+import { isFormatted } from "./markdown.js";
+import { browser, tab } from "./memory.js";
+import { byline, choose, namesOf } from "./models.js";
 import { Settings } from "./settings.js";
 import { Strip } from "./strip.js";
 import { GrowingText } from "./text.js";
@@ -32,6 +36,8 @@ const figures = new Figures($("figures"));
 const following = new Following($("follow"));
 const strip = new Strip($("strip"));
 const text = new GrowingText($("text"), (paint) => following.while(paint));
+const calls = new Calls($("calls"));
+const conversation = new Conversation($("past"));
 const settings = new Settings($("settings"), () => {
   showSettings();
   outdate();
@@ -43,6 +49,8 @@ let known = null;
 /** The newest answer, and what it answers. */
 let generation = null;
 let asked = null;
+/** The name of the model that gives it; null before that is known. */
+let answering = null;
 let begunAt = 0;
 let ticking = 0;
 let saying = 0;
@@ -51,6 +59,10 @@ let isPutBack = false;
 /** Whether the answer was there when the page was loaded. */
 let isKept = false;
 let looking = 0;
+/** Whether the next question takes the place of the last one. */
+let isEditing = false;
+/** Whether the reasoning was folded or unfolded, by the page or by its reader. */
+let hasFolded = false;
 
 // --- an answer ------------------------------------------------------------------------------------
 
@@ -61,13 +73,18 @@ async function ask(question) {
     settings.wrong.reportValidity();
     return;
   }
+  remember();
   leave();
   asked = question;
   keepPrompt();
   begunAt = performance.now();
   generation = new Generation({
     changed: () => show(),
-    wrote: (pieces) => text.add(pieces),
+    wrote: (pieces) => {
+      text.add(pieces);
+      if (pieces.some((piece) => !piece.isThought && piece.text.trim() !== "")) foldThoughts();
+    },
+    called: (pieces) => calls.add(pieces),
     counted: (statistics) => {
       figures.count(statistics);
       strip.reach(statistics.elapsed ?? 0);
@@ -81,11 +98,52 @@ async function ask(question) {
   });
   const mine = generation;
   isKept = false;
-  begin(known?.has_chat_template === true);
+  begin(isChat(known));
   const met = await modelFor(mine);
   if (met === null || mine.isOver) return;
-  showQuestion(met.has_chat_template);
-  await mine.run(question, met, settings.request, recallKey());
+  showQuestion(isChat(met));
+  showAnswering(met.id);
+  showDrafter(met);
+  const request = { ...settings.request, ...(isChat(met) ? settings.chatRequest : {}) };
+  watchLoading(mine, met, recallKey());
+  await mine.run(question, [...settings.opening, ...conversation.messages], met, request, recallKey());
+  // A model that was loaded for this question may turn out not to chat. Then it is given a text to go on with.
+  const wasRefused = mine === generation && mine.failure?.canRetry === false && met.has_chat_template === null;
+  if (wasRefused && (await modelFor(mine))?.has_chat_template === false && mine === generation) retry();
+}
+
+/** Put the last question and its answer into the conversation, which the next one goes on with. */
+function remember() {
+  text.flush();
+  const isTurn = !$("question").hidden && text.text.trim() !== "" && generation !== null && !generation.failure && !isEditing;
+  isEditing = false;
+  if (isTurn) conversation.add({ asked, thoughts: text.thoughts, text: text.text.trimStart(), model: answering ?? "" });
+}
+
+/** Begin a conversation anew. */
+function beginAnew() {
+  leave();
+  conversation.clear();
+  forgetAnswer();
+  asked = null;
+  text.clear();
+  hideTrouble();
+  showStop(false);
+  clearInterval(ticking);
+  $("instruments").hidden = $("answer").hidden = $("question").hidden = true;
+  $("welcome").hidden = false;
+  fill("");
+}
+
+/** Fold the reasoning away once the answer begins. */
+function foldThoughts() {
+  if (!hasFolded) showThoughts(false);
+}
+
+function showThoughts(isShown) {
+  hasFolded = true;
+  $("text").classList.toggle("folded", !isShown);
+  $("thoughts").setAttribute("aria-expanded", String(isShown));
 }
 
 /** End what is being answered without a word: another answer takes its place, or nobody looks any more. */
@@ -150,16 +208,22 @@ function stop() {
   return true;
 }
 
-/** @param {boolean} isChat */
-function begin(isChat) {
+/** @param {boolean} isQuestion whether there is a question above the answer. */
+function begin(isQuestion) {
   text.clear();
   figures.clear();
   strip.clear();
   showAll(false);
   $("welcome").hidden = true;
   $("instruments").hidden = $("answer").hidden = false;
-  $("timeline").hidden = $("copy").hidden = true;
-  showQuestion(isChat);
+  $("timeline").hidden = $("copy").hidden = $("view").hidden = $("formatted").hidden = true;
+  $("text").hidden = false;
+  $("anew").hidden = conversation.isEmpty;
+  calls.clear();
+  showThoughts(true);
+  hasFolded = false;
+  showQuestion(isQuestion);
+  showAnswering(null);
   hideTrouble();
   isPutBack = false;
   clearInterval(ticking);
@@ -195,6 +259,8 @@ function showEnd() {
   $("timeline").hidden = id === null;
   if (id !== null) $("timeline").href = `/timelines/${encodeURIComponent(id)}`;
   $("copy").hidden = text.text === "" || !navigator.clipboard;
+  $("anew").hidden = $("question").hidden;
+  showFormatted();
   if (isKept) return;
   if (failure) {
     known = null; // it may be another server by the next time
@@ -202,6 +268,17 @@ function showEnd() {
     if (text.pieces.length === 0) putBack();
   }
   keep();
+}
+
+/** Show the answer to a question formatted, where that makes a difference and nobody wants it as it was written. */
+function showFormatted() {
+  $("view").hidden = $("question").hidden || !isFormatted(text.text);
+  const isWritten = $("view").hidden || browser.recall("view") === "written";
+  $("view").setAttribute("aria-pressed", String(isWritten));
+  $("formatted").hidden = isWritten;
+  $("text").hidden = !isWritten;
+  $("formatted").replaceChildren(...(isWritten ? [] : answerNodes(text)));
+  $("thoughts").hidden = !text.hasThoughts || !isWritten;
 }
 
 /** Give the prompt back that got no answer, where no other is being written. */
@@ -216,9 +293,8 @@ function keep() {
   if (text.pieces.length === 0) return forgetAnswer();
   const { id, state, finishReason, failure } = generation;
   const { spans, changes } = strip;
-  const isChat = !$("question").hidden;
   const message = failure?.message ?? null;
-  keepAnswer({ asked, isChat, id, state, finishReason, message, pieces: text.pieces, counts: figures.counts, spans, changes });
+  keepAnswer({ asked, isChat: !$("question").hidden, model: answering, id, state, finishReason, message, pieces: text.pieces, counts: figures.counts, spans, changes });
 }
 
 /** Show the answer that was there before the page was loaded again, if there was one. */
@@ -229,7 +305,9 @@ function showKept() {
   asked = kept.asked;
   generation = Generation.over(kept);
   begin(kept.isChat);
+  showAnswering(kept.model ?? null);
   text.add(kept.pieces);
+  if (text.text.trim() !== "" || kept.pieces.some((piece) => !piece.isThought)) foldThoughts();
   figures.count(kept.counts);
   strip.add(kept.spans);
   strip.change(kept.changes);
@@ -240,6 +318,7 @@ function showKept() {
 function tick() {
   $("state-more").textContent = more();
   $("thought-key").hidden = !text.hasThoughts;
+  $("thoughts").hidden = !text.hasThoughts || $("text").hidden;
   const beside = strip.beside === null ? null : Math.round(100 * strip.beside);
   $("beside").textContent = beside === null ? "drafts" : `${beside} % of drafting`;
   $("waiting").textContent = beside === null ? "drafts" : `${100 - beside} %`;
@@ -262,14 +341,26 @@ function say() {
   else saying = setTimeout(words, WORTH_SAYING_MS);
 }
 
+/** @param {string | null} id of the model that gives the answer. */
+function showAnswering(id) {
+  answering = id;
+  $("by").replaceChildren(...(id === null ? [] : [byline(id)]));
+}
+
+/** Whether the model has a drafter shows in the instruments, which are those of the newest answer. */
+function showDrafter(model) {
+  document.body.classList.toggle("undrafted", !model.draft);
+  strip.hasDrafter = model.draft !== null;
+}
+
 /** The prompt, before its answer: a question above it, or the beginning of the text that goes on. */
-function showQuestion(isChat) {
+function showQuestion(isQuestion) {
   const isLong = asked.length > SHOWN_OF_PROMPT;
-  document.body.classList.toggle("chat", isChat);
-  $("question").hidden = !isChat;
+  document.body.classList.toggle("chat", isQuestion);
+  $("question").hidden = !isQuestion;
   $("question").textContent = isLong ? `${asked.slice(0, SHOWN_OF_PROMPT)}…` : asked;
   text.clear();
-  if (isChat) return;
+  if (isQuestion) return;
   const lead = document.createElement("span");
   lead.className = "prompt";
   lead.textContent = isLong ? `…${asked.slice(-SHOWN_OF_PROMPT)}` : asked;
@@ -280,11 +371,12 @@ function showQuestion(isChat) {
 
 /** @throws {Failure} */
 async function meet() {
-  known = await model(recallKey());
+  known = choose($("model"), await models(recallKey()));
+  $("model-label").hidden = $("model").length < 2;
+  document.body.classList.toggle("several", $("model").length > 1);
   $("models").replaceChildren(...namesOf(known));
   $("models").hidden = false;
-  document.body.classList.toggle("undrafted", !known.draft);
-  strip.hasDrafter = known.draft !== null;
+  if (generation === null || generation.isOver) showDrafter(known);
   showExamples();
   return known;
 }
@@ -299,7 +391,7 @@ async function greet() {
 }
 
 function showExamples() {
-  const examples = EXAMPLES[known.has_chat_template ? "chat" : "text"].map((example) => {
+  const examples = EXAMPLES[isChat(known) ? "chat" : "text"].map((example) => {
     const item = document.createElement("li");
     const button = document.createElement("button");
     button.type = "button";
@@ -380,7 +472,20 @@ addEventListener("keydown", (event) => {
   else if (!$("settings").hidden) openSettings(false);
 });
 $("stop").addEventListener("click", stop);
-$("edit").addEventListener("click", () => fill(asked));
+$("edit").addEventListener("click", () => {
+  isEditing = true;
+  fill(asked);
+});
+$("anew").addEventListener("click", beginAnew);
+$("thoughts").addEventListener("click", () => showThoughts($("text").classList.contains("folded")));
+$("view").addEventListener("click", () => {
+  browser.keep("view", browser.recall("view") === "written" ? "formatted" : "written");
+  following.while(showFormatted);
+});
+$("model").addEventListener("change", () => {
+  browser.keep("model", $("model").value);
+  greet();
+});
 $("copy").addEventListener("click", async () => {
   await navigator.clipboard.writeText(text.text);
   $("said").textContent = $("copy").textContent = "Copied";

@@ -33,19 +33,23 @@ const ADVICE = /[;,.]?\s*(please )?try again in [^;,]*$/i;
 
 const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 
+/** Whether a model is asked questions; where the server has not loaded it yet, nobody knows, and it is asked. */
+export const isChat = (model) => model?.has_chat_template === true || model?.has_chat_template === null;
+
 /**
- * The first of the server's models.
+ * The server's models, at least one.
  *
  * @param {string | null} key
- * @returns {Promise<{id: string, has_chat_template: boolean, draft: string | null}>}
+ * @returns {Promise<{id: string, has_chat_template: boolean | null, draft: string | null, state?: string}[]>}
  * @throws {Failure}
  */
-export async function model(key) {
+export async function models(key) {
   const response = await asked("/v1/models", { headers: headers(key), cache: "no-store" });
   if (!response.ok) throw await refusal(response);
-  const models = await response.json().catch(() => null);
-  if (typeof models?.data?.[0]?.id !== "string") throw new Failure("The server says nothing of its models.");
-  return models.data[0];
+  const listed = (await response.json().catch(() => null))?.data;
+  const known = Array.isArray(listed) ? listed.filter((model) => typeof model?.id === "string") : [];
+  if (known.length === 0) throw new Failure("The server says nothing of its models.");
+  return known;
 }
 
 async function asked(path, request) {
@@ -82,7 +86,7 @@ function seconds(retryAfter) {
 /**
  * A request for an answer, and what comes of it.
  *
- * `state` is "connecting", "waiting", "reading", "writing", and at the end "done", "stopped" or "failed". After the end
+ * `state` is "connecting", "loading" (its model is), "waiting", "reading", "writing", and at the end "done", "stopped" or "failed". After the end
  * nothing is told any more, whatever the server still sends.
  */
 export class Generation {
@@ -103,6 +107,7 @@ export class Generation {
    * @param {{
    *   changed(): void,
    *   wrote(pieces: {text: string, isDrafted: boolean, isThought: boolean}[]): void,
+   *   called(calls: object[]): void,
    *   counted(statistics: object): void,
    *   worked(spans: {actor: string, kind: string, began: number, ended: number}[]): void,
    *   drafterChanged(changes: {at: number, state: string}[]): void,
@@ -123,6 +128,11 @@ export class Generation {
     return Object.assign(generation, { id, state, finishReason });
   }
 
+  /** Whether the server has not begun to answer. */
+  get isUnanswered() {
+    return this.state === "connecting" || this.state === "loading";
+  }
+
   get isOver() {
     return ["done", "stopped", "failed"].includes(this.state);
   }
@@ -131,13 +141,14 @@ export class Generation {
    * Ask, and tell the listener until it is over; never throws.
    *
    * @param {string} prompt
-   * @param {{id: string, has_chat_template: boolean}} model
+   * @param {object[]} past the messages before it, for a model that chats.
+   * @param {{id: string, has_chat_template: boolean | null}} model
    * @param {object} settings fields of the request.
    * @param {string | null} key
    */
-  async run(prompt, model, settings, key) {
-    const [path, asking] = model.has_chat_template
-      ? ["/v1/chat/completions", { messages: [{ role: "user", content: prompt }] }]
+  async run(prompt, past, model, settings, key) {
+    const [path, asking] = isChat(model)
+      ? ["/v1/chat/completions", { messages: [...past, { role: "user", content: prompt }] }]
       : ["/v1/completions", { prompt }];
     const options = { include_usage: true, include_speculation: true };
     try {
@@ -164,6 +175,11 @@ export class Generation {
   stop() {
     this.#become("stopped");
     this.#abort.abort();
+  }
+
+  /** @param {boolean} isLoading whether its model is being loaded; of no interest once the server answers. */
+  loads(isLoading) {
+    if (this.isUnanswered) this.#become(isLoading ? "loading" : "connecting");
   }
 
   /** @param {Failure} failure ends it; nothing comes of it where it is over. */
@@ -200,6 +216,11 @@ export class Generation {
     if (pieces.length) {
       this.#become("writing");
       this.#listener.wrote(pieces);
+    }
+    const calls = chunk.choices?.[0]?.delta?.tool_calls;
+    if (Array.isArray(calls) && calls.length) {
+      this.#become("writing");
+      this.#listener.called(calls.filter((call) => call !== null && typeof call === "object"));
     }
     if (speculation?.statistics) this.#listener.counted(speculation.statistics);
     else if (chunk.usage) this.#listener.counted(countsOf(chunk.usage));

@@ -1,4 +1,18 @@
-/** The names of the models, for the top of the page. */
+/** The models: which is asked, and their names, at the top of the page and above each answer. */
+
+import { browser } from "./memory.js";
+
+/**
+ * The model to ask: the one that was chosen in this browser, or the first.
+ *
+ * @param {HTMLSelectElement} select is given them all.
+ * @param {{id: string}[]} models at least one.
+ */
+export function choose(select, models) {
+  const chosen = models.find(({ id }) => id === browser.recall("model")) ?? models[0];
+  select.replaceChildren(...models.map(({ id }) => new Option(id, id, id === chosen.id, id === chosen.id)));
+  return chosen;
+}
 
 /**
  * @param {{id: string, draft: string | null}} known
@@ -6,6 +20,14 @@
  */
 export function namesOf({ id, draft }) {
   return [part(name(id)), " ", draft ? part("drafted by ", name(draft)) : part("without a drafter")];
+}
+
+/** @param {string} id of the model that gave an answer. */
+export function byline(id) {
+  const line = document.createElement("p");
+  line.className = "by";
+  line.textContent = id;
+  return line;
 }
 
 /** The publisher is left out where there is little room. */

@@ -2,7 +2,7 @@
 
 import { browser } from "./memory.js";
 
-const DEFAULTS = { max_tokens: "", temperature: "", top_p: "", seed: "", stop_strings: "" };
+const DEFAULTS = { max_tokens: "", temperature: "", top_p: "", seed: "", stop_strings: "", system: "", tools: "" };
 
 /** How each is told in short. */
 const IN_SHORT = {
@@ -11,6 +11,8 @@ const IN_SHORT = {
   top_p: (value) => `top p ${value}`,
   seed: (value) => `seed ${value}`,
   stop_strings: () => "stop texts",
+  system: () => "system message",
+  tools: () => "tools",
 };
 
 const ESCAPES = { n: "\n", t: "\t", r: "\r", "\\": "\\" };
@@ -31,6 +33,18 @@ export class Settings {
     this.#fields = Object.fromEntries(names.map((name) => [name, form.querySelector(`#${name}`)]));
     this.#fill((name) => (typeof kept[name] === "string" ? kept[name] : DEFAULTS[name]));
     form.addEventListener("input", () => this.#keep());
+    this.#checkTools();
+  }
+
+  /** The messages that begin every conversation. */
+  get opening() {
+    const { value } = this.#fields.system;
+    return value.trim() === "" ? [] : [{ role: "system", content: value }];
+  }
+
+  /** The fields of a request to a model that chats, beside those of `request`. */
+  get chatRequest() {
+    return this.#fields.tools.value.trim() === "" ? {} : { tools: JSON.parse(this.#fields.tools.value) };
   }
 
   reset() {
@@ -65,7 +79,14 @@ export class Settings {
     for (const [name, field] of Object.entries(this.#fields)) field.value = value(name);
   }
 
+  #checkTools() {
+    const { value } = this.#fields.tools;
+    const isList = value.trim() === "" || Array.isArray(parsed(value));
+    this.#fields.tools.setCustomValidity(isList ? "" : "Give the tools as a list in JSON, as in a request.");
+  }
+
   #keep() {
+    this.#checkTools();
     const values = Object.entries(this.#fields).map(([name, field]) => [name, field.value]);
     browser.keep("settings", JSON.stringify(Object.fromEntries(values)));
     this.#changed();

@@ -45,6 +45,10 @@ export class GrowingText {
     return this.#pieces;
   }
 
+  get thoughts() {
+    return this.#pieces.map(({ text, isThought }) => (isThought ? text : "")).join("");
+  }
+
   get hasThoughts() {
     return this.#hasThoughts;
   }

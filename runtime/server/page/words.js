@@ -2,6 +2,7 @@
 
 export const STATES = {
   connecting: "Connecting",
+  loading: "Loading the model",
   waiting: "Waiting",
   reading: "Reading the prompt",
   writing: "Writing",
@@ -9,7 +10,7 @@ export const STATES = {
   stopped: "Stopped",
   failed: "Failed",
 };
-const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached" };
+const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached", tool_calls: "it waits for what it calls" };
 
 /** After so long without a word from the server, the page says so. It sends one several times a second. */
 const SILENCE_MS = 5000;
@@ -35,6 +36,7 @@ export function told({ state, finishReason, failure, heardAt }, { sinceMs, read,
   const last = read.at(-1);
   const parts = {
     connecting: () => (since ? [`${since} s`] : []),
+    loading: () => (since ? [`${since} s`] : []),
     waiting: () => ["for its turn", ...lasting],
     reading: () => [...(read.length ? [[...read.slice(0, -1).map(count), tokens(last)].join(" of ")] : []), ...lasting],
     writing: () => silent,

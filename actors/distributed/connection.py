@@ -1,0 +1,107 @@
+"""A control connection between two ranks: messages over TCP, each with its length in front."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+
+from protocol.errors import ProtocolError
+from protocol.rank_messages import MAX_MESSAGE_BYTES, RankMessage, decode, encode
+
+# Longest first message of a rank, before it is known to be one.
+MAX_FIRST_BYTES = 64 * 1024
+
+_LENGTH = struct.Struct("!I")
+
+
+class Connection:
+    """One end. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+        """Take over a connected socket.
+
+        Args:
+            sock: of the kind SOCK_STREAM.
+            timeout_s: longest time that a message may take to be sent, or its rest to be received.
+        """
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(timeout_s)
+        self._socket = sock
+        self._sends = threading.Lock()
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """Of the socket, for `select`."""
+        return self._socket.fileno()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set the longest time that a message may take."""
+        self._socket.settimeout(timeout_s)
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message.
+
+        Raises: OSError: the connection is lost, or the other end takes nothing.
+        """
+        data = encode(message)
+        with self._sends:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> RankMessage:
+        """Wait for a message.
+
+        Raises:
+            OSError: the connection is lost, or nothing came in time.
+            ProtocolError: what came is no message.
+        """
+        while not (messages := self._take(limit=1)):
+            self._read()
+        return messages[0]
+
+    def receive_first(self, deadline: float) -> RankMessage:
+        """Wait for the first message of somebody who may be a stranger, and bound what that may take.
+
+        Args:
+            deadline: when all of it must be there, by `time.monotonic`. The timeout of the socket is changed.
+
+        Raises: as `receive`.
+        """
+        while not (messages := self._take(limit=1, max_bytes=MAX_FIRST_BYTES)):
+            if (left_s := deadline - time.monotonic()) <= 0.0:
+                raise TimeoutError("the first message was not there in time")
+            self._socket.settimeout(left_s)
+            self._read()
+        return messages[0]
+
+    def receive_available(self) -> list[RankMessage]:
+        """The messages that one read gives, which may be none. To be called once the socket is readable.
+
+        Raises: as `receive`.
+        """
+        self._read()
+        return self._take()
+
+    def _read(self) -> None:
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("the connection was closed by the other end")
+        self._received += data
+
+    def _take(self, limit: int | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> list[RankMessage]:
+        messages: list[RankMessage] = []
+        while len(self._received) >= _LENGTH.size and (limit is None or len(messages) < limit):
+            (length,) = _LENGTH.unpack_from(self._received)
+            if length > max_bytes:
+                raise ProtocolError(f"another rank announced a message of {length} bytes, at most {max_bytes}")
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            messages.append(decode(bytes(self._received[_LENGTH.size : end])))
+            del self._received[:end]
+        return messages
+
+    def close(self) -> None:
+        """Close the connection; harmless if it is closed."""
+        self._socket.close()

@@ -1,0 +1,265 @@
+"""The target at rank 0: a model and its sequences, which announce each operation to the other ranks and then run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.distributed.rank_group import RankGroup
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.cache_state import MisfitError
+from actors.mlx.layer_evaluation import LayerEvaluation
+from actors.mlx.model import MLXModel, S
+from actors.mlx.sequence import MLXSequence
+from actors.mlx.sequence_state import SequenceState
+from actors.model import Feed, RewindMode
+from protocol.errors import ModelError, RankError, SessionFileError
+from protocol.rank_messages import Operation, Operations
+from protocol.text_ledger import TextLedger
+
+
+class Announcer:
+    """Sends the operations of one target to the other ranks. To be used on the model's thread."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.ledger = TextLedger()
+        self._numbers = count()
+        self._is_inside = False
+        self._held_back: list[Operation] = []
+
+    def next_number(self) -> int:
+        """A number for a sequence, which no other has had."""
+        return next(self._numbers)
+
+    @contextmanager
+    def announced(
+        self,
+        name: str,
+        sequence: int | None = None,
+        *arguments: Any,
+        reads: Sequence[int] = (),
+        holds_back: bool = False,
+    ) -> Iterator[bool]:
+        """Announce an operation, and run it inside. What it calls in turn is not announced: each rank does that itself.
+
+        Args:
+            name, sequence, arguments: see `Operation`.
+            reads: the sequences that a pass reads.
+            holds_back: whether the message may wait for that of the next operation.
+
+        Yields: whether this is the outermost operation.
+        Raises: RankError: the group is broken, or the operation has failed, which breaks it: the other ranks have done
+            their part.
+        """
+        if self._is_inside:
+            yield False
+            return
+        self.group.check()
+        self._held_back.append(
+            Operation(name, sequence, arguments, tuple(self.ledger.entry(sequence) for sequence in reads))
+        )
+        if not holds_back:
+            held_back, self._held_back = self._held_back, []
+            self.group.send(Operations(tuple(held_back)))
+        self._is_inside = True
+        try:
+            yield True
+        except RankError:
+            raise
+        # Of whatever kind: the ranks are out of step.
+        except Exception as error:
+            explained = self.group.explain(error, is_out_of_step=True)
+            if not isinstance(explained, RankError):
+                explained = self.group.fail(f"rank 0 failed in {name}: {type(error).__name__}: {error}")
+            raise explained from error
+        finally:
+            self._is_inside = False
+
+
+class LeadingSequence(MLXSequence):
+    """A sequence of a `LeadingModel`; see `CachedSequence`. Made by `LeadingModel.open_sequence`."""
+
+    _announcer: Announcer
+    number: int
+
+    def lead(self, announcer: Announcer) -> None:
+        """Announce the sequence, and from now on what is done with it."""
+        self._announcer, self.number = announcer, announcer.next_number()
+        with announcer.announced("open", self.number):
+            announcer.ledger.open(self.number)
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """See `CachedSequence.feed`."""
+        with self._announcer.announced("feed", self.number, tokens, num_logits, reads=[self.number]) as is_outermost:
+            logits = super().feed(tokens, num_logits)
+            if is_outermost:
+                self._announcer.ledger.feed(self.number, tokens)
+            return logits
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """See `CachedSequence.feed_lazy`. The token travels through a collective: it may not be computed yet."""
+        announcer = self._announcer
+        with announcer.announced("feed_lazy", self.number, reads=[self.number]):
+            shared = shared_tokens(token.reshape(1), announcer.group)
+            logits = super().feed_lazy(shared)
+            announcer.ledger.feed_later(self.number, shared)
+            return logits
+
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        """See `CachedSequence.prepare`."""
+        with self._announcer.announced("prepare", self.number, num_tokens, settled, holds_back=True):
+            return super().prepare(num_tokens, settled)
+
+    def rewind(self, length: int) -> int:
+        """See `CachedSequence.rewind`."""
+        with self._announcer.announced("rewind", self.number, length):
+            kept = super().rewind(length)
+            self._announcer.ledger.cut(self.number, kept)
+            return kept
+
+    def leave_batch(self) -> None:
+        """See `MLXSequence.leave_batch`. Announced where it changes something."""
+        if self.is_row:
+            with self._announcer.announced("leave_batch", self.number):
+                super().leave_batch()
+
+    def forget(self) -> None:
+        """See `CachedSequence.forget`."""
+        with self._announcer.announced("forget", self.number):
+            super().forget()
+            self._announcer.ledger.cut(self.number, 0)
+
+    def close(self) -> None:
+        """See `CachedSequence.close`."""
+        if self._announcer.group.error is not None:
+            super().close()  # the other ranks have closed theirs
+            return
+        with self._announcer.announced("close", self.number):
+            super().close()
+            self._announcer.ledger.close(self.number)
+
+    def add_prefix_checkpoint(self) -> None:
+        """See `CachedSequence.add_prefix_checkpoint`."""
+        with self._announcer.announced("add_prefix_checkpoint", self.number):
+            super().add_prefix_checkpoint()
+
+    def reuse(self, length: int) -> None:
+        """See `CachedSequence.reuse`."""
+        with self._announcer.announced("reuse", self.number, length):
+            super().reuse(length)
+            self._announcer.ledger.cut(self.number, length)
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """None: this rank has only a part of the caches."""
+        return None
+
+    def put_state(self, state: SequenceState) -> None:
+        """Not possible: this rank has only a part of the caches.
+
+        Raises: MisfitError: always.
+        """
+        raise MisfitError("the target is sharded over several ranks, which cannot continue a saved text yet")
+
+
+class LeadingModel(MLXModel):
+    """A target whose passes the other ranks of a group repeat on their parts."""
+
+    def __init__(
+        self,
+        model: Module,
+        options: CacheOptions,
+        group: RankGroup,
+        named: str = "the model",
+        layer_evaluation: LayerEvaluation | None = None,
+    ) -> None:
+        """As `MLXModel`, which feeds the model some tokens: the other ranks must make theirs at the same time.
+
+        Args:
+            model: rank 0's part, from `actors.distributed.sharding`.
+            options, named, layer_evaluation: as for `MLXModel`.
+            group: the ranks.
+        """
+        super().__init__(model, options, named, layer_evaluation)
+        self._announcer = Announcer(group)
+
+    def open_sequence(self, *, beside_another: bool) -> LeadingSequence:
+        """See `Model.open_sequence`."""
+        sequence = super().open_sequence_of(LeadingSequence, beside_another=beside_another)
+        sequence.lead(self._announcer)
+        return sequence
+
+    def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
+        """Not possible: the other ranks have sequences of one class.
+
+        Raises: SessionFileError: always.
+        """
+        raise SessionFileError("the target is sharded over several ranks, which cannot continue a prompt cache file")
+
+    def record_features(self, layer_ids: Sequence[int] | None) -> None:
+        """See `MLXModel.record_features`.
+
+        Raises: ModelError: this rank is a stage of a pipeline, and has only some of the layers.
+        """
+        if layer_ids is not None and getattr(getattr(self.module, "model", None), "pipeline_size", 1) > 1:
+            raise ModelError(
+                "a trained drafter reads layers of the whole target, and this one is a pipeline over several ranks; "
+                "draft with a draft model or by prompt lookup"
+            )
+        super().record_features(layer_ids)
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        """See `Model.feed_together`."""
+        numbers = [_number(feed.sequence) for feed in feeds]
+        fed = [(number, feed.tokens, feed.num_logits) for number, feed in zip(numbers, feeds, strict=True)]
+        with self._announcer.announced("feed_together", None, fed, reads=numbers):
+            logits = super().feed_together(feeds)
+            for number, tokens, _ in fed:
+                self._announcer.ledger.feed(number, tokens)
+            return logits
+
+    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
+        """See `Model.feed_ahead`. The tokens travel through a collective."""
+        if not tokens:
+            return
+        numbers = [_number(sequence) for sequence in tokens]
+        with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
+            stacked = mx.concatenate([token.reshape(1) for token in tokens.values()])
+            shared = shared_tokens(stacked, self._announcer.group)
+            super().feed_ahead({sequence: shared[i : i + 1] for i, sequence in enumerate(tokens)})
+
+    def abandon_shared(self) -> None:
+        """See `Model.abandon_shared`."""
+        with self._announcer.announced("abandon_shared"):
+            super().abandon_shared()
+
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """See `Model.sharing_obstacle`. The other ranks must find the same."""
+        with self._announcer.announced("sharing_obstacle"):
+            obstacle = super().sharing_obstacle(rewinds_passes=rewinds_passes)
+        with self._announcer.announced("agree_on_sharing", None, obstacle):
+            return obstacle
+
+
+def shared_tokens(tokens: mx.array, group: RankGroup) -> mx.array:
+    """Rank 0's tokens, on every rank; lazy.
+
+    Args:
+        tokens: (n,) ids; those of other ranks than 0 are ignored.
+    """
+    assert group.mlx is not None
+    given = tokens.astype(mx.int32) if group.rank == 0 else mx.zeros(tokens.shape, mx.int32)
+    shared = mx.distributed.all_sum(given, group=group.mlx)
+    # Now, on every rank: only the first stage of a pipeline reads the tokens.
+    mx.async_eval(shared)
+    return shared
+
+
+def _number(sequence: Any) -> int:
+    assert isinstance(sequence, LeadingSequence)
+    return sequence.number

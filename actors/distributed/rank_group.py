@@ -1,0 +1,284 @@
+"""The ranks of one target: control connections between them, heartbeats, and the end of all when one fails."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import outcome
+
+from actors.distributed.connection import Connection
+from actors.workers.thread_pool import run_on_thread
+from protocol.errors import OutriderError, ProtocolError, RankError
+from protocol.rank_messages import Beat, Broken, RankMessage
+
+logger = logging.getLogger("outrider")
+
+# Every rank sends a heartbeat so often, and counts another one as hanging after so many seconds without any.
+BEAT_S = 0.5
+SILENCE_S = 3.5
+
+# In errors of MLX's that may leave the ranks out of step, wherever they come up: those of its distributed engine, and
+# that of a device which has dropped computations that were submitted, with the collectives among them.
+_OUT_OF_STEP = ("[ring]", "[jaccl]", "[mpi]", "NCCL", "failed with errno", "Command buffer execution failed")
+
+
+class RankGroup:
+    """The ranks, seen from one of them; made by `join_ranks`.
+
+    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread of its own receives what they send and
+    watches their heartbeats. Once a rank has ended, hangs or reports an error, the group is broken for good, on all.
+
+    Attributes:
+        rank: of this process, in [0, size).
+        size: number of ranks.
+        mlx: the same ranks as MLX's group; None until `connect_mlx`.
+        is_led: whether a runtime at this rank leads the group; there is one at a time.
+    """
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, Connection]) -> None:
+        """Take over the connections, by the rank at the other end, and watch them."""
+        self.rank, self.size = rank, size
+        self.mlx: mx.distributed.Group | None = None
+        self.is_led = False
+        self._connections = dict(connections)
+        self._inbox: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # Set in this order, before and after the callbacks.
+        self._failure: RankError | None = None
+        self._error: RankError | None = None
+        self._is_broken = threading.Event()
+        self._others_are_told = threading.Event()
+        self._callbacks: list[Callable[[RankError], None]] = []
+        self._is_hanging: Callable[[], bool] = _never
+        # A daemon, since a process may end without closing the group; it runs nothing of MLX's.
+        self._thread = threading.Thread(target=self._watch, name="outrider-ranks", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "broken" if self.error is not None else "connected"
+        return f"<outrider RankGroup, {state}: rank {self.rank} of {self.size}>"
+
+    def connect_mlx(self, timeout_s: float) -> None:
+        """Make MLX's group of the ranks.
+
+        Args:
+            timeout_s: longest time to wait for the others.
+
+        Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
+        """
+        connected: queue.SimpleQueue[outcome.Outcome[mx.distributed.Group] | None] = queue.SimpleQueue()
+
+        def connect() -> None:
+            connected.put(outcome.capture(_group_of_all))
+
+        with self.on_error(lambda _: connected.put(None)):
+            # A thread, since MLX waits for the other ranks without end, and without a look at Ctrl-C.
+            thread = run_on_thread("outrider-connects", connect, lambda _: None)
+            try:
+                result = connected.get(timeout=timeout_s)
+            except queue.Empty:
+                result = None
+            if result is None:
+                thread.abandon()
+                self.check()
+                raise self.fail(f"rank {self.rank} has not got MLX's group within {timeout_s:g} s")
+        if isinstance(result, outcome.Error):
+            raise self.fail(f"rank {self.rank} cannot make MLX's group: {result.error}") from result.error
+        group = result.unwrap()
+        if (group.rank(), group.size()) != (self.rank, self.size):
+            raise self.fail(
+                f"rank {self.rank} of {self.size} is rank {group.rank()} of {group.size()} in MLX's group; start all "
+                "ranks by mlx.launch"
+            )
+        self.mlx = group
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def send(self, message: RankMessage) -> None:
+        """Send a message to rank 0, or from rank 0 to all others.
+
+        Raises: RankError: the group is broken.
+        """
+        self.check()
+        for rank, connection in self._connections.items():
+            try:
+                connection.send(message)
+            except OSError as error:
+                raise self._lose(rank, f"takes no message ({error})") from error
+
+    def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
+        """Wait for the next message. To be called by one thread at a time.
+
+        Args:
+            timeout_s: longest time to wait; None for ever.
+
+        Returns: the rank that sent it, and the message, a `RankMessage`.
+
+        Raises:
+            RankError: the group is broken, and all messages from before are received.
+            TimeoutError: none has come in time.
+        """
+        try:
+            received = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError(f"no message of another rank has come within {timeout_s} s") from None
+        if received is None:
+            self._inbox.put(None)
+            self.check()
+            raise RankError("the group of ranks was closed")
+        return received
+
+    # --- failure ----------------------------------------------------------------------------------
+
+    @property
+    def error(self) -> RankError | None:
+        """Why the group is broken; None while it is not."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raises: RankError: the group is broken."""
+        if self._error is not None:
+            raise _again(self._error)
+
+    def fail(self, reason: str) -> RankError:
+        """Break the group on all ranks.
+
+        Args:
+            reason: a clause that names the rank whose doing it is.
+
+        Returns: the error; another one if the group was broken before.
+        """
+        with self._lock:
+            if self._failure is not None:
+                return _again(self._failure)
+            failure = self._failure = RankError(f"the ranks cannot go on: {reason}")
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in reversed(callbacks):
+            callback(failure)
+        # Not earlier: the model's thread raises this as soon as it sees it, and streams should have been told before.
+        self._error = failure
+        self._is_broken.set()
+        for connection in self._connections.values():
+            try:
+                connection.send(Broken(reason))
+            except OSError as error:
+                logger.debug("a rank could not be told that %s: %s", reason, error)
+        self._inbox.put(None)
+        self._others_are_told.set()
+        return _again(failure)
+
+    def explain(self, error: BaseException, *, is_out_of_step: bool = False) -> BaseException:
+        """The reason behind an error of the target's on this rank, which may well be another rank.
+
+        MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell, and if they are
+        all right, this rank's own error is the reason: it has not finished its part of a pass, and the others wait.
+        An error that leaves the ranks in step, such as too little memory for sampling, is given back as it is.
+
+        Args:
+            error: what was raised.
+            is_out_of_step: whether it has ended an operation that the other ranks repeat.
+        """
+        if not isinstance(error, RuntimeError) or isinstance(error, OutriderError):
+            return error
+        if not (is_out_of_step or any(named in str(error) for named in _OUT_OF_STEP)):
+            return error if self._failure is None else _again(self._failure)
+        self._is_broken.wait(SILENCE_S + BEAT_S)
+        return self.fail(f"rank {self.rank} failed: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def on_error(self, call: Callable[[RankError], None]) -> Iterator[None]:
+        """While in force, have the group call a function, from any thread, once it is broken; at once if it is.
+
+        Of several, the last one is called first: streams are told why they end before the worker under them ends.
+        """
+        with self._lock:
+            if (broken := self._failure) is None:
+                self._callbacks.append(call)
+        if broken is not None:
+            call(broken)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if call in self._callbacks:
+                    self._callbacks.remove(call)
+
+    @contextmanager
+    def watching(self, is_hanging: Callable[[], bool]) -> Iterator[None]:
+        """While in force, break the group if this rank's own model hangs, as a function says from any thread."""
+        self._is_hanging = is_hanging
+        try:
+            yield
+        finally:
+            self._is_hanging = _never
+
+    def _lose(self, rank: int, how: str) -> RankError:
+        return self.fail(f"rank {rank} {how}")
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        silent_s = dict.fromkeys(self._connections, 0.0)
+        next_beat = looked = time.monotonic()
+        while not self._others_are_told.is_set():
+            readable, _, _ = select.select(list(self._connections.values()), (), (), BEAT_S / 2)
+            now = time.monotonic()
+            for rank, connection in self._connections.items():
+                # Time in which this process itself stood still counts for little.
+                silent_s[rank] += min(now - looked, 2 * BEAT_S)
+                if connection in readable:
+                    silent_s[rank] = 0.0
+                    self._take_from(rank, connection)
+                elif silent_s[rank] > SILENCE_S:
+                    self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
+            looked = now
+            if self._is_hanging():
+                self.fail(f"a pass of rank {self.rank} has not ended: the ranks wait for each other")
+            if now >= next_beat:
+                next_beat = now + BEAT_S
+                self._beat()
+        for connection in self._connections.values():
+            connection.close()
+
+    def _take_from(self, rank: int, connection: Connection) -> None:
+        try:
+            messages = connection.receive_available()
+        except (OSError, ProtocolError) as error:
+            self._lose(rank, f"has ended, or cannot be reached any more ({error})")
+            return
+        for message in messages:
+            if isinstance(message, Broken):
+                self.fail(message.reason)
+            elif not isinstance(message, Beat):
+                self._inbox.put((rank, message))
+
+    def _beat(self) -> None:
+        for rank, connection in self._connections.items():
+            try:
+                connection.send(Beat())
+            except OSError as error:
+                self._lose(rank, f"has ended, or cannot be reached any more ({error})")
+
+
+def _group_of_all() -> mx.distributed.Group:
+    """MLX's group, once all ranks have made it."""
+    group = mx.distributed.init(strict=True)
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
+    return group
+
+
+def _never() -> bool:
+    return False
+
+
+def _again(error: RankError) -> RankError:
+    """A fresh exception that says the same: each is raised once."""
+    return RankError(*error.args)

@@ -1,0 +1,212 @@
+"""Sharding: each rank loads its part of a model, and its passes exchange tensors in the order of the program."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import sharded_load
+
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.cache_rewind import kind
+from actors.tensor import Tensor
+from protocol.errors import ModelError
+
+# What is sampled of each file of weights.
+_NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
+
+# Families whose `shard` repeats key-value heads where there are fewer than ranks.
+_REPEATS_HEADS = ("qwen3_5",)
+
+# Attribute of a model that was sharded in place: its `_Sharded`.
+_SHARDED = "_outrider_sharded"
+
+# Begins the names of classes whose calls submit their collectives.
+_ORDERED = "Ordered"
+
+
+@attrs.frozen
+class Shard:
+    """One rank's part of a model.
+
+    Attributes:
+        model: mlx-lm's model, sharded; evaluated.
+        tokenizer: None if the model was given without one.
+        parts: by name, what all ranks that have it must agree on: digests of weights, and kinds of caches.
+    """
+
+    model: Module
+    tokenizer: TokenizerWrapper | None
+    parts: dict[str, str]
+
+
+def load_shard(
+    path_or_hub_id: str | Path,
+    group: mx.distributed.Group,
+    find_folder: Callable[[], Path | None],
+    **options: Any,
+) -> Shard:
+    """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline where it has only that.
+
+    Args:
+        path_or_hub_id: where the model is.
+        group: the ranks.
+        find_folder: where the files are, once they are loaded.
+        **options: further options of `mlx_lm.utils.sharded_load`.
+
+    Raises:
+        ModelError: its heads cannot be divided among the ranks.
+        Whatever mlx-lm raises, which is of many kinds: also where the model has neither way.
+    """
+    model, tokenizer = sharded_load(str(path_or_hub_id), **options)
+    folder = find_folder()
+    # Only now: the files of a hub id are here, and whether the model is a pipeline, which divides no heads, is known.
+    if folder is not None and hasattr(model, "shard"):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        _check_heads(str(path_or_hub_id), config, group.size())
+    return Shard(_in_order(model), tokenizer, ({} if folder is None else _parts_of_files(folder)) | _kinds(model))
+
+
+def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.distributed.Group) -> Shard:
+    """Shard a model that each rank has built with the same weights. The model itself changes.
+
+    A model that was sharded here before stays as it is.
+
+    Raises: ModelError: the model has no way of being sharded, or not among so many ranks.
+    """
+    if (sharded := getattr(model, _SHARDED, None)) is None:
+        # Before it is sharded: afterwards ranks have few weights in common.
+        sharded = _Sharded({name: _digest(weight) for name, weight in _weights(model)})
+        args = getattr(model, "args", None)
+        if hasattr(model, "shard"):
+            _check_heads(type(model).__module__, vars(args) if args is not None else {}, group.size())
+            model.shard(group)
+        elif hasattr(getattr(model, "model", None), "pipeline"):
+            model.model.pipeline(group)
+        else:
+            raise ModelError(
+                f"{type(model).__module__} can neither be sharded nor run as a pipeline; run it on one rank"
+            )
+        mx.eval(model)
+        setattr(model, _SHARDED, sharded)
+    return Shard(_in_order(model), tokenizer, sharded.parts | _kinds(model))
+
+
+def is_sharded_in_place(model: Module) -> bool:
+    """Whether `shard_in_place` has changed the model. Its passes then need all ranks."""
+    return hasattr(model, _SHARDED)
+
+
+@attrs.frozen
+class _Sharded:
+    """Digests of a model's weights from before it was sharded, by name."""
+
+    parts: dict[str, str]
+
+
+def difference(own: dict[str, str], other: dict[str, str]) -> str | None:
+    """How another rank's `Shard.parts` differ, as a clause; None if both are parts of one model."""
+    common = own.keys() & other.keys()
+    if not common and (own or other):
+        return "it has loaded another model"
+    name = next((name for name in sorted(common) if own[name] != other[name]), None)
+    return None if name is None else f"its {name}: {other[name]} there, {own[name]} here"
+
+
+def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
+    """Raise an error if attention heads cannot be divided evenly: mlx-lm would round, and give wrong logits."""
+    config = config.get("text_config") or config
+    names = ["num_attention_heads"]
+    if not config.get("kv_lora_rank") and not str(config.get("model_type")).startswith(_REPEATS_HEADS):
+        names.append("num_key_value_heads")
+    for name in names:
+        heads = config.get(name)
+        if isinstance(heads, int) and heads % size != 0:
+            raise ModelError(
+                f"{named} has {name}={heads}, which cannot be divided among {size} ranks; use a number of ranks that "
+                f"divides {heads}"
+            )
+
+
+# --- passes in order ------------------------------------------------------------------------------
+
+
+def _in_order(model: Module) -> Module:
+    """Have each pass of the model submit its collectives when it is called.
+
+    MLX evaluates a graph in an order of its own, and only what somebody asks for. All ranks must run the same
+    collectives in the same order, so what a rank reads of a pass, and when, must not matter. What leaves the last
+    layer depends on all of them.
+    """
+    inner = next(
+        (
+            module
+            for _, module in model.named_modules()
+            if module is not model and isinstance(module.get("layers"), list)
+        ),
+        None,
+    )
+    if inner is None:
+        raise ModelError(f"{type(model).__module__} has no module with a list of layers; run it on one rank")
+    _order(inner)
+    # A head that is sharded is gathered by the model around it, and only rank 0 reads logits.
+    sharded = AllToShardedLinear, QuantizedAllToShardedLinear
+    if any(path.split(".")[-1] == "lm_head" and isinstance(head, sharded) for path, head in model.named_modules()):
+        _order(model)
+    return model
+
+
+def _order(module: Module) -> None:
+    if not type(module).__name__.startswith(_ORDERED):
+        module.__class__ = _ordered_class(type(module))
+
+
+def _ordered_class(base: type) -> type:
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        result = base.__call__(self, *args, **kwargs)
+        mx.async_eval(result)
+        return result
+
+    return type(_ORDERED + base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+
+
+# --- what ranks compare ---------------------------------------------------------------------------
+
+
+def _weights(model: Module) -> list[tuple[str, mx.array]]:
+    leaves = cast(list[tuple[str, Any]], tree_flatten(model.parameters()))
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
+
+
+def _kinds(model: Module) -> dict[str, str]:
+    """The kinds of caches. Stages of a pipeline with different ones would rewind to different lengths."""
+    return {"kinds of caches": ", ".join(sorted({kind(layer) for layer in CacheOptions().make_cache(model)}))}
+
+
+def _digest(weight: mx.array) -> str:
+    flat = weight.reshape(-1)
+    sample = mx.contiguous(flat[:: max(1, flat.size // 256)])
+    return hashlib.sha256(Tensor.of(sample).data).hexdigest()[:16]
+
+
+def _parts_of_files(folder: Path) -> dict[str, str]:
+    """Digests of a model's configuration, and of blocks of its files of weights."""
+    parts = {}
+    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with path.open("rb") as file:
+            for block in range(_NUM_BLOCKS):
+                file.seek(block * max(0, size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+        parts[path.name] = digest.hexdigest()[:16]
+    return parts

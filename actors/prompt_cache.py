@@ -1,0 +1,128 @@
+"""Texts that continue a prompt cache file of mlx-lm, which has the state of a prompt's caches and not its tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx_lm.models.cache import load_prompt_cache
+
+from actors.mlx.cache_rewind import lengths
+from actors.mlx.cache_state import MisfitError, can_take_state, take_state
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence import MLXSequence
+from actors.mlx.sequence_state import SequenceState
+from actors.model import Model, RewindMode
+from protocol.errors import RewindError, SessionFileError
+from protocol.messages import Features
+from protocol.reprs import shown_path
+
+
+class ContinuedSequence(MLXSequence):
+    """A text in caches that held tokens before it, which nobody can name.
+
+    To all callers it is a text that begins with its own first token: lengths and positions do not count those before.
+    It shares no pass, and no other text reuses it.
+    """
+
+    _num_before = 0
+    _beginning: SequenceState | None = None
+
+    def begin(self, state: SequenceState) -> None:
+        """Take the state of the tokens before; once, while the sequence is empty.
+
+        Raises: MisfitError, RewindError: this is not the state of a sequence of this model.
+        """
+        self.put_state(state)
+        self._num_before, self._beginning = len(state.tokens), state
+
+    @property
+    def length(self) -> int:
+        """See `CachedSequence.length`."""
+        return super().length - self._num_before
+
+    @property
+    def can_be_row(self) -> bool:
+        """See `MLXSequence.can_be_row`. The caches of a batch begin with the texts."""
+        return False
+
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        """See `CachedSequence.prepare`."""
+        return super().prepare(num_tokens, settled + self._num_before)
+
+    def rewind(self, length: int) -> int:
+        """See `CachedSequence.rewind`."""
+        return super().rewind(length + self._num_before) - self._num_before
+
+    def check(self, length: int) -> None:
+        """See `CachedSequence.check`."""
+        self.check_caches(length + self._num_before)
+
+    def take_features(self, end: int) -> Features | None:
+        """See `CachedSequence.take_features`."""
+        features = super().take_features(end + self._num_before)
+        return None if features is None else attrs.evolve(features, start=features.start - self._num_before)
+
+    def forget(self) -> None:
+        """See `CachedSequence.forget`. The tokens before the text stay."""
+        beginning = self._beginning
+        self._num_before = 0
+        super().forget()
+        if beginning is not None:
+            self.begin(beginning)
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """See `MLXSequence.take_state`. None: a file would have to name the tokens before."""
+        return None
+
+    @property
+    def needs_prefix_checkpoints(self) -> bool:
+        """See `CachedSequence.needs_prefix_checkpoints`."""
+        return False
+
+    def reusable_length(self, num_common: int, num_read: int) -> int:
+        """See `CachedSequence.reusable_length`."""
+        return 0
+
+
+def open_continued(model: Model, path: str, *, beside_another: bool) -> ContinuedSequence:
+    """A sequence that continues a prompt cache file. To be called on the model's thread.
+
+    Raises: SessionFileError: the file cannot be read, or is not one of this model with these options of its caches.
+    """
+    assert isinstance(model, MLXModel)
+    sequence = model.open_sequence_of(ContinuedSequence, beside_another=beside_another)
+    try:
+        sequence.begin(_read(Path(path).expanduser()))
+    except (MisfitError, RewindError) as error:
+        sequence.close()
+        raise SessionFileError(
+            f"the prompt cache file {shown_path(path)} does not fit the target: {error}; open the model that it was "
+            "made with, and with the same kv_bits, kv_group_size and max_kv_size"
+        ) from error
+    return sequence
+
+
+def _read(path: Path) -> SequenceState:
+    """The state in a prompt cache file; in place of the tokens, as many zeros.
+
+    Raises:
+        MisfitError: its caches are of classes that are not known, or of different lengths.
+        SessionFileError: it cannot be read.
+    """
+    # mlx and mlx-lm raise errors of many kinds for a file that is damaged.
+    try:
+        caches: list[Any] = load_prompt_cache(str(path))
+    except Exception as error:
+        raise SessionFileError(f"cannot read the prompt cache file {shown_path(str(path))}: {error}") from error
+    unknown = {type(layer).__name__ for layer in caches if not can_take_state(layer)}
+    if unknown:
+        raise MisfitError(f"it has caches of classes that are not known, {', '.join(sorted(unknown))}")
+    counts = {length for layer in caches for length in lengths(layer)}
+    if len(counts) > 1:
+        raise MisfitError(f"its caches hold different numbers of tokens, {', '.join(map(str, sorted(counts)))}")
+    layers = tuple(take_state(layer) for layer in caches)
+    mx.eval([layer.state for layer in caches])
+    return SequenceState((0,) * next(iter(counts), 0), layers)

@@ -1,0 +1,381 @@
+"""DFlash: layers that draft a block of tokens in one pass, from hidden states of their target.
+
+A block is the last token of a text, its *anchor*, and mask tokens after it. Each position of the block attends to the
+whole block, and to the *context*: keys and values made of the target's features at the positions before the anchor. The
+features are the hidden states that enter some of the target's layers, side by side. Embedding and head are the
+target's; a drafter with a reduced vocabulary has a head of its own.
+
+Source: Chen, Liang and Liu 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Files:
+those of the authors (https://github.com/z-lab/dflash) and of Speculators
+(https://github.com/vllm-project/speculators).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.qwen3 import MLP
+from mlx_lm.models.rope_utils import initialize_rope
+
+from actors.trained.drafter_files import flatten_rope, read_weights, target_ids_of, widened
+from actors.trained.kinds.target_parts import Layer
+from protocol.errors import ModelError
+
+# Weights of the target that Speculators may have saved along.
+_OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "embed_tokens.", "t2d")
+
+
+@attrs.frozen
+class LayerReach:
+    """What the positions of a block attend to in a layer.
+
+    Attributes:
+        window: positions of the context that are seen; None for all.
+        slides: whether the window ends at each position of the block, and not at the anchor for all of them.
+        is_causal: whether a position sees those before it in the block alone.
+    """
+
+    window: int | None = None
+    slides: bool = False
+    is_causal: bool = False
+
+    def mask(self, num_context: int, num_block: int) -> mx.array | None:
+        """(num_block, num_context + num_block): what is seen; None if all is."""
+        if self.window is None and not self.is_causal:
+            return None
+        query = num_context + mx.arange(num_block)[:, None]
+        key = mx.arange(num_context + num_block)
+        seen = mx.ones((num_block, num_context + num_block), mx.bool_)
+        if self.window is not None:
+            seen = mx.abs(query - key) < self.window if self.slides else seen & (key >= num_context - self.window)
+        return seen & (key <= query) if self.is_causal else seen
+
+
+@attrs.frozen
+class DFlashConfig:
+    """The configuration of a drafter.
+
+    Attributes:
+        hidden_size: width of its hidden states, and of the target's.
+        layer: further settings of its layers, by their names in a `config.json` of Qwen 3.
+        reaches: what each layer attends to.
+        vocab_size: width of the target's logits.
+        draft_vocab_size: width of its own.
+        block_size: tokens of a block, the anchor included.
+        mask_token_id: the target's id of the tokens after the anchor.
+        feature_layers: whose inputs the features are.
+        drafts_from_anchor: whether the anchor's position, too, predicts the token after it, and each other position
+            likewise; otherwise each position but the anchor's predicts the token that stands there.
+        num_target_layers: of the target that it was made for; None if the files do not say.
+        embedding_scale: factor of the target's embeddings.
+        logit_scale: factor of the logits.
+        logit_cap: bound of the logits after that, by a tangent; None for none.
+    """
+
+    hidden_size: int
+    layer: Mapping[str, Any]
+    reaches: tuple[LayerReach, ...]
+    vocab_size: int
+    draft_vocab_size: int
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    drafts_from_anchor: bool = False
+    num_target_layers: int | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+    @property
+    def num_foreseen(self) -> int:
+        """How many tokens a block predicts."""
+        return self.block_size - (0 if self.drafts_from_anchor else 1)
+
+
+def is_dflash(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a DFlash drafter."""
+    names = (config.get("speculators_model_type"), *(config.get("architectures") or ()))
+    return "dflash_config" in config or any("dflash" in str(name).lower() for name in names)
+
+
+def read_config(config: Mapping[str, Any]) -> DFlashConfig:
+    """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
+
+    Raises: ModelError: something is missing, or is not supported.
+    """
+    of_speculators = "transformer_layer_config" in config
+    layer = dict(config["transformer_layer_config"] if of_speculators else config)
+    of_authors: Mapping[str, Any] = {} if of_speculators else {**config, **(config.get("dflash_config") or {})}
+    flatten_rope(layer)
+    try:
+        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
+        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
+        if of_speculators:
+            mask_token_id, block_size = config["mask_token_id"], config["block_size"]
+            feature_layers = tuple(config["aux_hidden_state_layer_ids"])
+        else:
+            mask_token_id, block_size = of_authors["mask_token_id"], of_authors.get("block_size", 16)
+            # The authors name the layer that gives the hidden state, not the one that it enters.
+            feature_layers = tuple(layer_id + 1 for layer_id in of_authors["target_layer_ids"])
+        found = DFlashConfig(
+            hidden_size=hidden_size,
+            layer={name: layer[name] for name in _LAYER}
+            | {name: layer.get(name, _MAY_LACK[name]) for name in _MAY_LACK},
+            reaches=_reaches_of_speculators(layer, config) if of_speculators else _reaches_of_authors(layer),
+            vocab_size=vocab_size,
+            draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+            block_size=int(block_size),
+            mask_token_id=int(mask_token_id),
+            feature_layers=feature_layers,
+            drafts_from_anchor=bool(config.get("sample_from_anchor", False)),
+            num_target_layers=of_authors.get("num_target_layers"),
+            embedding_scale=float(of_authors.get("input_embedding_scale", 1.0)),
+            logit_scale=float(of_authors.get("output_multiplier", 1.0)),
+            logit_cap=of_authors.get("final_logit_softcapping") or None,
+        )
+    except KeyError as missing:
+        raise ModelError(f"the drafter's configuration has no {missing}") from missing
+    except TypeError as error:
+        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
+    if (activation := layer.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"a DFlash drafter with the activation {activation!r} is not supported; one with 'silu' is")
+    num_layers = found.num_target_layers
+    if num_layers is not None and num_layers in feature_layers:
+        raise ModelError(
+            "a DFlash drafter that reads the normalised output of its target's last layer is not supported"
+        )
+    if found.block_size < 2:
+        raise ModelError(f"the drafter's blocks must have 2 tokens or more, got {found.block_size}")
+    return found
+
+
+_LAYER = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_theta",
+    "max_position_embeddings",
+)
+_MAY_LACK: dict[str, Any] = {"attention_bias": False, "rope_scaling": None}
+
+
+def _layer_types(layer: Mapping[str, Any]) -> list[str]:
+    return list(layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"])
+
+
+def _reaches_of_speculators(layer: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[LayerReach, ...]:
+    sliding = LayerReach(layer.get("sliding_window"), is_causal=not config.get("sliding_window_non_causal", False))
+    return tuple(sliding if kind == "sliding_attention" else LayerReach() for kind in _layer_types(layer))
+
+
+def _reaches_of_authors(layer: Mapping[str, Any]) -> tuple[LayerReach, ...]:
+    found = []
+    for kind in _layer_types(layer):
+        slides = kind == "sliding_attention"
+        is_causal = layer.get("is_causal")
+        window = layer["sliding_window"] if slides else None
+        found.append(LayerReach(window, slides=True, is_causal=slides if is_causal is None else bool(is_causal)))
+    return tuple(found)
+
+
+class DFlashAttention(Module):
+    """Attention of a block to its context and itself."""
+
+    def __init__(self, config: DFlashConfig, reach: LayerReach) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        layer, width = config.layer, config.hidden_size
+        head_dim, bias = int(layer["head_dim"]), bool(layer["attention_bias"])
+        self._num_heads, self._num_kv_heads = int(layer["num_attention_heads"]), int(layer["num_key_value_heads"])
+        self._scale, self._reach = head_dim**-0.5, reach
+        self.q_proj = Linear(width, self._num_heads * head_dim, bias=bias)
+        self.k_proj = Linear(width, self._num_kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(width, self._num_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(self._num_heads * head_dim, width, bias=bias)
+        self.q_norm = RMSNorm(head_dim, eps=layer["rms_norm_eps"])
+        self.k_norm = RMSNorm(head_dim, eps=layer["rms_norm_eps"])
+        self.rope = initialize_rope(
+            head_dim,
+            base=layer["rope_theta"],
+            traditional=False,
+            scaling_config=layer["rope_scaling"],
+            max_position_embeddings=layer["max_position_embeddings"],
+        )
+
+    def keys_and_values(self, hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
+        """Keys and values of positions from `position` on.
+
+        Args:
+            hidden: (n, hidden size), of the context or of a block.
+
+        Returns: (1, heads, n, width of a head) each, lazy.
+        """
+        keys = self.rope(_heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads), offset=position)
+        return keys, _heads(None, self.v_proj(hidden), self._num_kv_heads)
+
+    def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
+        """Attend.
+
+        Args:
+            block: (n, hidden size), normalised.
+            position: of the anchor.
+            context: keys and values of the positions before.
+
+        Returns: (n, hidden size), lazy.
+        """
+        queries = self.rope(_heads(self.q_norm, self.q_proj(block), self._num_heads), offset=position)
+        own = self.keys_and_values(block, position)
+        keys, values = (mx.concatenate([*pair], axis=2) for pair in zip(context, own, strict=True))
+        mask = self._reach.mask(context[0].shape[2], block.shape[0])
+        attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self._scale, mask=mask)
+        result: mx.array = self.o_proj(attended[0].swapaxes(0, 1).reshape(block.shape[0], -1))
+        return result
+
+
+def _heads(norm: RMSNorm | None, projected: mx.array, num_heads: int) -> mx.array:
+    """(n, heads · width) → (1, heads, n, width)."""
+    split = projected.reshape(projected.shape[0], num_heads, -1)
+    return (split if norm is None else norm(split)).swapaxes(0, 1)[None]
+
+
+class DFlashLayer(Module):
+    """A decoder layer."""
+
+    def __init__(self, config: DFlashConfig, reach: LayerReach) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        eps = config.layer["rms_norm_eps"]
+        self.self_attn = DFlashAttention(config, reach)
+        self.mlp = MLP(config.hidden_size, int(config.layer["intermediate_size"]))
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps)
+
+    def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
+        """As `DFlashAttention.__call__`, of hidden states that are not normalised."""
+        attended = block + self.self_attn(self.input_layernorm(block), position, context)
+        result: mx.array = attended + self.mlp(self.post_attention_layernorm(attended))
+        return result
+
+
+class DFlash(Module):
+    """The drafter's weights and forward pass."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.config = config
+        hidden_size, eps = config.hidden_size, config.layer["rms_norm_eps"]
+        self.fc = Linear(len(config.feature_layers) * hidden_size, hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(hidden_size, eps=eps)
+        self.layers = [DFlashLayer(config, reach) for reach in config.reaches]
+        self.norm = RMSNorm(hidden_size, eps=eps)
+        if config.draft_vocab_size != config.vocab_size:
+            self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
+
+    def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
+        """Add the keys and values of positions to those of the positions before.
+
+        Args:
+            features: (n, layers · hidden size), of positions from `position` on.
+            cache: one for each layer.
+        """
+        hidden = self.hidden_norm(self.fc(features))
+        for layer, of_layer in zip(self.layers, cache, strict=True):
+            of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
+
+    def __call__(self, embedded: mx.array, position: int, cache: list[Any], num_context: int) -> mx.array:
+        """Process a block.
+
+        Args:
+            embedded: (block size, hidden size) embeddings of its tokens.
+            position: of the anchor.
+            cache: see `read_context`.
+            num_context: how many of the positions in the cache come before the anchor.
+
+        Returns: (block size, hidden size) normalised hidden states, lazy.
+        """
+        hidden = embedded
+        for layer, of_layer in zip(self.layers, cache, strict=True):
+            context = of_layer.keys[..., :num_context, :], of_layer.values[..., :num_context, :]
+            hidden = layer(hidden, position, context)
+        normalized: mx.array = self.norm(hidden)
+        return normalized
+
+
+class DFlashReader:
+    """A drafter with its target's embedding and head; see `BlockReader`.
+
+    Attributes:
+        vocab_size: the target's.
+        feature_width: width of a position's features.
+        num_foreseen: tokens that a block predicts.
+    """
+
+    def __init__(
+        self, model: DFlash, target_ids: mx.array | None, target_vocab_size: int, embed: Layer, head: Layer
+    ) -> None:
+        """Make a reader.
+
+        Args:
+            model: the drafter.
+            target_ids: (draft_vocab_size,) the target's id of each id of the drafter's; None if they are the same.
+            target_vocab_size: width of the target's logits.
+            embed: the target's embedding.
+            head: the target's head, or that of the reduced vocabulary.
+        """
+        self._model, self._target_ids, self._embed, self._head = model, target_ids, embed, head
+        config = model.config
+        self.vocab_size, self.num_foreseen = target_vocab_size, config.num_foreseen
+        self.feature_width = len(config.feature_layers) * config.hidden_size
+
+    def make_cache(self) -> list[KVCache]:
+        """See `BlockReader.make_cache`."""
+        return [KVCache() for _ in self._model.layers]
+
+    def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
+        """See `BlockReader.read_context`."""
+        self._model.read_context(features, position, cache)
+
+    def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> mx.array:
+        """See `BlockReader.read_block`."""
+        config = self._model.config
+        tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
+        embedded = self._embed(mx.array(tokens)) * config.embedding_scale
+        hidden = self._model(embedded, position, cache, num_context)
+        logits = self._head(hidden[-config.num_foreseen :]) * config.logit_scale
+        if config.logit_cap is not None:
+            logits = mx.tanh(logits / config.logit_cap) * config.logit_cap
+        return widened(logits, self._target_ids, self.vocab_size)
+
+
+def load_dflash(folder: Path) -> tuple[DFlash, mx.array | None]:
+    """Load a drafter from a folder with `config.json` and safetensors.
+
+    Returns: the drafter, and the target's id of each id of its reduced vocabulary, (draft_vocab_size,) int32; None for
+        a whole one.
+    Raises: ModelError: a file is missing or damaged, or the weights do not fit the configuration.
+    """
+    try:
+        config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
+    named = {name: value for name, value in read_weights(folder).items() if not name.startswith(_OF_TARGET)}
+    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, folder)
+    if target_ids is None:
+        named.pop("lm_head.weight", None)  # the target's
+    model = DFlash(config)
+    try:
+        model.load_weights(list(named.items()))
+    except ValueError as error:
+        raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
+    mx.eval(model.state, *(() if target_ids is None else (target_ids,)))
+    return model, target_ids

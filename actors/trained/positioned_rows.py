@@ -1,0 +1,74 @@
+"""Rows of successive positions of a text, such as features, in pieces."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+# Rows are copied into the piece before as long as that stays this small.
+MAX_MERGED = 64
+
+
+class PositionedRows:
+    """(n, width) rows of the positions from `begin` to `end`, in pieces, so that adding some does not copy the rest.
+
+    Attributes:
+        begin: the first position.
+        end: the position after the last.
+        pieces: the rows, in order; lazy.
+    """
+
+    def __init__(self) -> None:
+        self.begin = self.end = 0
+        self.pieces: list[mx.array] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the rows."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def clear(self) -> None:
+        """Drop all."""
+        self.begin = self.end = 0
+        self.pieces = []
+
+    def add(self, start: int, rows: mx.array) -> None:
+        """Add rows. Those before are dropped if some between are missing, or if they are of another width.
+
+        Args:
+            start: position of the first.
+            rows: (n, width), lazy or not.
+        """
+        if start != self.end or not self.pieces or self.pieces[-1].shape[1] != rows.shape[1]:
+            self.begin, self.pieces = start, [rows]
+        elif self.pieces[-1].shape[0] + rows.shape[0] <= MAX_MERGED:
+            self.pieces[-1] = mx.concatenate([self.pieces[-1], rows])
+        else:
+            self.pieces.append(rows)
+        self.end = start + rows.shape[0]
+
+    def between(self, begin: int, end: int) -> mx.array:
+        """(end - begin, width) rows of some of the positions, lazy."""
+        found, start = [], self.begin
+        for piece in self.pieces:
+            found.append(piece[max(0, begin - start) : max(0, end - start)])
+            start += piece.shape[0]
+        found = [part for part in found if part.shape[0] > 0]
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def drop_from(self, position: int) -> None:
+        """Drop the rows of positions from `position` on."""
+        if position < self.end:
+            self._keep(self.begin, position)
+
+    def drop_before(self, position: int) -> None:
+        """Drop the rows of positions before `position`."""
+        if position > self.begin:
+            self._keep(position, self.end)
+
+    def _keep(self, begin: int, end: int) -> None:
+        kept, start = [], self.begin
+        for piece in self.pieces:
+            kept.append(piece[max(0, begin - start) : max(0, end - start)])
+            start += piece.shape[0]
+        self.pieces = [piece for piece in kept if piece.shape[0] > 0]
+        self.begin, self.end = begin, max(begin, end)

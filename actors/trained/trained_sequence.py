@@ -1,0 +1,65 @@
+"""What the texts of trained drafters have in common, whatever they read the target's features for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import cast
+
+import mlx.core as mx
+
+from actors.model import RecordsNothing, RewindMode
+from actors.trained.feature_input import FeatureInput
+
+
+class TrainedSequence(RecordsNothing, FeatureInput):
+    """A `CachedSequence` that takes features, and can go back to any length.
+
+    Features are given in any thread; everything else happens on the model's.
+    """
+
+    depends_on_passes = False
+    needs_prefix_checkpoints = False
+
+    def __init__(self, feature_width: int) -> None:
+        """Make an empty sequence.
+
+        Args:
+            feature_width: width of a position's features.
+        """
+        self._feature_width = feature_width
+        # The position after the last of all features that were given.
+        self._num_given = 0
+        self._awaits_features = True
+
+    def give_nothing(self, num_tokens: int) -> None:
+        """See `FeatureInput.give_nothing`."""
+        zeros = mx.zeros((num_tokens, self._feature_width))
+        mx.eval(zeros)
+        self.give(0, zeros)
+
+    @property
+    def awaits_features(self) -> bool:
+        """See `FeatureInput.awaits_features`."""
+        return self._awaits_features
+
+    @property
+    def num_given(self) -> int:
+        """See `FeatureInput.num_given`."""
+        return self._num_given
+
+    @abstractmethod
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """See `CachedSequence.feed`."""
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """See `CachedSequence.feed_lazy`. Waits for the token."""
+        logits = self.feed((cast(int, token.item()),), 1)
+        assert logits is not None
+        return logits
+
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        """See `CachedSequence.prepare`."""
+        return RewindMode.TRIM
+
+    def add_prefix_checkpoint(self) -> None:
+        """See `CachedSequence.add_prefix_checkpoint`. A text that can be trimmed needs none."""

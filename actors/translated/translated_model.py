@@ -1,0 +1,87 @@
+"""A draft model of another vocabulary, behind the interface of `actors.model` as if it had its target's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.mlx.model import MLXModel
+from actors.model import CachedSequence, Feed
+from actors.translated.translated_sequence import TokenTables, TranslatedSequence
+from protocol.vocabulary_map import VocabularyMap
+
+
+class TranslatedModel:
+    """A draft model on its thread, on which it must also be made.
+
+    Tokens and logits are the target's. They are a distribution over the tokens that both have, from which tokens are
+    drawn, and so these are judged exactly under either acceptance rule.
+
+    Attributes:
+        vocabulary_map: which tokens both have, and how the others are read.
+        vocab_size: the target's; see `Model.vocab_size`.
+    """
+
+    def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
+        """Translate for a model.
+
+        Args:
+            model: with its own vocabulary.
+            vocabulary_map: to that vocabulary.
+        """
+        self._model = model
+        self.vocabulary_map = vocabulary_map
+        self.vocab_size = len(vocabulary_map.readings)
+        self._tables = TokenTables.of(vocabulary_map)
+
+    @property
+    def module(self) -> Module:
+        """mlx-lm's model."""
+        return self._model.module
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return self._model.num_bytes
+
+    @property
+    def context_length(self) -> int | None:
+        """See `Model.context_length`. A text may have more tokens here than at the target; its sequence checks that."""
+        return self._model.context_length
+
+    def evaluating_layers(self) -> AbstractContextManager[None]:
+        """See `MLXModel.evaluating_layers`."""
+        return self._model.evaluating_layers()
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        """See `Model.feed_together`."""
+        readings = [cast(TranslatedSequence, feed.sequence).read(feed.tokens, feed.num_logits) for feed in feeds]
+        own_feeds = [
+            Feed(cast(TranslatedSequence, feed.sequence).own, reading.tokens, reading.num_rows)
+            for feed, reading in zip(feeds, readings, strict=True)
+        ]
+        all_rows = self._model.feed_together(own_feeds)
+        return [
+            cast(TranslatedSequence, feed.sequence).take_rows(reading, rows)
+            for feed, reading, rows in zip(feeds, readings, all_rows, strict=True)
+        ]
+
+    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
+        """See `Model.feed_ahead`. Does nothing: only the target decodes ahead."""
+
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """See `Model.sharing_obstacle`."""
+        return self._model.sharing_obstacle(rewinds_passes=rewinds_passes)
+
+    def abandon_shared(self) -> None:
+        """See `Model.abandon_shared`."""
+        self._model.abandon_shared()
+
+    def open_sequence(self, *, beside_another: bool) -> TranslatedSequence:
+        """See `Model.open_sequence`."""
+        own = self._model.open_sequence(beside_another=beside_another)
+        return TranslatedSequence(own, self.vocabulary_map, self._tables, self._model.context_length)

@@ -1,0 +1,82 @@
+"""LangChain with `outrider serve`: a stream, tools, structured output, and an answer that is broken off.
+
+Only the base URL is Outrider's. Run with langchain-openai 1.7.3 (langchain-core 1.7.2).
+Start `outrider serve` first, with a model that can call tools, then this program.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from langchain_core.messages import AIMessageChunk
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
+
+
+class Weather(BaseModel):
+    """What the model is held to."""
+
+    sky: Literal["clear", "cloudy", "rainy"]
+    degrees: Annotated[int, Field(ge=-40, le=50)]
+
+
+@tool
+def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
+    """The weather in a city, some days from now."""
+    return f"{city} in {days} days: clear, 20 degrees"
+
+
+def chat_model(**options: Any) -> ChatOpenAI:
+    key = os.environ.get("OUTRIDER_API_KEY", "none")
+    return ChatOpenAI(model=MODEL, base_url=BASE_URL, api_key=key, **{"max_tokens": 200, **options})
+
+
+def stream() -> Iterator[str]:
+    """The pieces of an answer."""
+    for chunk in chat_model(max_tokens=24).stream("Write a haiku about a dog that runs ahead."):
+        yield chunk.text
+
+
+def call() -> tuple[dict[str, Any], str]:
+    """The arguments that the model calls the tool with, in a stream, and what it says to the result."""
+    question = "human", "What is the weather in Oslo?"
+    with_tools = chat_model().bind_tools([forecast], tool_choice="forecast", parallel_tool_calls=False)
+    called = AIMessageChunk("")
+    for chunk in with_tools.stream([question]):
+        called += chunk
+    (wanted,) = called.tool_calls
+    after = chat_model(max_tokens=8).bind_tools([forecast], tool_choice="none")
+    return wanted["args"], after.invoke([question, called, forecast.invoke(wanted)]).text
+
+
+def structured() -> Weather:
+    """An answer of a type."""
+    answer = chat_model().with_structured_output(Weather).invoke("How is the weather?")
+    assert isinstance(answer, Weather)
+    return answer
+
+
+def break_off() -> str:
+    """The first piece of a long answer; the server's work on the rest ends."""
+    pieces = chat_model(max_tokens=800, extra_body={"ignore_eos": True}).stream("Count to a million.")
+    first = next(piece.text for piece in pieces if piece.text)
+    pieces.close()
+    return first
+
+
+def main() -> None:
+    for piece in stream():
+        print(piece, end="", flush=True)
+    print("\ncalled with", *call(), sep="\n  ")
+    print(structured())
+    print("broken off after", repr(break_off()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""LlamaIndex with `outrider serve`: a stream, tools, structured output, and an answer that is broken off.
+
+Only the base URL is Outrider's. Run with llama-index-llms-openai-like 0.8.1 (llama-index-core 0.14.25).
+Start `outrider serve` first, with a model that can call tools, then this program.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel, ConfigDict, Field
+
+BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
+
+
+class Weather(BaseModel):
+    """What the model is held to: with no other fields, or a small model invents them."""
+
+    model_config = ConfigDict(extra="forbid")
+    sky: Literal["clear", "cloudy", "rainy"]
+    degrees: Annotated[int, Field(ge=-40, le=50)]
+
+
+# LlamaIndex evaluates the annotations in a module of its own: they must not be strings.
+def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
+    """The weather in a city, some days from now."""
+    return f"{city} in {days} days: clear, 20 degrees"
+
+
+def llm(**options: Any) -> OpenAILike:
+    key = os.environ.get("OUTRIDER_API_KEY", "none")
+    has = {"is_chat_model": True, "is_function_calling_model": True}
+    return OpenAILike(model=MODEL, api_base=BASE_URL, api_key=key, **has, **{"max_tokens": 200, **options})
+
+
+def user(text: str) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=text)]
+
+
+def stream() -> Iterator[str]:
+    """The pieces of an answer."""
+    for part in llm(max_tokens=24).stream_chat(user("Write a haiku about a dog that runs ahead.")):
+        yield part.delta or ""
+
+
+def call() -> str:
+    """What the tool returns to the model's call."""
+    tool = FunctionTool.from_defaults(forecast)
+    return str(llm().predict_and_call([tool], "What is the weather in Oslo?", tool_required=True))
+
+
+def structured() -> Weather:
+    """An answer of a type, by a tool."""
+    answer = llm().as_structured_llm(Weather).chat(user("How is the weather?")).raw
+    assert isinstance(answer, Weather)
+    return answer
+
+
+def break_off() -> str:
+    """The first piece of a long answer; the server's work on the rest ends."""
+    options = {"max_tokens": 800, "additional_kwargs": {"extra_body": {"ignore_eos": True}}}
+    parts = llm(**options).stream_chat(user("Count to a million."))
+    first = next(part.delta for part in parts if part.delta)
+    parts.close()
+    return first
+
+
+def main() -> None:
+    for piece in stream():
+        print(piece, end="", flush=True)
+    print("\nthe tool returned", call())
+    print(structured())
+    print("broken off after", repr(break_off()))
+
+
+if __name__ == "__main__":
+    main()

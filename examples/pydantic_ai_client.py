@@ -1,0 +1,92 @@
+"""Pydantic AI with `outrider serve`: a stream, tools, structured output, and an answer that is broken off.
+
+Only the base URL is Outrider's. Run with pydantic-ai-slim[openai] 2.68.0.
+Start `outrider serve` first, with a model that can call tools, then this program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal
+
+from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.messages import ToolCallPart
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
+MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
+
+
+class Weather(BaseModel):
+    """What the model is held to."""
+
+    sky: Literal["clear", "cloudy", "rainy"]
+    degrees: Annotated[int, Field(ge=-40, le=50)]
+
+
+def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
+    """The weather in a city, some days from now."""
+    return f"{city} in {days} days: clear, 20 degrees"
+
+
+@asynccontextmanager
+async def agent(settings: dict[str, Any], **options: Any) -> AsyncIterator[Agent[None, Any]]:
+    """An agent, whose connections are closed on exit."""
+    async with AsyncOpenAI(base_url=BASE_URL, api_key=os.environ.get("OUTRIDER_API_KEY", "none")) as client:
+        model = OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client))
+        yield Agent(model, model_settings={"max_tokens": 200, **settings}, **options)
+
+
+async def stream() -> AsyncIterator[str]:
+    """The pieces of an answer."""
+    async with (
+        agent({"max_tokens": 24}) as one,
+        one.run_stream("Write a haiku about a dog that runs ahead.") as answer,
+    ):
+        async for piece in answer.stream_text(delta=True):
+            yield piece
+
+
+async def call() -> tuple[dict[str, Any], str]:
+    """The arguments that the model calls the tool with, and what the tool returns, which ends the run."""
+    async with agent({"parallel_tool_calls": False}, output_type=forecast) as one:
+        run = await one.run("What is the weather in Oslo?")
+    (wanted,) = [part for message in run.all_messages() for part in message.parts if isinstance(part, ToolCallPart)]
+    return wanted.args_as_dict(), run.output
+
+
+async def structured() -> Weather:
+    """An answer of a type, by the server's grammar."""
+    async with agent({}, output_type=NativeOutput(Weather)) as one:
+        answer = await one.run("How is the weather?")
+    assert isinstance(answer.output, Weather)
+    return answer.output
+
+
+async def break_off() -> str:
+    """The first piece of a long answer; the server's work on the rest ends."""
+    settings = {"max_tokens": 800, "extra_body": {"ignore_eos": True}}
+    async with agent(settings) as one, one.run_stream("Count to a million.") as answer:
+        async for piece in answer.stream_text(delta=True, debounce_by=None):
+            if piece:
+                await answer.cancel()
+                return piece
+    raise AssertionError("the answer was empty")
+
+
+async def main() -> None:
+    async for piece in stream():
+        print(piece, end="", flush=True)
+    print("\ncalled with", *await call(), sep="\n  ")
+    print(await structured())
+    print("broken off after", repr(await break_off()))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

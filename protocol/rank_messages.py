@@ -1,0 +1,144 @@
+"""Messages between the ranks of a target that is sharded over several processes, as bytes and back.
+
+Rank 0 leads: it announces each operation on the target's caches, in the order in which its own thread runs them. The
+other ranks follow. Tensors do not travel in messages: the forward passes exchange them by MLX's own collectives.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+from attrs.validators import deep_mapping, instance_of
+
+from protocol.errors import ProtocolError
+
+# A longer message is not one of ours.
+MAX_MESSAGE_BYTES = 64 * 1024**2
+
+
+@attrs.frozen
+class Hello:
+    """The first message of a rank, to rank 0.
+
+    Attributes:
+        rank: of the sender.
+        size: number of ranks, as the sender knows it.
+        versions: of the packages that must be the same on all ranks, by name.
+    """
+
+    rank: int = attrs.field(validator=instance_of(int))
+    size: int = attrs.field(validator=instance_of(int))
+    versions: dict[str, str] = attrs.field(validator=deep_mapping(instance_of(str), instance_of(str)))
+
+
+@attrs.frozen
+class Welcome:
+    """Rank 0's answer to each `Hello`, once all ranks are there."""
+
+
+@attrs.frozen
+class Beat:
+    """Says that the sender is alive. Sent both ways, also while a model works."""
+
+
+@attrs.frozen
+class OpenTarget:
+    """Rank 0 opens a target: each rank loads its part.
+
+    Attributes:
+        cache_options: of the target's caches, by name.
+    """
+
+    cache_options: dict[str, Any]
+
+
+@attrs.frozen
+class Loaded:
+    """A rank has loaded its part.
+
+    Attributes:
+        parts: digests of what all ranks have in common, by name; see `actors.distributed.sharding`.
+    """
+
+    parts: dict[str, str]
+
+
+@attrs.frozen
+class Operation:
+    """An operation on the target, which each rank repeats.
+
+    Attributes:
+        name: of a method of the model, or of a sequence.
+        sequence: number of the sequence; None for the model.
+        arguments: of the method; sequences are given by their numbers.
+        texts: what rank 0 believes of the sequences that a pass reads, from before the pass: (sequence, tokens,
+            checksum of the tokens) of each.
+    """
+
+    name: str
+    sequence: int | None = None
+    arguments: tuple[Any, ...] = ()
+    texts: tuple[tuple[int, int, int], ...] = ()
+
+
+@attrs.frozen
+class Operations:
+    """Operations that follow each other, in one message."""
+
+    operations: tuple[Operation, ...]
+
+
+@attrs.frozen
+class CloseTarget:
+    """Rank 0 has closed the target; the ranks release their parts."""
+
+
+@attrs.frozen
+class Broken:
+    """The group cannot go on.
+
+    Attributes:
+        reason: a clause that names the rank whose doing it is.
+    """
+
+    reason: str
+
+
+RankMessage = Hello | Welcome | Beat | OpenTarget | Loaded | Operations | CloseTarget | Broken
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Hello, Welcome, Beat, OpenTarget, Loaded, Operations, CloseTarget, Broken)
+}
+
+
+def encode(message: RankMessage) -> bytes:
+    """A message as bytes."""
+    if isinstance(message, Operations):
+        fields: list[Any] = [[[o.name, o.sequence, o.arguments, o.texts] for o in message.operations]]
+    else:
+        fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
+    return json.dumps([type(message).__name__, *fields], separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> RankMessage:
+    """A message from its bytes.
+
+    Raises: ProtocolError: these are not the bytes of a message.
+    """
+    try:
+        name, *fields = json.loads(data)
+        kind = _KINDS[name]
+        if kind is Operations:
+            (operations,) = fields
+            return Operations(
+                tuple(
+                    Operation(name, sequence, tuple(arguments), tuple((text[0], text[1], text[2]) for text in texts))
+                    for name, sequence, arguments, texts in operations
+                )
+            )
+        message: RankMessage = kind(*fields)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise ProtocolError(f"another rank sent {data[:80]!r}, which is no message of Outrider's") from error
+    return message

@@ -1,0 +1,129 @@
+"""Scores: the log-probabilities of tokens that are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+
+from protocol.acceptance import likelihoods
+from protocol.reprs import brief, excerpt
+
+
+@attrs.frozen
+class TopLogprob:
+    """One of the most probable tokens at a position: its id, its text decoded alone, and its log-probability."""
+
+    id: int
+    text: str
+    logprob: float
+
+    def __repr__(self) -> str:
+        return f"TopLogprob(id={self.id}, text={excerpt(self.text)}, logprob={self.logprob:.4g})"
+
+
+@attrs.frozen
+class TokenScore:
+    """The score of a token, without texts.
+
+    Attributes:
+        id: of the token.
+        logprob: its log-probability, <= 0.
+        is_greedy: whether it is the argmax: the token that greedy decoding chooses.
+        top: (id, log-probability) of the most probable tokens, most probable first.
+    """
+
+    id: int
+    logprob: float
+    is_greedy: bool
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_scores(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[TokenScore, ...]:
+    """The scores of tokens.
+
+    Args:
+        logits: (n, V), the target's, for the tokens' positions.
+        tokens: (n,) token ids.
+        num_top: how many of the most probable tokens to name, >= 0.
+
+    Returns: one for each token. Costs a synchronisation.
+    """
+    greedy = mx.argmax(logits, axis=-1)
+    if num_top == 0:
+        # Without the others, no row needs to be sorted.
+        rows = logits.astype(mx.float32)
+        chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1)[:, 0]
+        own = cast(list[float], (chosen - mx.logsumexp(rows, axis=-1)).tolist())
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+    else:
+        named = likelihoods(logits, tokens, num_top)
+        own, tops = [each.logprob for each in named], [each.top for each in named]
+    return tuple(
+        TokenScore(id, logprob, id == best, top)
+        for id, logprob, best, top in zip(tokens, own, cast(list[int], greedy.tolist()), tops, strict=True)
+    )
+
+
+@attrs.frozen
+class ScoredToken:
+    """One token of a scored text.
+
+    Attributes:
+        id: in the target's vocabulary.
+        text: the text that this token makes readable after the ones before it, possibly empty.
+        logprob: its log-probability, <= 0, under the target.
+        is_greedy: whether it is the argmax: the token that greedy decoding chooses.
+        top_logprobs: the most probable tokens at its position, most probable first; as many as were asked for.
+    """
+
+    id: int
+    text: str
+    logprob: float
+    is_greedy: bool
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+    def __repr__(self) -> str:
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.logprob, "is_greedy": self.is_greedy}
+        if self.top_logprobs:
+            told["top_logprobs"] = self.top_logprobs
+        return brief("ScoredToken", told)
+
+
+@attrs.frozen
+class Score:
+    """The score of a continuation.
+
+    Attributes:
+        tokens: the tokens of the continuation, at least one.
+        num_prompt_tokens: tokens of the prompt.
+        cached_tokens: how many of those were still cached.
+    """
+
+    tokens: tuple[ScoredToken, ...]
+    num_prompt_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the continuation after the prompt, <= 0: the sum over its tokens."""
+        return math.fsum(token.logprob for token in self.tokens)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding writes the continuation after the prompt."""
+        return all(token.is_greedy for token in self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the negative mean log-probability of a token, >= 1; infinite where no float holds it."""
+        try:
+            return math.exp(-self.logprob / len(self.tokens))
+        except OverflowError:
+            return math.inf
+
+    def __repr__(self) -> str:
+        return brief("Score", {"logprob": self.logprob, "is_greedy": self.is_greedy, "tokens": self.tokens})

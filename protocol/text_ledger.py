@@ -1,0 +1,83 @@
+"""A ledger of texts: which tokens a rank has fed to each sequence of a sharded target, as a running checksum.
+
+Each rank keeps one. Rank 0 sends its entries with each pass, and the others compare: a rank that is out of step is
+noticed before its part of the pass is used.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import cast
+
+import attrs
+import mlx.core as mx
+
+
+@attrs.define(eq=False)
+class _Text:
+    """One text.
+
+    Attributes:
+        checksums: of the first 0, 1, 2, … tokens.
+        pending: the tokens after those, which may not be computed yet; (1,) each.
+    """
+
+    checksums: list[int] = attrs.field(factory=lambda: [0])
+    pending: list[mx.array] = attrs.field(factory=list)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.checksums.append(zlib.crc32(token.to_bytes(8, "little", signed=True), self.checksums[-1]))
+
+    def settle(self) -> None:
+        """Read the pending tokens, which waits until they are computed."""
+        pending, self.pending = self.pending, []
+        self.add([cast(int, token.item()) for token in pending])
+
+    @property
+    def length(self) -> int:
+        return len(self.checksums) - 1 + len(self.pending)
+
+
+class TextLedger:
+    """The texts of one rank, by the number of their sequence."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def open(self, sequence: int) -> None:
+        """Begin an empty text."""
+        self._texts[sequence] = _Text()
+
+    def close(self, sequence: int) -> None:
+        """Forget a text."""
+        del self._texts[sequence]
+
+    def feed(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Add tokens to a text."""
+        text = self._texts[sequence]
+        text.settle()
+        text.add(tokens)
+
+    def feed_later(self, sequence: int, token: mx.array) -> None:
+        """Add a token that may not be computed yet, (1,); it is read when the text is looked at next."""
+        text = self._texts[sequence]
+        text.settle()
+        text.pending.append(token)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Drop a text's tokens from a length on."""
+        text = self._texts[sequence]
+        if length < text.length:
+            text.settle()
+            del text.checksums[length + 1 :]
+
+    def entry(self, sequence: int) -> tuple[int, int, int]:
+        """(sequence, number of tokens, checksum of the tokens)."""
+        text = self._texts[sequence]
+        text.settle()
+        return sequence, text.length, text.checksums[-1]

@@ -1,0 +1,119 @@
+"""How the models of a command are loaded, as flags: adapters, revisions, quantisation and options of mlx-lm."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+from runtime.cli.arguments.settings import parse_value
+from runtime.loading.model_spec import ModelSpec
+
+# Flags of one model: what they set, placeholder, help. The draft model's have "draft-" in front.
+_OF_EACH = (
+    ("adapter_path", "DIR", "LoRA adapter, as mlx_lm.lora writes it"),
+    ("revision", "NAME", "branch, tag or commit of the hub id"),
+    ("quantize", "BITS", "quantise the weights once they are read: 4, or bits and group size, such as 8:32; or a mode"),
+    ("model_config", "JSON", 'values in place of those of config.json, such as {"rope_theta": 1e6}'),
+)
+_MODES = ("mxfp4", "nvfp4", "mxfp8")
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Add the flags to a command's arguments; `target_of` and `draft_of` read them."""
+    group = parser.add_argument_group("loading")
+    for prefix, whose in (("", "the target"), ("draft_", "the draft model")):
+        for name, metavar, text in _OF_EACH:
+            flag = f"--{prefix}{name}".replace("_", "-")
+            group.add_argument(flag, metavar=metavar, help=f"of {whose}: {text}")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the models, such as a tokenizer's"
+    )
+    group.add_argument(
+        "--tokenizer-config",
+        metavar="JSON",
+        help='options of the target\'s tokenizer, such as {"eos_token": "<|im_end|>"}',
+    )
+    group.add_argument(
+        "--chat-template", metavar="TEXT", help="chat template in place of the tokenizer's, or the path of a file"
+    )
+    # A flag of mlx-lm, for a value of the configuration.
+    group.add_argument("-qa", "--quantize-activations", action="store_true", help=argparse.SUPPRESS)
+
+
+def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
+    """The target with what the flags say of it.
+
+    Raises: SettingsError: a flag's value is not of its form, or out of its range.
+    """
+    tokenizer_config = _json(arguments, "tokenizer_config")
+    if arguments.chat_template is not None:
+        tokenizer_config["chat_template"] = _text_or_file(arguments.chat_template)
+    model_config = _json(arguments, "model_config")
+    if arguments.quantize_activations:
+        model_config["quantize_activations"] = True
+    return _spec(arguments, "", path, tokenizer_config=tokenizer_config, model_config=model_config)
+
+
+def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
+    """The draft model, likewise."""
+    return _spec(arguments, "draft_", path, model_config=_json(arguments, "draft_model_config"))
+
+
+def names_of_draft(arguments: argparse.Namespace) -> list[str]:
+    """The flags of the draft model that were given."""
+    names = [f"draft_{name}" for name, *_ in _OF_EACH]
+    return [f"--{name}".replace("_", "-") for name in names if getattr(arguments, name) is not None]
+
+
+def _spec(
+    arguments: argparse.Namespace, prefix: str, path: str | Path, **configs: dict[str, Any]
+) -> str | Path | ModelSpec:
+    spec = ModelSpec(
+        path,
+        adapter_path=getattr(arguments, f"{prefix}adapter_path"),
+        revision=getattr(arguments, f"{prefix}revision"),
+        trust_remote_code=arguments.trust_remote_code,
+        quantize=_quantize(getattr(arguments, f"{prefix}quantize")),
+        **configs,
+    )
+    return path if spec.is_plain else spec
+
+
+def _quantize(given: str | None) -> int | dict[str, Any] | None:
+    if given is None:
+        return None
+    if given in _MODES:
+        return {"mode": given}
+    bits, colon, group_size = given.partition(":")
+    return {"bits": parse_value(bits), **({"group_size": parse_value(group_size)} if colon else {})}
+
+
+def _json(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    given: str | None = getattr(arguments, name)
+    return {} if given is None else parse_object(f"--{name.replace('_', '-')}", given)
+
+
+def parse_object(flag: str, given: str) -> dict[str, Any]:
+    """The mapping in a flag's value.
+
+    Raises: SettingsError: it is not a JSON object.
+    """
+    try:
+        value = json.loads(given)
+    except ValueError as error:
+        raise SettingsError(f"{flag} must be a JSON object, got {shown(given)}: {error}") from error
+    if not isinstance(value, dict):
+        raise SettingsError(f'{flag} must be a JSON object, such as {{"name": 1}}, got {shown(given)}')
+    return value
+
+
+def _text_or_file(given: str) -> str:
+    """A template, or what is in the file that it names. No template is the path of a file."""
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8") if "{" not in given else given
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--chat-template {shown(given)} is neither a template nor a file: {error}") from error

@@ -1,0 +1,162 @@
+"""The arguments that name the models of a command, and the options of `runtime.open`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+from protocol.settings import MTP, NGRAM
+from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
+from runtime.cli.arguments.settings import Option, parse_value
+from runtime.cli.flags import flag
+from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.loading.device import use_device
+from runtime.loading.model_spec import ModelSpec
+
+# The library checks bounds, and its messages have the remedies.
+OPTIONS: tuple[Option, ...] = (
+    ("kv_bits", "N", parse_value, "quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits (default: none)"),
+    ("kv_group_size", "N", parse_value, "quantisation group: 32, 64 or 128 (default: 64)"),
+    ("quantized_kv_start", "N", parse_value, "number of tokens in a cache from which it is quantised (default: 5000)"),
+    ("max_kv_size", "N", parse_value, "most tokens in a cache; older ones are dropped (default: no limit)"),
+    ("prefix_cache_bytes", "N", parse_value, "size limit of a model's prefix cache in bytes; 0 turns it off"),
+    (
+        "prefix_cache_dir",
+        "DIR",
+        str,
+        "directory for what leaves the target's prefix cache, found after a restart",
+    ),
+    ("prefix_cache_dir_bytes", "N", parse_value, "size limit of that directory in bytes (default: 16 GiB)"),
+    ("chat_template_args", "JSON", str, 'variables of the chat template, such as {"enable_thinking": false}'),
+    ("rewind", "HOW", str, 'how caches drop rejected tokens: "trim", "checkpoint", "none" or "auto" (default: auto)'),
+)
+
+# The options of prefix caches, which commands do not have that reuse no prefix.
+PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
+
+# Names of mlx-lm, which are accepted but not shown in `--help`.
+_ALIASES = {"chat_template_args": ("--chat-template-config",)}
+
+
+@attrs.frozen
+class Models:
+    """The models of a command.
+
+    Attributes:
+        target: a path or hub id, with how it is loaded.
+        draft: likewise, "ngram" for prompt lookup, or None for plain decoding.
+        more_drafts: further drafters, for a command that compares several.
+        options: the options of `runtime.open` that were given.
+        device: on which both compute, "cpu" or "gpu"; None for MLX's default.
+    """
+
+    target: str | Path | ModelSpec
+    draft: str | Path | ModelSpec | None
+    options: dict[str, Any] = attrs.field(factory=dict)
+    device: str | None = None
+    more_drafts: tuple[str | Path | ModelSpec, ...] = ()
+
+    @property
+    def loaded(self) -> list[str | Path | ModelSpec]:
+        """The models that have to be loaded."""
+        return [model for model in (self.target, *self.drafts) if model is not None and model != NGRAM]
+
+    @property
+    def drafts(self) -> tuple[str | Path | ModelSpec | None, ...]:
+        """All drafters."""
+        return (self.draft, *self.more_drafts)
+
+    def use_device(self) -> None:
+        """Make `device` the default of MLX, and so of this process. Imports mlx.
+
+        Raises: SettingsError: the device is not available.
+        """
+        use_device(self.device)
+
+
+def add_models(
+    parser: argparse.ArgumentParser,
+    *,
+    without: Collection[str] = (),
+    draft_help: str | None = None,
+    target_first: bool = False,
+    as_they_are: bool = False,
+    several_drafts: bool = False,
+) -> None:
+    """Add the models and their options to a command's arguments; `models_of` reads them.
+
+    Args:
+        parser: the command's parser.
+        without: options that the command does not have.
+        draft_help: help of `--draft`, if the command does not accept all its values.
+        target_first: whether the target may also be given without a flag.
+        as_they_are: whether the command loads models as their files are, without adapters and the like.
+        several_drafts: whether `--draft` may be given more than once.
+    """
+    group = parser.add_argument_group("models")
+    target = group.add_mutually_exclusive_group()
+    if target_first:
+        target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
+    target.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    target.add_argument("--model", dest="target", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    action = "append" if several_drafts else "store"
+    group.add_argument(
+        "--draft",
+        action=action,
+        metavar="MODEL",
+        help=draft_help
+        or 'path or hub id; "ngram" drafts by prompt lookup, without a model; "none" decodes plainly '
+        "(default: the demo draft model with the demo target, else none)",
+    )
+    # The flag of mlx-lm.
+    group.add_argument("--draft-model", action=action, dest="draft", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    if not as_they_are:
+        add_loading(parser)
+    group = parser.add_argument_group("caches and devices")
+    for name, metavar, read, text in OPTIONS:
+        if name not in without:
+            group.add_argument(flag(name), metavar=metavar, type=read, default=argparse.SUPPRESS, help=text)
+            for alias in _ALIASES.get(name, ()):
+                group.add_argument(alias, dest=name, type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    group.add_argument("--device", metavar="DEVICE", help='device of both models: "cpu" or "gpu" (default: MLX\'s)')
+
+
+def models_of(arguments: argparse.Namespace) -> Models:
+    """The models that the arguments name.
+
+    Raises: SettingsError: there is no such device, or how a model is to be loaded is not understood.
+    """
+    if arguments.device not in (None, "cpu", "gpu"):
+        raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
+    names = [name for name, *_ in OPTIONS]
+    options = {name: given for name, given in vars(arguments).items() if name in names}
+    if "chat_template_args" in options:
+        options["chat_template_args"] = parse_object("--chat-template-args", options["chat_template_args"])
+    if hasattr(arguments, "group"):
+        options["group"] = arguments.group
+    first: str | None = getattr(arguments, "target_here", None)
+    target: str | None = arguments.target if first is None else first
+    drafts: list[str] = arguments.draft if isinstance(arguments.draft, list) else [arguments.draft or ""]
+    if len(drafts) > 1 and "none" in drafts:
+        raise SettingsError("--draft none is for plain decoding, and does not go with another drafter")
+    by_default = DEMO_DRAFT if target is None else None
+    draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
+    if not hasattr(arguments, "adapter_path"):
+        return Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
+    if draft in (None, NGRAM, MTP) and (given := names_of_draft(arguments)):
+        raise SettingsError(
+            f"{given[0]} is of a draft model, and there is none; give one with --draft, or leave it out"
+        )
+    return Models(
+        target_of(arguments, DEMO_TARGET if target is None else target),
+        draft if draft in (None, NGRAM, MTP) else draft_of(arguments, draft),
+        options,
+        arguments.device,
+        tuple(more if more in (NGRAM, MTP) else draft_of(arguments, more) for more in drafts[1:]),
+    )

@@ -1,0 +1,213 @@
+"""Grammars that hold a model to its tools: to their schemas, in the model's own format of calls.
+
+The grammar has fixed text as it is, a special token where the tokenizer has one for it, and a grammar of its own for
+each JSON schema. Of a string that is written without quotation marks only `enum` and `const` are enforced, since the
+text ends where its end marker begins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from protocol.errors import SettingsError
+from runtime.generation.grammar_vocabulary import special_tokens
+from runtime.generation.json_schema import grammar_of_schema
+from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.call_layouts import OPTIONAL_NEWLINE, CallLayout, call_layout
+from runtime.generation.tool_calls.tools import Tools
+
+_PLACEHOLDERS = re.compile("({number}|" + OPTIONAL_NEWLINE + ")")
+_TERMS = {"{number}": "/[0-9]{1,4}/", OPTIONAL_NEWLINE: '"\\n"?'}
+
+
+def call_grammar(
+    tools: Tools,
+    format: CallFormat,
+    tokenizer: Any,
+    *,
+    tags: tuple[str, str] | None = None,
+    is_thinking: bool = False,
+    content: Mapping[str, Any] | bool | None = None,
+    is_loose: bool = False,
+) -> str:
+    """The grammar of an answer, in llguidance's own format, as `Grammar` takes it.
+
+    Args:
+        tools: what may be called. Where a call must be, there is no text beside it but reasoning.
+        format: of the model.
+        tokenizer: the target's.
+        tags: of the reasoning, which stays free; None for a model without.
+        is_thinking: whether the answer begins within the reasoning.
+        content: the JSON schema of an answer that calls nothing; None for any text. Not with a call that must be.
+        is_loose: whether arguments may be any JSON where the format has JSON, whatever the schema says.
+
+    Raises: SettingsError: the format has no layout, a schema cannot be followed, or llguidance is not installed.
+    """
+    layout = call_layout(format.name, getattr(tokenizer, "chat_template", None))
+    if layout is None:
+        raise SettingsError(
+            f"no grammar is known for the calls of this model, whose parser is {format.name!r}; leave tool_choice at "
+            '"auto", and strict and parallel_tool_calls out'
+        )
+    writer = _Writer(special_tokens(tokenizer))
+    calls = [_call(writer, layout, tool["function"], is_loose=is_loose) for tool in tools.callable]
+    call = writer.rule(" | ".join(calls))
+    is_one = not tools.is_parallel or tools.choice not in ("auto", "required")
+    has_several = layout.between_calls is not None and not is_one
+    several = f" ({writer.text(layout.between_calls or '')} {call})*" if has_several else ""
+    begin, end = layout.block
+    rest = f"{writer.text(begin)} {call}{several} {writer.text(end + format.end)}"
+    block = writer.rule(f"{writer.text(format.start)} {rest}")
+    if tools.must_call:
+        answer = block if is_one else f'{block} ("\\n"? {block})*'
+    elif content is not None:
+        answer = f"{writer.schema(content)} | " + (block if is_one else f'{block} ("\\n"? {block})*')
+    else:
+        begun = writer.rule(f"{writer.until(format.start)} {rest}")
+        answer = f"{begun}{'?' if is_one else '*'} TEXT"
+    return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} ({answer})")
+
+
+def _reasoning(writer: _Writer, tags: tuple[str, str] | None, *, is_thinking: bool) -> str:
+    if tags is None:
+        return ""
+    rest = f"{writer.until(tags[1])} SPACE"
+    return rest if is_thinking else f"({writer.text(tags[0])} {rest})?"
+
+
+def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, is_loose: bool) -> str:
+    """The rule of a call of one function."""
+    parameters = {"type": "object"} if is_loose else {"type": "object", **function["parameters"]}
+    head = writer.text(layout.head.replace("{name}", function["name"]))
+    tail = writer.text(layout.tail)
+    if layout.key is None:
+        return writer.rule(f"{head} {writer.schema(parameters)} {tail}")
+    declared = function["parameters"].get("properties")
+    properties = declared if isinstance(declared, Mapping) else {}
+    required = function["parameters"].get("required")
+    required = set(required) if isinstance(required, list) else set()
+    definitions = {
+        key: function["parameters"][key] for key in ("$defs", "definitions") if key in function["parameters"]
+    }
+    arguments = []
+    for key, schema in properties.items():
+        schema = {**schema, **definitions} if isinstance(schema, Mapping) else {}
+        arguments.append((_argument(writer, layout, key, schema, is_loose=is_loose), key in required))
+    return writer.rule(f"{head} {_in_order(writer, arguments, writer.text(layout.between_arguments))} {tail}")
+
+
+def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str, Any], *, is_loose: bool) -> str:
+    """The rule of one argument: its name and its value."""
+    assert layout.key is not None
+    types = _types(schema)
+    kind = "string" if "string" in types or not types else sorted(types)[0]
+    head = writer.text(layout.key.replace("{key}", key).replace("{type}", "number" if kind == "integer" else kind))
+    end = writer.text(layout.value_end)
+    value_schema = True if is_loose else schema
+    if layout.values == "json" or kind != "string":
+        if layout.values not in ("json", "text") and _types(_items(schema)) == {"string"}:
+            item = f"{writer.text(layout.values)} {writer.until(layout.values)}"
+            return writer.rule(f'{head} "[" ({item} ("," {item})*)? "]" {end}')
+        return writer.rule(f"{head} {writer.schema(value_schema)} {end}")
+    quotation = "" if layout.values == "text" else layout.values
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and choices and not is_loose:
+        texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
+        body = " | ".join(writer.text(quotation + text + quotation + layout.value_end) for text in texts)
+        return writer.rule(f"{head} ({body})")
+    closing = writer.until((quotation or layout.value_end).replace(OPTIONAL_NEWLINE, ""))
+    rest = end if quotation else ('"\\n"?' if OPTIONAL_NEWLINE in layout.value_end else "")
+    return writer.rule(f"{head} {writer.text(quotation)} {closing} {rest}")
+
+
+def _in_order(writer: _Writer, arguments: Sequence[tuple[str, bool]], between: str) -> str:
+    """Arguments in their order, of which some are required, with text between any two."""
+    # The rest of the arguments: where one came before, and where none did.
+    after, first = "", ""
+    for rule, is_required in reversed(arguments):
+        begun = f"{rule} {after}"
+        if not is_required:
+            begun = f"{begun} | {first}" if first else f"({begun})?"
+        after = f"{between} {rule} {after}" if is_required else f"({between} {rule})? {after}"
+        first, after = writer.rule(begun), writer.rule(after)
+    return first
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a schema names, itself or in alternatives; empty where it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(alternatives := schema.get(key), list):
+            types |= {each for alternative in alternatives for each in _types(alternative)}
+    if not types and isinstance(choices := schema.get("enum"), list) and not any(isinstance(c, str) for c in choices):
+        return {"number"}
+    if not types and "$ref" in schema:
+        return {"object"}
+    return types
+
+
+def _items(schema: Mapping[str, Any]) -> Any:
+    return schema.get("items") if _types(schema) == {"array"} else None
+
+
+class _Writer:
+    """Writes a grammar in llguidance's variant of Lark."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        """An empty grammar, for a tokenizer with these special tokens."""
+        self._special_tokens = special_tokens
+        self._rules: list[str] = []
+        self._schemas: list[dict[str, Any]] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule; returns its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def schema(self, schema: Mapping[str, Any] | bool) -> str:
+        """The JSON of a schema.
+
+        Raises: SettingsError: it cannot be followed.
+        """
+        name = f"schema_{len(self._schemas)}"
+        [grammar] = json.loads(grammar_of_schema(schema))["grammars"]
+        self._schemas.append({**grammar, "name": name})
+        return f"@{name}"
+
+    def text(self, text: str) -> str:
+        """Fixed text, with the placeholders of layouts."""
+        terms = []
+        for part in _PLACEHOLDERS.split(text):
+            terms += [_TERMS[part]] if part in _TERMS else self._terms(part)
+        return " ".join(terms)
+
+    def until(self, text: str) -> str:
+        """Any text up to the first `text`, which is included."""
+        first, *rest = self._terms(text)
+        if not first.startswith('"'):
+            return " ".join(["TEXT", first, *rest])
+        # Lazy: it ends at the first occurrence.
+        return " ".join([self.rule(f"TEXT {first}", "[lazy]"), *rest])
+
+    def grammar(self, start: str) -> str:
+        """The whole grammar."""
+        lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]*/"]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._schemas]})
+
+    def _terms(self, text: str) -> list[str]:
+        found = sorted((token for token in self._special_tokens if token in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+        return [
+            f"<[{self._special_tokens[part]}]>"
+            if part in self._special_tokens
+            else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        ]

@@ -1,0 +1,108 @@
+"""Python functions as tools: what a model is told of them, and what it is told of their results."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+from runtime.generation.tool_calls.events import ToolCall
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """A function as a tool in OpenAI's form, from its signature and its docstring.
+
+    Args:
+        function: each of its parameters has a type that JSON can have, and a line in the docstring's section "Args:".
+
+    Raises: SettingsError: the function is not like that.
+    """
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str):
+        raise SettingsError(f"a tool must be a function with a name, got {shown(function)}; wrap it in a function")
+    # It raises its own errors, and others for types that it does not know.
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise SettingsError(
+            f"the function {name!r} cannot be told to a model: {error}; give each parameter a type, and describe the "
+            'function and each of them (section "Args:") in its docstring'
+        ) from error
+    schema["function"].pop("return", None)
+    return schema
+
+
+class Functions:
+    """Functions that a model may call, by name.
+
+    Attributes:
+        listed: the functions.
+        schemas: of each, in OpenAI's form.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], *, may_be_async: bool = True) -> None:
+        """The functions of a conversation.
+
+        Args:
+            functions: see `schema_of`; async ones are awaited.
+            may_be_async: whether the caller can await.
+
+        Raises: SettingsError: as `schema_of`; also where one is no function, two have one name, or the caller cannot
+            await one that is async.
+        """
+        if isinstance(functions, (str, bytes, Mapping)) or not isinstance(functions, Sequence):
+            raise SettingsError(f"tools must be a list of functions, got {shown(functions)}")
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self.listed = tuple(functions)
+        self.schemas: list[dict[str, Any]] = []
+        for function in self.listed:
+            if not callable(function):
+                raise SettingsError(
+                    f"a conversation calls its tools, which must be functions, got {shown(function)}; for tools that "
+                    "you call yourself, use stream() with messages"
+                )
+            schema = schema_of(function)
+            name = schema["function"]["name"]
+            if name in self._functions:
+                raise SettingsError(f"two tools have the name {name!r}; give each its own")
+            if not may_be_async and is_async(function):
+                raise SettingsError(f"the tool {name!r} is async, and nothing awaits it here; use runtime.aio.open")
+            self._functions[name] = function
+            self.schemas.append(schema)
+
+    def __bool__(self) -> bool:
+        return bool(self._functions)
+
+    def function_of(self, call: ToolCall) -> Callable[..., Any] | None:
+        """The function that a call names; None where there is none of that name."""
+        return self._functions.get(call.name)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call of the function returns an awaitable, as far as can be told before."""
+    return inspect.iscoroutinefunction(function)
+
+
+def result_text(result: Any) -> str:
+    """What a model is told of a function's result: a text as it is, everything else as JSON."""
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+
+def error_text(error: Exception) -> str:
+    """What a model is told of an error."""
+    return f"Error: {type(error).__name__}: {error}"
+
+
+def result_message(call: ToolCall, text: str) -> dict[str, Any]:
+    """The message with a call's result."""
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+
+
+def unknown_text(call: ToolCall) -> str:
+    """What a model is told of a call of a function that it was not told of."""
+    return f"Error: there is no function {call.name!r}"

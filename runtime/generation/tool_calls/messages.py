@@ -1,0 +1,76 @@
+"""Chat messages with tool calls and their results, in the form that chat templates take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from runtime.generation.tool_calls.events import ToolCall
+
+if TYPE_CHECKING:
+    from runtime.generation.reasoning import ReasoningTracker
+    from runtime.generation.tool_calls.events import Answer
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: a copy.
+
+    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has the name of its function,
+    which some templates write.
+    """
+    names: dict[Any, Any] = {}
+    given = []
+    for message in messages:
+        message = dict(message)
+        if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+            message["tool_calls"] = [_call(call, names) for call in calls]
+        id = message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(id, str) and id in names:
+            message.setdefault("name", names[id])
+        given.append(message)
+    return given
+
+
+def reply_message(answer: ReasoningTracker, parts: Answer | None, *, has_template: bool) -> dict[str, Any]:
+    """The message of an answer.
+
+    Args:
+        answer: the answer, split into reasoning and the rest.
+        parts: the answer, with calls told apart; None without tools.
+        has_template: whether a chat template writes the message; otherwise it is running text.
+    """
+    if parts is not None and parts.calls:
+        reply: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.reasoning:
+            reply["reasoning_content"] = parts.reasoning
+        return {**reply, "tool_calls": [call.message_part for call in parts.calls]}
+    answer = answer.remembered()
+    if not has_template:
+        return {"role": "assistant", "content": answer.text}
+    if thinking := answer.thinking.strip():
+        # Templates write the line breaks around the reasoning themselves.
+        return {"role": "assistant", "content": answer.said.lstrip(), "reasoning_content": thinking}
+    # Empty reasoning leaves its line breaks behind.
+    return {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
+
+
+def calls_without_results(messages: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls of the last message, if it is an answer that has some."""
+    last = messages[-1] if messages else {}
+    calls = last.get("tool_calls", ()) if last.get("role") == "assistant" else ()
+    return tuple(ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls)
+
+
+def _call(call: Any, names: dict[Any, Any]) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(id := call.get("id"), str):
+        names[id] = function.get("name")
+    if isinstance(arguments := function.get("arguments"), str):
+        # A malformed call of the model's stays text.
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(arguments or "{}")
+    return {**call, "function": function}

@@ -1,0 +1,191 @@
+"""The tools of a request: the functions that a model may call, and whether it must."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from protocol.errors import PromptError, SettingsError
+from protocol.reprs import shown
+from protocol.settings_keywords import SettingsArguments
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat, call_format
+from runtime.generation.tool_calls.functions import schema_of
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+# Longer lists fill any context.
+MAX_TOOLS = 1024
+
+
+@attrs.frozen
+class Tools:
+    """The functions that a model may call in an answer.
+
+    Attributes:
+        listed: in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
+        choice: "auto": the model decides; "required": it must call one, or several; a name: it must call that function.
+        is_parallel: whether the answer may have more than one call.
+    """
+
+    listed: tuple[Mapping[str, Any], ...]
+    choice: Literal["auto", "required"] | str = "auto"
+    is_parallel: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """The functions' names."""
+        return [tool["function"]["name"] for tool in self.listed]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice != "auto"
+
+    @property
+    def callable(self) -> list[Mapping[str, Any]]:
+        """The functions that the choice leaves."""
+        if self.choice in ("auto", "required"):
+            return list(self.listed)
+        return [tool for tool in self.listed if tool["function"]["name"] == self.choice]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a function asks for calls that follow its schema."""
+        return any(tool["function"].get("strict") for tool in self.listed)
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether a grammar must hold the model to the functions: to a call, to a schema, or to one call."""
+        return self.must_call or not self.is_parallel or self.is_strict
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given."""
+        return {"tools": [dict(tool) for tool in self.listed]}
+
+    def reader(
+        self, format: CallFormat | None, *, tags: tuple[str, str] | None = None, is_thinking: bool = False
+    ) -> AnswerReader:
+        """The reader of an answer; see `AnswerReader`."""
+        return AnswerReader(tags=tags, is_thinking=is_thinking, format=format, tools=self.listed)
+
+
+class StreamArguments(SettingsArguments, total=False):
+    """What `Runtime.stream` takes by name: settings, and tools.
+
+    Attributes:
+        tools: functions that the model may call: Python functions, of which the model is told the signature and the
+            docstring; or in OpenAI's form. The stream calls none of them.
+        tool_choice: "auto", the default: the model decides; "required": it must call one; the name of one that it must
+            call; "none": as without tools.
+        parallel_tool_calls: whether there may be several calls in one answer; the default is True.
+    """
+
+    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
+    tool_choice: str
+    parallel_tool_calls: bool
+
+
+def taken_tools(arguments: dict[str, Any]) -> Tools | None:
+    """Take the tools out of keyword arguments, which leaves the settings.
+
+    Raises: SettingsError: as `tools_of`, and as `schema_of`.
+    """
+    listed = arguments.pop("tools", None)
+    choice = arguments.pop("tool_choice", "auto")
+    is_parallel = arguments.pop("parallel_tool_calls", True)
+    if isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)):
+        listed = [schema_of(tool) if callable(tool) else tool for tool in listed]
+    return tools_of(listed, choice, is_parallel=is_parallel)
+
+
+def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments of a stream, as those about tools, checked, and the settings.
+
+    Raises: SettingsError: as `taken_tools`.
+    """
+    taken_tools(settings := dict(arguments))
+    return {name: value for name, value in arguments.items() if name not in settings}, settings
+
+
+def tools_of(
+    listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool = True
+) -> Tools | None:
+    """The tools of a request, checked.
+
+    Args:
+        listed: in OpenAI's form, or without the "type" around the function.
+        choice: "none", "auto", "required" or a function's name.
+        is_parallel: see `Tools`.
+
+    Returns: None where the model may call nothing: the list is empty, or the choice is "none".
+
+    Raises: SettingsError: a tool is not of that form, two have one name, or the choice names none of them.
+    """
+    if listed is not None and (isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, Sequence)):
+        raise SettingsError(f"tools must be a list, got {shown(listed)}; put a single tool in a list")
+    if len(listed or ()) > MAX_TOOLS:
+        raise SettingsError(f"there may be {MAX_TOOLS} tools at most, got {len(listed or ())}; leave some out")
+    checked = tuple(_checked_tool(f"tools[{i}]", tool) for i, tool in enumerate(listed or ()))
+    names = [tool["function"]["name"] for tool in checked]
+    if len(set(names)) < len(names):
+        name = next(name for name in names if names.count(name) > 1)
+        raise SettingsError(f"two tools have the name {name!r}; give each its own")
+    if choice == "none" or (choice == "auto" and not checked):
+        return None
+    if not isinstance(choice, str) or choice not in ("auto", "required", *names):
+        known = ", ".join(map(repr, names[:20])) or "none were given"
+        raise SettingsError(
+            f'tool_choice must be "none", "auto", "required" or the name of a tool ({known}), got {shown(choice)}'
+        )
+    if not checked:
+        raise SettingsError(f"tool_choice {choice!r} needs tools; give some, or leave it out")
+    return Tools(checked, choice, bool(is_parallel))
+
+
+def check_callable(tools: Tools, tokenizer: TokenizerWrapper | None) -> CallFormat | None:
+    """The format of the model's calls.
+
+    Returns: None where the model has none, and need not call anything: all of its text is content then, as for mlx-lm.
+
+    Raises: PromptError: the model has none, and the choice asks for a call.
+    """
+    format = call_format(tokenizer)
+    if format is None and tools.must_call:
+        raise PromptError(
+            f"tool_choice {tools.choice!r} asks for a call, and mlx-lm knows no format of calls for this model's "
+            'tokenizer; take a model whose chat template has tools, or "auto"'
+        )
+    return format
+
+
+def _checked_tool(where: str, tool: Any) -> dict[str, Any]:
+    form = 'give {"type": "function", "function": {"name": "…", "parameters": {…}}}'
+    if not isinstance(tool, Mapping):
+        raise SettingsError(f"{where} must be a mapping, got {shown(tool)}; {form}")
+    if tool.get("type", "function") != "function":
+        raise SettingsError(f"{where} is of type {shown(tool['type'])}, and only functions can be called; {form}")
+    function = tool.get("function", tool if "name" in tool else None)
+    if not isinstance(function, Mapping):
+        raise SettingsError(f"{where} has no function; {form}")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SettingsError(
+            f"{where} must have a name of 1 to 128 letters, digits and any of _.:- for its function, got {shown(name)}"
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise SettingsError(f"{where}.parameters must be a JSON schema, got {shown(parameters)}; {form}")
+    # Some templates and parsers need the parameters.
+    return {
+        "type": "function",
+        "function": {
+            **{key: value for key, value in function.items() if key != "type" and value is not None},
+            "parameters": dict(parameters) if parameters else {"type": "object", "properties": {}},
+        },
+    }

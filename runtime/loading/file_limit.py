@@ -1,0 +1,63 @@
+"""The limit of open files while mlx-lm is imported.
+
+mlx-lm sets the limit to 2048 when it is imported, and the hard limit to 4096. Under a lower hard limit, as some
+containers have, its import would fail; a server whose limit is higher would lose connections.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False  # as `typing.TYPE_CHECKING`; importing `typing` takes a while
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+
+def guard_import() -> None:
+    """Have the import of mlx-lm, which is still to come, raise the limit of open files as far as it may, and no more.
+
+    The hard limit stays. While mlx-lm is imported, no other thread may set limits of the process.
+    """
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+class _Finder:
+    """Finds mlx-lm where Python would, for the import system, and guards its import."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name != "mlx_lm":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: run_guarded(run, module)  # type: ignore[method-assign]
+        return spec
+
+
+def run_guarded(do: Callable[..., object], *arguments: Any) -> None:
+    """Call `do`; what it sets the limit of open files to is only ever raised, and within the hard limit."""
+    import resource
+
+    set_limit = resource.setrlimit
+
+    def set_or_raise(which: int, limits: Any) -> None:
+        if which != resource.RLIMIT_NOFILE:
+            set_limit(which, limits)
+            return
+        soft, hard = resource.getrlimit(which)
+        wanted = limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            set_limit(which, (wanted, hard))
+
+    resource.setrlimit = set_or_raise
+    try:
+        do(*arguments)
+    finally:
+        resource.setrlimit = set_limit

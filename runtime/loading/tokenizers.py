@@ -1,0 +1,59 @@
+"""Private copies of tokenizers, with variables for the chat template."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+
+logger = logging.getLogger("outrider")
+
+
+def check_template_args(args: Any) -> None:
+    """Raises: SettingsError: `chat_template_args` of `open` is no mapping by name, or has what the prompt decides."""
+    if args is not None and (not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args)):
+        raise SettingsError(f"chat_template_args must be a mapping from names to values, got {shown(args)}")
+    if taken := set(args or ()) & {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}:
+        raise SettingsError(f"chat_template_args cannot have {min(taken)}, which the prompt decides; leave it out")
+
+
+def copy_of(
+    tokenizer: TokenizerWrapper | None, chat_template_args: Mapping[str, Any] = MappingProxyType({})
+) -> TokenizerWrapper | None:
+    """A private copy of a tokenizer, which several threads may use at once to encode and decode.
+
+    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: of two
+    threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set. The
+    original stays the user's.
+
+    Args:
+        tokenizer: any, or None.
+        chat_template_args: variables that the copy gives its chat template, where a call does not give others.
+
+    Returns: the original where it cannot be copied (with variables, a copy of the wrapper alone). With a large
+        vocabulary, copying takes a second.
+    """
+    if tokenizer is None:
+        return None
+    private = copy.copy(tokenizer)
+    if chat_template_args:
+        with_args = partial(private.apply_chat_template, **chat_template_args)
+        private.apply_chat_template = with_args  # type: ignore[method-assign]
+    # Third-party code, some of it from a model's repository: it may raise anything, and most need no copy.
+    try:
+        private._tokenizer = copy.deepcopy(tokenizer._tokenizer)
+        private.encode("")  # the first call drops the truncation and padding that the tokenizer's file asks for
+    except Exception as error:
+        logger.info("the tokenizer %s cannot be copied: %s", type(tokenizer._tokenizer).__name__, error)
+        if not chat_template_args:
+            return tokenizer
+        private._tokenizer = tokenizer._tokenizer
+    return private

@@ -1,0 +1,165 @@
+"""Vocabularies of a target and a draft model: whether they are the same, and how the one is read in the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from protocol.errors import VocabularyMismatchError
+from protocol.reprs import shown
+from protocol.vocabulary_map import Vocabulary, VocabularyMap, map_vocabularies
+from runtime.loading.token_pieces import BLANK, byte_fallback, byte_level_piece
+
+_REMEDY = "use a draft model with the target's tokenizer"
+
+
+def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper, remedy: str) -> None:
+    """Check that two tokenizers have the same token for each id.
+
+    Ids that only one of them has are harmless: the target never accepts an id that it does not know, and padding rows
+    at the end of an embedding have no token at all.
+
+    Args:
+        target, draft: the tokenizers.
+        remedy: for the message of the error.
+
+    Raises: VocabularyMismatchError: an id that both have stands for different tokens, or they share no id.
+    """
+    if (difference := _difference(target, draft)) is not None:
+        raise VocabularyMismatchError(f"{difference}; {remedy}")
+
+
+def vocabulary_map(
+    target: TokenizerWrapper, target_size: int, draft: TokenizerWrapper, draft_size: int
+) -> VocabularyMap | None:
+    """How a draft model reads its target's tokens; None if they are the same.
+
+    To be called in the thread of the draft model: its tokenizer is used. Takes a second for large vocabularies.
+
+    Args:
+        target, draft: the tokenizers.
+        target_size, draft_size: widths of the models' logits.
+
+    Raises: VocabularyMismatchError: the vocabularies differ, and one of the tokenizers does not tell the bytes of its
+        tokens, or they share no token.
+    """
+    if (difference := _difference(target, draft)) is None:
+        return None
+    ours, theirs = vocabulary(target, target_size), vocabulary(draft, draft_size)
+    if ours is None or theirs is None:
+        whose = "target" if ours is None else "draft model"
+        raise VocabularyMismatchError(
+            f"{difference}, and the {whose}'s tokenizer does not tell the bytes of its tokens; {_REMEDY}"
+        )
+
+    found = map_vocabularies(ours, theirs, partial(_tokenized, target), partial(_tokenized, draft))
+    if not found.shared:
+        raise VocabularyMismatchError(f"{difference}, and no token is in both; {_REMEDY}")
+    return found
+
+
+def _tokenized(tokenizer: TokenizerWrapper, texts: Sequence[str]) -> list[list[int]]:
+    backend: Any = tokenizer._tokenizer.backend_tokenizer
+    return [encoding.ids for encoding in backend.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def _difference(target: TokenizerWrapper, draft: TokenizerWrapper) -> str | None:
+    """How two vocabularies differ, as the beginning of a message; None if they have the same token for each id."""
+    target_tokens = {i: token for token, i in target.get_vocab().items()}
+    draft_tokens = {i: token for token, i in draft.get_vocab().items()}
+    shared = target_tokens.keys() & draft_tokens.keys()
+    different = [i for i in sorted(shared) if target_tokens[i] != draft_tokens[i]]
+    if shared and not different:
+        return None
+    examples = ", ".join(f"id {i} is {shown(target_tokens[i])} and {shown(draft_tokens[i])}" for i in different[:3])
+    return (
+        f"target and draft use different vocabularies: {len(different)} of {len(target_tokens)} ids differ "
+        f"({examples or 'they share none'})"
+    )
+
+
+def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
+    """The tokens of a tokenizer, for a model whose logits have a width of `size`.
+
+    Returns: None if the tokenizer does not tell the bytes of its tokens: it is none of `tokenizers`, or is neither
+        byte-level nor like SentencePiece.
+    """
+    backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return None
+    spelling = _Spelling.of(json.loads(backend.decoder.__getstate__()))
+    if spelling is None:
+        return None
+    added = backend.get_added_tokens_decoder()
+    special = {id: token.content for id, token in added.items() if token.special}
+    names = {id: name for name, id in tokenizer.get_vocab().items()}
+    special |= {id: names[id] for id in {*tokenizer.all_special_ids, *tokenizer.eos_token_ids} if id in names}
+    pieces: dict[int, bytes] = {}
+    of_bytes: dict[int, bytes] = {}  # of these no text is written where there is another token
+    for id, name in sorted(names.items()):
+        if id in special:
+            continue
+        if id in added:
+            pieces[id] = added[id].content.encode()
+        elif spelling.has_byte_tokens and (byte := byte_fallback(name)) is not None:
+            of_bytes[id] = byte
+        else:
+            pieces[id] = spelling.piece(name)
+    main_end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
+    ends = sorted(tokenizer.eos_token_ids, key=lambda end: (end != main_end, end))
+    return Vocabulary(
+        size=size,
+        pieces=pieces | of_bytes,
+        special=special,
+        ends=tuple(end for end in ends if end in special),
+        begin=begin,
+        adds_begin=begin is not None and list(tokenizer.encode("a"))[:1] == [begin],
+        unknown=tokenizer.unk_token_id,
+    )
+
+
+@attrs.frozen
+class _Spelling:
+    """How the names of tokens spell text.
+
+    Attributes:
+        blank: the character that stands for a blank; None where each character of a name stands for a byte.
+        has_byte_tokens: whether there may be tokens for single bytes.
+    """
+
+    blank: str | None
+    has_byte_tokens: bool
+
+    @classmethod
+    def of(cls, decoder: dict[str, Any]) -> _Spelling | None:
+        """By the description of a tokenizer's decoder; None for another way of spelling."""
+        parts = list(_parts(decoder))
+        kinds = {part["type"] for part in parts}
+        if "ByteLevel" in kinds:
+            return cls(None, False)
+        metaspace = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)
+        is_replaced = any(part["type"] == "Replace" and part["pattern"] == {"String": BLANK} for part in parts)
+        if metaspace is None and not is_replaced:
+            return None
+        return cls(metaspace or BLANK, "ByteFallback" in kinds)
+
+    def piece(self, name: str) -> bytes:
+        """The bytes that a token adds to a text."""
+        if self.blank is not None:
+            return name.replace(self.blank, " ").encode()
+        piece = byte_level_piece(name)
+        return name.encode() if piece is None else piece
+
+
+def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of a decoder."""
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _parts(part)
+    else:
+        yield decoder

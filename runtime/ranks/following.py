@@ -1,0 +1,103 @@
+"""Following: a rank other than 0 loads its part of the target, and repeats what rank 0 announces."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+
+import outcome
+
+from actors.distributed.following_model import FollowingModel
+from actors.distributed.rank_group import RankGroup
+from actors.distributed.sharding import Shard
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.memory import wired_memory
+from actors.mlx.model import MLXModel
+from actors.workers.thread_pool import run_on_thread
+from protocol.errors import RankError, SettingsError
+from protocol.rank_messages import CloseTarget, Loaded, OpenTarget, Operations
+from runtime.loading import mlx_environment
+from runtime.loading.model_sources import Source, check_source
+from runtime.ranks.sharded_target import BEGIN, read_shard
+
+logger = logging.getLogger("outrider")
+
+# How long the model's thread may take to notice that the group is broken, in seconds. A collective that hangs never
+# does.
+GRACE_S = 1.0
+
+
+def follow(target: Source, group: RankGroup) -> None:
+    """Follow rank 0: load this rank's part of the target, and repeat each of its operations until rank 0 closes it.
+
+    This blocks, for as long as the runtime at rank 0 lives; a process may follow several runtimes, one after another.
+    All options are rank 0's.
+
+    Args:
+        target: the model that rank 0 opens, as for `open`; paths may differ between machines.
+        group: from `join_ranks`, on a rank other than 0.
+
+    Raises:
+        SettingsError: the target is missing or has options that do not go with ranks, or this is rank 0.
+        ModelError: there is no model at the path.
+        RankError: a rank has ended, hangs, is out of step or has another model. This process should end then: a thread
+            of it may be stuck in a collective for good.
+    """
+    if not isinstance(group, RankGroup) or group.rank == 0:
+        raise SettingsError(f"follow() is for ranks other than 0, got {group!r}; rank 0 calls open(..., group=group)")
+    source = check_source("target", target)
+    mlx_environment.tune()
+    read = read_shard(source, group)
+    ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
+    with wired_memory():
+        thread = run_on_thread("outrider-target", lambda: _follow(read, group), ended.put)
+        with group.on_error(lambda _: ended.put(None)):
+            try:
+                result = ended.get() or ended.get(timeout=GRACE_S)
+            except queue.Empty:
+                thread.abandon()
+                group.check()
+                raise
+            except KeyboardInterrupt:
+                thread.abandon()
+                group.fail(f"rank {group.rank} was interrupted")
+                raise
+    if result is not None:
+        result.unwrap()
+
+
+def _follow(read: Callable[[], Shard], group: RankGroup) -> None:
+    """Load and repeat until the target is closed, on the model's thread.
+
+    Raises: RankError: see `follow`.
+    """
+    name = "loading"
+    try:
+        shard, options = read(), CacheOptions(**_opened(group).cache_options)
+        group.send(Loaded(shard.parts))
+        following: FollowingModel | None = None
+        while not isinstance(message := group.receive()[1], CloseTarget):
+            if not isinstance(message, Operations):
+                raise RankError(f"rank {group.rank} follows a target, and rank 0 sent {type(message).__name__}")
+            for operation in message.operations:
+                name = operation.name
+                if name == BEGIN:
+                    following = FollowingModel(MLXModel(shard.model, options, "the target"), group)
+                else:
+                    assert following is not None
+                    following.run(operation)
+    except RankError as error:
+        raise group.fail(str(error)) from error
+    # Whatever a model's code raises: this rank is out of step.
+    except Exception as error:
+        if isinstance(explained := group.explain(error, is_out_of_step=True), RankError):
+            raise explained from error
+        raise group.fail(f"rank {group.rank} failed in {name}: {type(error).__name__}: {error}") from error
+
+
+def _opened(group: RankGroup) -> OpenTarget:
+    """Wait until rank 0 opens a target."""
+    while not isinstance(message := group.receive()[1], OpenTarget):
+        logger.debug("rank %d has received %r before a target was opened", group.rank, message)
+    return message

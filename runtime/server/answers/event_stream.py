@@ -1,0 +1,161 @@
+"""Responses sent to a client: as one body, or as server-sent events while the tokens arrive."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+from starlette.responses import JSONResponse
+from starlette.types import Send
+
+from protocol.errors import OutriderError
+from runtime.generation.token_reader import Token
+from runtime.server.answers.choices import Choice, Choices
+from runtime.server.answers.serializer import Event
+from runtime.server.errors import error_response_of
+
+# Tokens that may wait for the network, in addition to the rounds that a stream buffers.
+_BUFFERED_TOKENS = 16
+
+_EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
+]
+
+
+async def send_whole(
+    choices: Choices, whole: Callable[[Sequence[Choice]], Mapping[str, Any]], send: Send
+) -> OutriderError | None:
+    """Send the response as one body.
+
+    Args:
+        choices: its generations, the first of which have begun; all are read to their ends.
+        whole: makes the body of them.
+        send: of ASGI.
+
+    Returns: the error of a generation, or None; after an error, nothing was sent.
+
+    Cancellation: ends the streams; the body may have been sent in part.
+    """
+    tokens: defaultdict[int, list[Token]] = defaultdict(list)
+    async with _tokens(choices) as (take, failures):
+        async for index, token in take:
+            tokens[index].append(token)
+    if failures:
+        return failures[0]
+    for index, choice in enumerate(choices.begun):
+        choice.tokens = tokens[index]
+    response = JSONResponse(whole(choices.begun))
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
+    return None
+
+
+async def send_events(
+    choices: Choices, last_events: Callable[[Sequence[Choice]], Iterable[Event]], send: Send
+) -> OutriderError | None:
+    """Send the response as server-sent events while the tokens arrive.
+
+    Args:
+        choices: its generations, the first of which have begun; their serializers make the events.
+        last_events: makes the events after all tokens.
+        send: of ASGI.
+
+    Returns: the error of a generation, or None; the error was sent as the last event.
+
+    Cancellation: ends the streams; an event may have been sent in part.
+    """
+
+    async def write(events: Iterable[Event], *, otherwise: str = "", is_last: bool = False) -> None:
+        text = "".join(event.encoded() for event in events) or otherwise
+        if text or is_last:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
+
+    num_introduced = 0
+
+    async def introduce() -> None:
+        """Write the first events of the choices that have begun since the last call, one choice after the other."""
+        nonlocal num_introduced
+        while num_introduced < len(choices.begun):
+            choice = choices.begun[num_introduced]
+            num_introduced += 1
+            await write(choice.serializer.first_events(choice.statistics()))
+
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
+    first = choices.begun[0].serializer
+    async with _tokens(choices) as (take, failures):
+        await introduce()
+        while (batch := await _batch(take, first.interval_s)) is not None:
+            await introduce()
+            for index, tokens in batch.items():
+                choice = choices.begun[index]
+                await write(choice.serializer.events(tokens, choice.statistics()))
+            if not batch:
+                # A comment keeps the connection alive.
+                await write(first.idle_events(choices.begun[0].statistics()), otherwise=": keep-alive\n\n")
+    if failures:
+        statistics = choices.begun[0].statistics()
+        await write(first.error_events(error_response_of(failures[0]), statistics), is_last=True)
+        return failures[0]
+    await introduce()  # those for which nothing was generated
+    await write(last_events(choices.begun), is_last=True)
+    return None
+
+
+_Indexed = tuple[int, Token]
+
+
+@asynccontextmanager
+async def _tokens(
+    choices: Choices,
+) -> AsyncIterator[tuple[trio.MemoryReceiveChannel[_Indexed], list[OutriderError]]]:
+    """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams.
+
+    An error of one stream ends the reading of the others.
+    """
+    put, take = trio.open_memory_channel[_Indexed](_BUFFERED_TOKENS)
+    failures: list[OutriderError] = []
+    async with trio.open_nursery() as nursery:
+        with put:
+            for index in range(len(choices.begun)):
+                nursery.start_soon(_read_in_turn, index, choices, put.clone(), failures)
+        yield take, failures
+
+
+async def _read_in_turn(
+    index: int | None,
+    choices: Choices,
+    put: trio.MemorySendChannel[_Indexed],
+    failures: list[OutriderError],
+) -> None:
+    """Move the tokens of one choice into a channel, then begin the next, and so on; a failure closes all."""
+    with put:
+        try:
+            while index is not None:
+                if (stream := choices.begun[index].stream) is not None:
+                    async for token in stream:
+                        await put.send((index, token))
+                index = await choices.begin_next()
+        except OutriderError as error:
+            failures.append(error)
+            choices.close()
+
+
+async def _batch(take: trio.MemoryReceiveChannel[_Indexed], timeout_s: float) -> dict[int, list[Token]] | None:
+    """All tokens that have arrived, by choice, after waiting for the first; none after the timeout, None at the end."""
+    batch: dict[int, list[Token]] = {}
+    try:
+        # Waiting for a channel can be cancelled and repeated. A stream cannot be read again after a cancellation.
+        with trio.move_on_after(timeout_s):
+            index, token = await take.receive()
+            batch[index] = [token]
+            while take.statistics().current_buffer_used:
+                index, token = take.receive_nowait()
+                batch.setdefault(index, []).append(token)
+    except trio.EndOfChannel:
+        return None
+    return batch

@@ -1,0 +1,271 @@
+"""Request bodies in Anthropic's format, and the chats that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from runtime.server.answers.body import Body, NoEffect, SentBack
+from runtime.server.answers.translation import TranslatedBody, parse_translated
+from runtime.server.errors import ErrorResponse
+from runtime.server.openai.requests import ChatRequest
+from runtime.server.openai.requests.field_types import MaxTokens, Stop
+
+# --- blocks of content ----------------------------------------------------------------------------
+
+
+class CachedBody(Body):
+    """What may mark the end of a prefix to cache; prefixes are cached here without marks."""
+
+    cache_control: NoEffect = None
+
+
+class TextBlock(CachedBody):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: SentBack = None
+
+
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer, which the client sends back."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: SentBack = None
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that only Anthropic's service can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: SentBack = None
+
+
+class PlainTextSource(Body):
+    """The text of a document."""
+
+    type: Literal["text"]
+    media_type: NoEffect = None
+    data: str
+
+
+class DocumentBlock(CachedBody):
+    """A document; only plain text is supported."""
+
+    type: Literal["document"]
+    source: PlainTextSource
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The document with its title and its context before it."""
+        return "\n".join(part for part in (self.title, self.context, self.source.data) if part)
+
+
+class ToolUseBlock(CachedBody):
+    """A call of a tool, in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(CachedBody):
+    """What a called tool has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | DocumentBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class InputMessage(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(max_length=1000, fail_fast=True)]
+
+
+# --- other fields ---------------------------------------------------------------------------------
+
+
+class ThinkingConfig(Body):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: NoEffect = None
+    display: NoEffect = None
+
+
+class JsonFormat(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """The form of the answer, and how much the model reasons, as a variable of its chat template."""
+
+    format: JsonFormat | None = None
+    effort: Annotated[str, Field(max_length=100)] | None = None
+
+
+class MessagesTool(CachedBody):
+    """A tool that the client runs. Tools of other types, which Anthropic's service runs, are left out."""
+
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class MessagesToolChoice(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class TokenCountRequest(TranslatedBody, CachedBody):
+    """The body of a request to `/v1/messages/count_tokens`: a conversation."""
+
+    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+    messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    system: str | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
+    thinking: ThinkingConfig | None = Field(None, description="by default, as the model's chat template has it")
+    tools: Annotated[list[MessagesTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    output_config: OutputConfig | None = None
+    metadata: NoEffect = None
+    service_tier: NoEffect = None
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the chat that this stands for."""
+        fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
+        if self.thinking is not None:
+            fields["thinking"] = self.thinking.type != "disabled"
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+        if self.output_config is not None and self.output_config.format is not None:
+            schema = {"name": "answer", "schema": self.output_config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if tools := [_tool(tool) for tool in self.tools or () if tool.input_schema is not None]:
+            fields["tools"] = tools
+            if self.tool_choice is not None:
+                fields["tool_choice"] = _tool_choice(self.tool_choice)
+                if self.tool_choice.disable_parallel_tool_use is not None:
+                    fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        return fields
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.system:
+            content = self.system if isinstance(self.system, str) else "".join(block.text for block in self.system)
+            yield {"role": "system", "content": content}
+        for message in self.messages:
+            yield from _messages_of(message)
+
+
+class MessagesRequest(TokenCountRequest):
+    """The body of a request to `/v1/messages`: a conversation to continue."""
+
+    max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
+    stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
+    stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: int | None = Field(None, ge=-1)
+
+    def fields(self) -> dict[str, Any]:
+        """See `TokenCountRequest`."""
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        fields = {**super().fields(), **{name: getattr(self, name) for name in names}}
+        if self.stop_sequences:
+            fields["stop"] = self.stop_sequences
+        return fields
+
+
+# --- translation ----------------------------------------------------------------------------------
+
+
+_BLOCK_TYPES = frozenset(("text", "thinking", "redacted_thinking", "document", "tool_use", "tool_result"))
+
+
+def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> ChatRequest:
+    """Parse and validate the body of a request.
+
+    Returns: the chat that it stands for.
+
+    Raises: ErrorResponse: the body is invalid.
+    """
+    _, chat = parse_translated(body, request_type, ChatRequest, lambda request: request.fields(), _BLOCK_TYPES)
+    return chat
+
+
+def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
+    """The messages of a chat that a message stands for: results of tools are messages of their own there."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for block in message.content:
+        match block:
+            case TextBlock() | DocumentBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                reasoning.append(block.thinking)
+            case ToolUseBlock():
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ToolResultBlock():
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
+    yield from results
+    if texts or reasoning or calls or not results:
+        plain: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+        if reasoning:
+            plain["reasoning_content"] = "".join(reasoning)
+        if calls:
+            plain["tool_calls"] = calls
+        yield plain
+
+
+def _result(block: ToolResultBlock) -> str:
+    content = block.content or ""
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    # Chats have no field for it.
+    return f"Error: {text}" if block.is_error else text
+
+
+def _tool(tool: MessagesTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type

@@ -1,0 +1,177 @@
+"""Serializer of answers in Anthropic's format: blocks of content, each begun, continued and stopped by events."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from protocol.statistics import Statistics
+from runtime.generation.tool_calls.events import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ReasoningPart,
+    TextPart,
+)
+from runtime.server.answers.api import Answer
+from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.anthropic.errors import messages_error_body
+from runtime.server.anthropic.responses import (
+    AnthropicMessage,
+    BlockDelta,
+    Content,
+    MessageEnd,
+    MessagesEvent,
+    MessagesUsage,
+)
+from runtime.server.errors import ErrorResponse
+
+if TYPE_CHECKING:
+    from runtime.generation.token_reader import Token
+
+
+class MessageSerializer(Serializer):
+    """Serializer for `/v1/messages`."""
+
+    def __init__(self, answer: Answer) -> None:
+        """For one response."""
+        self.id = f"msg_{secrets.token_hex(16)}"
+        self._model = answer.model
+        self._splitter = answer.splitter
+        self._content: list[Content] = []
+        self._index = -1  # of the last block that events have begun
+        self._is_open = False
+        self._last_token: Token | None = None
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> AnthropicMessage:
+        """See `Serializer`."""
+        for _ in self._added(tokens):
+            pass
+        return {**self._message(statistics), "content": self._content, **self._end()}
+
+    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return [_event({"type": "message_start", "message": self._message(statistics)}), _event({"type": "ping"})]
+
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return [_event(each) for each in self._added(tokens)]
+
+    def idle_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return [_event({"type": "ping"})]
+
+    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return [
+            *(_event(each) for each in self._stopped()),
+            _event({"type": "message_delta", "delta": self._end(), "usage": _usage(statistics)}),
+            _event({"type": "message_stop"}),
+        ]
+
+    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return [Event(messages_error_body(error.status, error.detail["message"]), "error")]
+
+    def _message(self, statistics: Statistics) -> AnthropicMessage:
+        """The message, without its content and its end."""
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(statistics),
+        }
+
+    def _end(self) -> MessageEnd:
+        assert self._last_token is not None, "the last token of a stream has a finish reason"
+        if self._last_token.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        stop = self._last_token.stop_reason
+        # A stop token is no text, and clients look for the text of the sequence.
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        if self._splitter.has_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+    def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
+        """Add the parts of tokens to the content, and yield the events that say so."""
+        if tokens:
+            self._last_token = tokens[-1]
+        for part in self._splitter.add(tokens):
+            match part:
+                case CallBegan(id=id, name=name):
+                    yield from self._begun({"type": "tool_use", "id": id, "name": name, "input": {}})
+                case CallArguments(text=text):
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
+                case CallEnded(call=call):
+                    assert self._block["type"] == "tool_use"
+                    self._block["input"] = call.values
+                    yield from self._stopped()
+                case CallBroken(given=given):
+                    # Events cannot be taken back, a block can.
+                    yield from self._stopped()
+                    self._content.pop()
+                    yield from self._text(given)
+                case ReasoningPart(text=text):
+                    if not self._is_open or self._block["type"] != "thinking":
+                        yield from self._begun({"type": "thinking", "thinking": "", "signature": ""})
+                    assert self._block["type"] == "thinking"
+                    self._block["thinking"] += text
+                    yield self._delta({"type": "thinking_delta", "thinking": text})
+                case TextPart(text=text):
+                    yield from self._text(text)
+
+    def _text(self, text: str) -> Iterator[MessagesEvent]:
+        """Add text to the content, and yield the events that say so."""
+        if not self._is_open or self._block["type"] != "text":
+            yield from self._begun({"type": "text", "text": "", "citations": None})
+        assert self._block["type"] == "text"
+        self._block["text"] += text
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _begun(self, block: Content) -> Iterator[MessagesEvent]:
+        """Begin a block, and yield the events that say so."""
+        yield from self._stopped()
+        self._index += 1
+        self._is_open = True
+        self._content.append(block)
+        yield {"type": "content_block_start", "index": self._index, "content_block": copy.copy(block)}
+
+    def _delta(self, delta: BlockDelta) -> MessagesEvent:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _stopped(self) -> Iterator[MessagesEvent]:
+        """The events that stop the block that is open, if one is."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._block["type"] == "thinking":
+            # Clients wait for it before they keep the block.
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        yield {"type": "content_block_stop", "index": self._index}
+
+    @property
+    def _block(self) -> Content:
+        """The last block."""
+        return self._content[-1]
+
+
+def _usage(statistics: Statistics) -> MessagesUsage:
+    return {
+        "input_tokens": statistics.prompt_tokens - statistics.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": statistics.cached_tokens,
+        "output_tokens": statistics.generated_tokens,
+    }
+
+
+def _event(data: MessagesEvent) -> Event:
+    return Event(data, data["type"])

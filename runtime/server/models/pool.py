@@ -1,0 +1,375 @@
+"""The pool of a server's models: loads them for the first request, and unloads those that are not in use.
+
+Loads are one after the other: MLX compiles kernels when a model first runs, which two threads must not do at once on
+CUDA, and the memory that one takes must be known before the next is admitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+
+import attrs
+import trio
+
+from runtime.engine.nursery import BackgroundNursery
+from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
+from runtime.server.models.served_model import ModelLoadError, ServedModel
+
+
+@attrs.define(eq=False)
+class _Slot:
+    """The place of a model in the pool.
+
+    Attributes:
+        spec: the model.
+        instance: takes the model's requests; None while it is not loaded.
+        load: its load, from the request that asks for it to its end.
+        num_loads, num_failed_loads: how often it was loaded, and could not be.
+        has_chat_template: whether its tokenizer has one; None before it was loaded.
+    """
+
+    spec: ServedModel
+    instance: _Instance | None = None
+    load: _Load | None = None
+    num_loads: int = 0
+    num_failed_loads: int = 0
+    has_chat_template: bool | None = None
+
+
+@attrs.define(eq=False)
+class _Load:
+    """The load of a model, which requests wait for.
+
+    Attributes:
+        slot: the model's.
+        num_waiting: requests that wait.
+        has_begun: whether it is under way, so that it will be finished.
+        is_over: set once `instance` or `error` is.
+    """
+
+    slot: _Slot
+    num_waiting: int = 0
+    has_begun: bool = False
+    is_over: trio.Event = attrs.field(factory=trio.Event)
+    instance: _Instance | None = None
+    error: Exception | None = None
+
+
+@attrs.define(eq=False)
+class _Instance:
+    """A model in memory.
+
+    Attributes:
+        slot: the model's.
+        model: the model.
+        num_users: requests that use it. It is not unloaded before they have ended.
+        used_at: number of its last use, among those of all models.
+        is_leaving: whether it takes no further requests, and is unloaded after the last one.
+        is_over: whether it is being unloaded.
+        changed: set when one of the above changes.
+    """
+
+    slot: _Slot
+    model: LoadedModel
+    num_users: int
+    used_at: int
+    is_leaving: bool = False
+    is_over: bool = False
+    changed: trio.Event = attrs.field(factory=trio.Event)
+
+
+class ModelPool:
+    """The models of a server; made by `model_pool`.
+
+    A model is in memory from the first request that asks for it until it was idle for its `idle_s`, until its target
+    fails, or until another model needs the memory. A request that has begun is never ended for another model.
+
+    Where a load needs memory and all models are at work, the one that was used least recently takes no new requests
+    until it was unloaded; these wait for its next load. So of two models of which only one fits, each has its turn.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ServedModel],
+        open_model: OpenModel,
+        nursery: trio.Nursery,
+        memory_limit: int | None,
+        used_bytes: Callable[[], int],
+        free_memory: Callable[[], Awaitable[None]],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._slots = {spec.name: _Slot(spec) for spec in specs}
+        self._open_model = open_model
+        self._nursery = nursery
+        self._memory_limit = memory_limit
+        self._used_bytes = used_bytes
+        self._free_memory = free_memory
+        self._announce = announce
+        self._queue: deque[_Load] = deque()
+        self._instances: list[_Instance] = []  # also those that are leaving
+        self._num_freeing = 0  # models that are unloaded, and whose memory is not free yet
+        self._uses = count()
+        self._changed = trio.Event()
+        self._is_broken = trio.Event()
+        self._when_unloaded: list[Callable[[LoadedModel], None]] = []
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> list[ServedModel]:
+        """The models, loaded or not. The first one is for requests that name none."""
+        return [slot.spec for slot in self._slots.values()]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._slots
+
+    def state(self, name: str) -> ModelState:
+        """Whether a model is in memory; "loading" also while it waits for its load to begin."""
+        slot = self._slots[name]
+        return "loaded" if slot.instance is not None else "loading" if slot.load is not None else "unloaded"
+
+    def in_memory(self, name: str | None = None) -> list[LoadedModel]:
+        """The models that are in memory, or one of them, including those that take no further requests."""
+        return [
+            each.model for each in self._instances if not each.is_over and (name is None or each.model.name == name)
+        ]
+
+    def num_waiting(self, name: str) -> int:
+        """Requests that wait until a model is loaded."""
+        load = self._slots[name].load
+        return 0 if load is None else load.num_waiting
+
+    def num_loads(self, name: str) -> tuple[int, int]:
+        """How often a model was loaded, and how often it could not be."""
+        slot = self._slots[name]
+        return slot.num_loads, slot.num_failed_loads
+
+    def has_chat_template(self, name: str) -> bool | None:
+        """Whether a model's tokenizer has a chat template; None before it was first loaded."""
+        return self._slots[name].has_chat_template
+
+    async def wait_broken(self) -> None:
+        """Wait until the target of a pinned model has failed."""
+        await self._is_broken.wait()
+
+    def when_unloaded(self, call: Callable[[LoadedModel], None]) -> None:
+        """Register a function that is called with each model that nobody uses any more, before it is unloaded."""
+        self._when_unloaded.append(call)
+
+    # --- use --------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[LoadedModel]:
+        """A model for a request, loaded if it is not. It stays in memory until the block is left.
+
+        Raises: ModelLoadError: it cannot be loaded; its next request tries again.
+
+        Cancellation: stops waiting. A load that has begun is finished, for the next request; one that has not, and that
+        nobody else waits for, is forgotten.
+        """
+        slot = self._slots[name]
+        if (instance := slot.instance) is None:
+            instance = await self._loaded(slot)
+        else:
+            instance.num_users += 1
+        try:
+            yield instance.model
+        finally:
+            self._end_use(instance)
+
+    async def _loaded(self, slot: _Slot) -> _Instance:
+        """The next instance of a model, of which the caller is a user."""
+        if (load := slot.load) is None:
+            load = slot.load = _Load(slot)
+            self._queue.append(load)
+            self._change()
+        load.num_waiting += 1
+        try:
+            await load.is_over.wait()
+        except trio.Cancelled:
+            # The load may have ended in the same turn of the event loop.
+            if load.instance is not None:
+                self._end_use(load.instance)
+            else:
+                load.num_waiting -= 1
+                if load.num_waiting == 0 and not load.has_begun:
+                    self._queue.remove(load)
+                    slot.load = None
+                    self._change()
+            raise
+        if load.error is not None:
+            raise ModelLoadError(f"model {slot.spec.name!r} cannot be loaded: {load.error}") from load.error
+        assert load.instance is not None
+        return load.instance
+
+    def _end_use(self, instance: _Instance) -> None:
+        instance.num_users -= 1
+        instance.used_at = next(self._uses)
+        instance.changed.set()
+        self._change()
+
+    # --- loading and unloading --------------------------------------------------------------------
+
+    def _change(self) -> None:
+        """Let `_manage` look at everything again."""
+        self._changed.set()
+
+    async def _manage(self) -> None:
+        """Begin the loads that wait, one after the other, and keep to the limit of memory; never returns."""
+        while True:
+            self._changed = trio.Event()
+            load = self._queue[0] if self._queue else None
+            if self._has_room(0 if load is None else load.slot.spec.num_bytes, for_load=load is not None) and load:
+                self._queue.popleft()
+                load.has_begun = True
+                await self._nursery.start(self._keep, load)
+                del load  # and with it the model
+            else:
+                await self._changed.wait()
+
+    def _has_room(self, num_bytes: int, *, for_load: bool) -> bool:
+        """Whether so many bytes more are within the limit. If not, the next model that can be spared is told to leave.
+
+        For a load, any model can be spared; after a request has ended, only one that is idle, and not the last one that
+        was used. If nothing is left to be unloaded, there is room: the limit counts models, and not what else the
+        process has. A load that is too large for the limit needs none: it will be refused.
+        """
+        limit = self._memory_limit
+        if limit is None or num_bytes > limit or self._used_bytes() + num_bytes <= limit:
+            return True
+        if self._num_freeing > 0 or any(each.is_leaving for each in self._instances):
+            return False
+        by_use = sorted(self._instances, key=lambda each: each.used_at)
+        spare = [each for each in (by_use if for_load else by_use[:-1]) if not each.slot.spec.is_pinned]
+        idle = [each for each in spare if each.num_users == 0]
+        if chosen := idle or (spare if for_load else []):
+            self._dismiss(chosen[0])
+            return False
+        return True
+
+    def _dismiss(self, instance: _Instance) -> None:
+        """Give an instance no further requests, and have it unloaded after the last one."""
+        instance.is_leaving = True
+        if instance.slot.instance is instance:
+            instance.slot.instance = None
+        instance.changed.set()
+
+    async def _keep(self, load: _Load, *, task_status: trio.TaskStatus[None]) -> None:
+        """Load a model, keep it until it is to be unloaded, and free its memory.
+
+        Starts once the load is over, failed or not.
+        """
+        name = load.slot.spec.name
+        self._announce(f"loading model {name}")
+        is_loaded = await self._keep_loaded(load, task_status)
+        load.instance = None
+        self._num_freeing += 1
+        # Nothing here refers to the model any more.
+        await self._free_memory()
+        self._num_freeing -= 1
+        if is_loaded:
+            self._announce(f"model {name} is unloaded")
+        self._change()
+
+    async def _keep_loaded(self, load: _Load, task_status: trio.TaskStatus[None]) -> bool:
+        """Load a model, and keep it until it is to be unloaded. Returns whether it could be loaded."""
+        slot, instance = load.slot, None
+        try:
+            self._check_size(slot.spec)
+            async with self._open_model(slot.spec) as model:
+                instance = _Instance(slot, model, load.num_waiting, next(self._uses))
+                self._instances.append(instance)
+                tokenizer = model.runtime.tokenizer
+                slot.has_chat_template = tokenizer is not None and bool(tokenizer.has_chat_template)
+                slot.num_loads += 1
+                slot.load, slot.instance, load.instance = None, instance, instance
+                load.is_over.set()
+                task_status.started()
+                await self._until_dismissed(instance)
+                instance.is_over = True
+                for call in self._when_unloaded:
+                    call(model)
+        except Exception as error:  # of any kind: what is wrong with one model must not reach the others
+            if instance is not None:
+                raise
+            slot.num_failed_loads += 1
+            slot.load, load.error = None, error
+            load.is_over.set()
+            task_status.started()
+            self._announce(f"model {slot.spec.name} cannot be loaded: {error}")
+        finally:
+            if instance is not None:
+                self._instances.remove(instance)
+        return instance is not None
+
+    def _check_size(self, spec: ServedModel) -> None:
+        if self._memory_limit is not None and spec.num_bytes > self._memory_limit:
+            raise ModelLoadError(
+                f"its files have {spec.num_bytes:,} bytes, and --memory-limit is {self._memory_limit:,}; raise it, or "
+                "use a smaller or quantised model"
+            )
+
+    async def _until_dismissed(self, instance: _Instance) -> None:
+        """Wait until an instance is to be unloaded and has no users."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._dismiss_if_broken, instance)
+            idle_s = instance.slot.spec.idle_s
+            while instance.num_users > 0 or not instance.is_leaving:
+                instance.changed = trio.Event()
+                is_idle = instance.num_users == 0 and idle_s is not None
+                with trio.move_on_after(idle_s if is_idle and idle_s is not None else math.inf) as waiting:
+                    await instance.changed.wait()
+                if waiting.cancelled_caught and instance.num_users == 0:
+                    self._dismiss(instance)
+            nursery.cancel_scope.cancel()
+
+    async def _dismiss_if_broken(self, instance: _Instance) -> None:
+        """Unload a model whose target has failed, so that the next request loads it anew."""
+        await instance.model.runtime.wait_broken()
+        if instance.slot.spec.is_pinned:
+            self._is_broken.set()
+        else:
+            self._announce(f"model {instance.model.name} has failed; its next request loads it again")
+            self._dismiss(instance)
+
+
+async def _free_nothing() -> None:
+    await trio.lowlevel.checkpoint()
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+@asynccontextmanager
+async def model_pool(
+    specs: Iterable[ServedModel],
+    open_model: OpenModel,
+    *,
+    memory_limit: int | None = None,
+    used_bytes: Callable[[], int] = lambda: 0,
+    free_memory: Callable[[], Awaitable[None]] = _free_nothing,
+    announce: Callable[[str], None] = _say_nothing,
+) -> AsyncIterator[ModelPool]:
+    """A pool of models, none of them loaded; all are unloaded when the block is left.
+
+    Args:
+        specs: the models, at least one, of different names.
+        open_model: loads one.
+        memory_limit: bytes that models may take, caches included. Before a load, models are unloaded to make room for
+            the new one's files; after a request, idle ones are unloaded if caches have grown beyond it. None for no
+            limit.
+        used_bytes: returns the bytes that models take now.
+        free_memory: called after a model was unloaded; `used_bytes` does not count it afterwards.
+        announce: called with a line for each load and its outcome.
+
+    Cancellation: as leaving the block: waits for the load that is running, and for the models' forward passes.
+    """
+    async with BackgroundNursery() as nursery:
+        pool = ModelPool(list(specs), open_model, nursery, memory_limit, used_bytes, free_memory, announce)
+        nursery.start_soon(pool._manage)
+        yield pool

@@ -1,0 +1,99 @@
+"""Reports on a server's models: which there are, and how they do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from runtime.server.models.pool import ModelPool
+from runtime.server.openai.fingerprint import fingerprint
+from runtime.server.openai.responses import HealthReport, ModelDescription, ModelHealth, Props
+
+if TYPE_CHECKING:
+    from runtime.engine.health import Health
+
+ServiceStatus = Literal["ok", "degraded", "broken"]
+
+
+def service_status(health: Health) -> ServiceStatus:
+    """The status: "broken" if the target has failed, "degraded" if it decodes alone because the drafter fails."""
+    if not health.target:
+        return "broken"
+    return "degraded" if health.draft is False else "ok"
+
+
+def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
+    """The description of a model.
+
+    Args:
+        models: the server's.
+        name: of the model.
+        started: when the server began, in seconds of Unix time.
+    """
+    [spec] = [spec for spec in models.specs if spec.name == name]
+    return {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "outrider",
+        "draft": spec.draft_name,
+        "has_chat_template": models.has_chat_template(name),
+        "state": models.state(name),
+    }
+
+
+def properties(models: ModelPool, max_streams: int) -> Props:
+    """The properties of a server and its first model, which is not loaded for them.
+
+    Args:
+        models: the server's.
+        max_streams: texts that a model works on at once.
+    """
+    name = models.specs[0].name
+    runtime = next((loaded.runtime for loaded in models.in_memory(name)), None)
+    template = None if runtime is None else getattr(runtime.tokenizer, "chat_template", None)
+    return {
+        "model_path": name,
+        "model_alias": name,
+        "total_slots": max_streams,
+        "default_generation_settings": {"n_ctx": None if runtime is None else runtime.context_length},
+        "chat_template": template if isinstance(template, str) else "",
+        "build_info": fingerprint(),
+        "modalities": {"vision": False, "audio": False},
+    }
+
+
+def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
+    """The health of all models together, and of each. A model that is not in memory is well.
+
+    Args:
+        models: the server's.
+        is_draining: whether the server takes no new requests.
+    """
+    states = [loaded.runtime.health() for loaded in models.in_memory()]
+    statuses = [service_status(state) for state in states]
+    status = _worst(statuses)
+    drafts = [state.draft for state in states if state.draft is not None]
+    by_name = {spec.name: _health_of(models, spec.name) for spec in models.specs}
+    return {
+        "status": "draining" if is_draining and status != "broken" else status,
+        "ok": all(state.ok for state in states),
+        "target": all(state.target for state in states),
+        "draft": all(drafts) if drafts else None,
+        "streams": sum(each["streams"] for each in by_name.values()),
+        "waiting": sum(each["waiting"] for each in by_name.values()),
+        "models": by_name,
+    }
+
+
+def _health_of(models: ModelPool, name: str) -> ModelHealth:
+    in_memory = models.in_memory(name)
+    return {
+        "state": models.state(name),
+        "status": _worst([service_status(each.runtime.health()) for each in in_memory]),
+        "streams": sum(each.runtime.num_streams for each in in_memory),
+        "waiting": sum(each.runtime.num_waiting for each in in_memory) + models.num_waiting(name),
+    }
+
+
+def _worst(statuses: list[ServiceStatus]) -> ServiceStatus:
+    return max(statuses, key=("ok", "degraded", "broken").index, default="ok")

@@ -1,0 +1,84 @@
+"""Fill-in-the-middle: prompts of a text before and a text after what is to be written, for models trained on such.
+
+The tokens that part them have other names in each family of models, and one family has the text after first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@attrs.frozen
+class _Markers:
+    """The tokens of one family: before the prefix, before the suffix, and before the middle.
+
+    Attributes:
+        middle: None where the prefix comes last, so that the middle follows it.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str | None
+
+
+_FAMILIES = (
+    _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite 4
+    _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code, Seed-Coder
+    _Markers("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    _Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    _Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    _Markers("[PREFIX]", "[SUFFIX]", None),  # Codestral
+)
+# Tokens with which some of these models end what they write in the middle, beside their end of text.
+_ENDS = (
+    *("▁<EOT>", "<|endoftext|>", "<|file_separator|>", "<|file_sep|>", "<file_sep>", "<|repo_name|>", "<reponame>"),
+    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "[MIDDLE]"),
+)
+
+
+@attrs.frozen
+class FillInMiddle:
+    """How a tokenizer parts a prefix from a suffix.
+
+    Attributes:
+        prefix, suffix, middle: ids of the tokens, as in `_Markers`.
+        stop_tokens: ids of the tokens with which the text in the middle ends.
+    """
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    stop_tokens: tuple[int, ...]
+
+    def prompt(self, prefix: str, suffix: str, tokenizer: TokenizerWrapper) -> tuple[int, ...]:
+        """The token ids of a prompt for the text between a prefix and a suffix."""
+
+        def encoded(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+        first = tokenizer.encode("", verbose=False)[:1] if tokenizer.bos_token is not None else []
+        begin = [id for id in first if id == tokenizer.bos_token_id]
+        if self.middle is None:
+            return (*begin, self.suffix, *encoded(suffix), self.prefix, *encoded(prefix))
+        return (*begin, self.prefix, *encoded(prefix), self.suffix, *encoded(suffix), self.middle)
+
+
+def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:
+    """How a tokenizer parts a prefix from a suffix; None if it has no tokens for that.
+
+    The whole vocabulary is listed, which takes a while: see `LoadedModel.fill_in_middle`.
+    """
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    for markers in _FAMILIES:
+        names = [name for name in (markers.prefix, markers.suffix, markers.middle) if name is not None]
+        if all(name in vocabulary for name in names):
+            ids = [vocabulary[name] for name in names]
+            ends: Sequence[int] = [vocabulary[name] for name in _ENDS if name in vocabulary]
+            return FillInMiddle(ids[0], ids[1], ids[2] if len(ids) == 3 else None, tuple(dict.fromkeys([*ids, *ends])))
+    return None

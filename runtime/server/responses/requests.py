@@ -1,0 +1,254 @@
+"""Request bodies of `/v1/responses`, and the chats that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+import attrs
+from pydantic import Field
+
+from runtime.server.answers.body import Body, NoEffect
+from runtime.server.answers.translation import TranslatedBody, parse_translated
+from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.openai.requests import ChatRequest
+from runtime.server.openai.requests.field_types import MaxTokens
+from runtime.server.responses.items import ITEM, TAGS, Item, ItemReference, messages_of
+from runtime.server.responses.store import ResponseStore
+
+# In `include`.
+LOGPROBS = "message.output_text.logprobs"
+# Fields that the response repeats as they came.
+GIVEN_BACK = ("metadata", "reasoning", "text", "tools", "tool_choice")
+
+
+class PlainTextFormat(Body):
+    """Unconstrained text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """One JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    name: str | None = None
+    description: NoEffect = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """The form of the text."""
+
+    format: Annotated[PlainTextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+
+
+class ReasoningConfig(Body):
+    """How much the model reasons, as a variable of its chat template; "none" turns reasoning off, if that can."""
+
+    effort: Annotated[str, Field(max_length=100)] | None = None
+    summary: NoEffect = None
+
+
+class ResponsesTool(Body):
+    """A tool. Only functions can be called; tools of other types, which OpenAI's service runs, are left out."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolChoice(Body):
+    """The function that the model must call, or those that it may."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ResponsesTool] | None = None
+
+
+class ResponsesRequest(TranslatedBody):
+    """The body of a request to `/v1/responses`: a conversation to continue."""
+
+    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+    input: str | Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
+    instructions: str | None = Field(None, description="the system message; not kept for later responses")
+    previous_response_id: str | None = Field(None, description="continue the conversation of a stored response")
+    store: bool | None = Field(None, description="false: do not keep the response for later ones")
+    stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
+    max_output_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
+    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[str], Field(max_length=100)] | None = Field(
+        None, description=f'"{LOGPROBS}": the log-probability of each token of the answer; others have no effect'
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None, description="how many of the most probable tokens to name beside each token of the answer"
+    )
+    metadata: dict[str, Any] | None = Field(None, description="given back with the response")
+    user: str | None = Field(None, description="given back with the response")
+    service_tier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    safety_identifier: NoEffect = None
+    background: bool | None = Field(None, description="must not be true: who leaves cancels the request")
+    conversation: Any = Field(None, description="must be null: send previous_response_id")
+    prompt: Any = Field(None, description="must be null: send the text")
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer has log-probabilities."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+    def unknown(self) -> Iterator[str]:
+        """See `Body`; also `include`, where it asks for something else."""
+        yield from super().unknown()
+        if any(included != LOGPROBS for included in self.include or ()):
+            yield "include"
+
+
+class ResponsesChat(ChatRequest):
+    """The chat that a request to `/v1/responses` stands for."""
+
+    prompt_field: ClassVar[str] = "input"
+
+    @property
+    def max_answer_tokens_field(self) -> str:
+        """See `Request`."""
+        return "max_output_tokens"
+
+
+@attrs.frozen
+class ParsedRequest:
+    """A request to `/v1/responses`.
+
+    Attributes:
+        request: its body.
+        chat: what to generate.
+        messages: the messages of the chat without the instructions, as JSON; b"" where the response is not stored.
+    """
+
+    request: ResponsesRequest
+    chat: ResponsesChat
+    messages: bytes
+
+
+def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
+    """Parse and validate the body of a request, and find what it continues.
+
+    Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
+    """
+    messages: list[dict[str, Any]] = []
+
+    def fields(request: ResponsesRequest) -> dict[str, Any]:
+        _check_support(request)
+        messages.extend(_messages(request, store))
+        return _fields(request, messages)
+
+    request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, fields, TAGS)
+    stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
+    return ParsedRequest(request, chat, stored)
+
+
+def _check_support(request: ResponsesRequest) -> None:
+    for field, remedy in (
+        ("background", "a request whose client leaves is cancelled; leave it out, or set stream"),
+        ("conversation", "conversations are not stored; send previous_response_id"),
+        ("prompt", "prompts are not stored; send the text as input"),
+    ):
+        if getattr(request, field) not in (None, False):
+            raise ErrorResponse(400, f"{field} is not supported: {remedy}", param=field)
+    for field in GIVEN_BACK:
+        try:
+            json.dumps(request.model_dump(include={field}, by_alias=True), allow_nan=False)
+        except ValueError as error:
+            message = f"{field} must be JSON, to be given back: {error}; leave NaN and infinite numbers out"
+            raise ErrorResponse(400, message, param=field) from error
+
+
+def _messages(request: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
+    """The messages of a request after those of the response that it continues."""
+    messages: list[dict[str, Any]] = []
+    if request.previous_response_id is not None:
+        previous = store.get(request.previous_response_id)
+        if previous is None:
+            raise ErrorResponse(
+                400,
+                f"the response {short_json(request.previous_response_id)} is not stored, or no longer; "
+                "send its conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        messages = json.loads(previous.messages)
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    items = [_referenced(item, store) if isinstance(item, ItemReference) else item for item in request.input]
+    return messages + messages_of(items)
+
+
+def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
+    item = store.item(reference.id)
+    if item is None:
+        raise ErrorResponse(
+            404, f"the item {short_json(reference.id)} is not stored, or no longer; send it as input", param="input"
+        )
+    return ITEM.validate_json(item)
+
+
+def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of the chat."""
+    if request.instructions:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    if not messages:
+        raise ErrorResponse(400, "input must have at least one message; add it", param="input")
+    names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
+    fields: dict[str, Any] = {name: getattr(request, name) for name in names}
+    fields |= {"messages": messages, "max_tokens": request.max_output_tokens}
+    if request.has_logprobs:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    if request.reasoning is not None:
+        fields["reasoning_effort"] = request.reasoning.effort
+    match request.text.format if request.text is not None else None:
+        case JsonSchemaFormat(name=name, schema_=schema):
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+        case JsonObjectFormat():
+            fields["response_format"] = {"type": "json_object"}
+    choice = request.tool_choice
+    tools = [tool for tool in request.tools or () if tool.type == "function"]
+    if isinstance(choice, ResponsesToolChoice) and choice.type == "allowed_tools":
+        allowed = {tool.name for tool in choice.tools or ()}
+        tools = [tool for tool in tools if tool.name in allowed]
+    if tools:
+        fields["tools"] = [_tool(tool) for tool in tools]
+        if choice is not None:
+            fields["tool_choice"] = _tool_choice(choice)
+    return fields
+
+
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    names = ("name", "description", "parameters", "strict")
+    function = {name: value for name in names if (value := getattr(tool, name)) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if choice.type == "function":
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice.mode or "auto"

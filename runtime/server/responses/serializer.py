@@ -1,0 +1,303 @@
+"""Serializer of `/v1/responses`: items of output, each added, continued and done by numbered events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from protocol.statistics import Statistics
+from runtime.generation.tool_calls.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ReasoningPart,
+    TextPart,
+)
+from runtime.server.answers.api import Answer
+from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.errors import ErrorResponse
+from runtime.server.openai.token_logprobs import TokenLogprobs
+from runtime.server.responses.bodies import ItemStatus, OutputItem, ResponseBody, ResponsesUsage
+from runtime.server.responses.items import ITEM, messages_of
+from runtime.server.responses.requests import ParsedRequest
+from runtime.server.responses.store import ResponseStore, StoredResponse
+
+if TYPE_CHECKING:
+    from runtime.generation.token_reader import Token
+
+
+class ResponseSerializer(Serializer):
+    """Serializer for `/v1/responses`, which also keeps the response for later ones."""
+
+    def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
+        """For one response.
+
+        Args:
+            parsed: the request.
+            answer: its generation.
+            store: keeps the response.
+        """
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self._parsed = parsed
+        self._splitter = answer.splitter
+        self._store = store
+        self._num_events = 0
+        self._index = -1  # of the last item that events have begun
+        self._is_open = False
+        self._last_token: Token | None = None
+        num_logprobs = parsed.chat.num_logprobs
+        self._logprobs = None if num_logprobs is None else TokenLogprobs(answer.tokenizer, num_logprobs)
+        # Kept only for log-probabilities: tokens whose text is withheld, and those of the call that is being written.
+        self._withheld: list[Token] = []
+        self._of_call: list[Token] = []
+        self._response = _begun(self.id, parsed, answer.model)
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
+        """See `Serializer`."""
+        for _ in (*self._added(tokens), *self._ended(statistics)):
+            pass
+        return self._response
+
+    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return [self._whole_event("response.created"), self._whole_event("response.in_progress")]
+
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        return list(self._added(tokens))
+
+    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        events = list(self._ended(statistics))
+        return [*events, self._whole_event(f"response.{self._response['status']}")]
+
+    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`."""
+        self._response["status"] = "failed"
+        self._response["error"] = {"code": "server_error", "message": error.detail["message"]}
+        return [self._whole_event("response.failed")]
+
+    # --- the output -------------------------------------------------------------------------------
+
+    def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
+        """Add the parts of tokens to the output, and yield the events that say so."""
+        if tokens:
+            self._last_token = tokens[-1]
+        if self._logprobs is None:
+            for part in self._splitter.add(tokens):
+                yield from self._add(part)
+            return
+        # One after the other, to know which of them a text is made of.
+        for token in tokens:
+            # What belongs to the reasoning, its tags included, is never in the text.
+            if not (self._splitter.has_reasoning and token.is_thinking):
+                self._withheld.append(token)
+            for part in self._splitter.add([token]):
+                yield from self._add(part)
+
+    def _add(self, part: AnswerEvent) -> Iterator[Event]:
+        """Add a part to the output, and yield the events that say so."""
+        match part:
+            case TextPart(text=text):
+                yield from self._text("message", text)
+            case ReasoningPart(text=text):
+                self._withheld.clear()
+                yield from self._text("reasoning", text)
+            case CallBegan(id=id, name=name):
+                self._of_call, self._withheld = self._withheld, []
+                yield from self._begin_call(id, name)
+            case CallArguments(text=text):
+                self._of_call += self._withheld
+                self._withheld.clear()
+                assert self._item["type"] == "function_call"
+                self._item["arguments"] += text
+                yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
+            case CallEnded():
+                self._withheld.clear()
+                yield from self._done("completed")
+            case CallBroken(given=given):
+                # Events cannot be taken back, but without the last of its events a call is not one to answer.
+                self._is_open = False
+                self._output.pop()
+                self._withheld = self._of_call + self._withheld
+                yield from self._text("message", given)
+
+    def _ended(self, statistics: Statistics) -> Iterator[Event]:
+        """Complete the response and keep it, and yield the events that end its output."""
+        assert self._last_token is not None, "the last token of a stream has a finish reason"
+        is_cut = self._last_token.finish_reason == "length"
+        if not self._output or (self._item["type"] == "reasoning" and not is_cut):
+            # Clients look for a message in every answer, be it empty.
+            yield from self._begin_text("message")
+        yield from self._done("incomplete" if is_cut else "completed")
+        response = self._response
+        response["status"] = "incomplete" if is_cut else "completed"
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        response["completed_at"] = None if is_cut else int(time.time())
+        response["usage"] = self._usage(statistics)
+        if response["store"]:
+            self._keep()
+
+    def _text(self, item_type: Literal["message", "reasoning"], text: str) -> Iterator[Event]:
+        """Add text to the output, and yield the events that say so."""
+        if not self._is_open or self._item["type"] != item_type:
+            yield from self._begin_text(item_type)
+        assert self._item["type"] != "function_call"
+        self._item["content"][0]["text"] += text
+        if item_type == "reasoning":
+            yield self._event("response.reasoning_text.delta", **self._text_place, delta=text)
+        else:
+            logprobs = [] if self._logprobs is None else self._logprobs.of(self._withheld)
+            self._withheld.clear()
+            content: Any = self._item["content"][0]
+            content["logprobs"] += logprobs
+            yield self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=logprobs)
+
+    def _begin_text(self, item_type: Literal["message", "reasoning"]) -> Iterator[Event]:
+        """Begin an item that has text, and yield the events that say so."""
+        part: Any
+        if item_type == "reasoning":
+            part = {"type": "reasoning_text", "text": ""}
+            yield from self._begin(
+                {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+            )
+        else:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield from self._begin(
+                {"id": _id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            )
+        assert self._item["type"] != "function_call"
+        self._item["content"].append(part)
+        yield self._event("response.content_part.added", **self._text_place, part=part)
+
+    def _begin_call(self, call_id: str, name: str) -> Iterator[Event]:
+        """Begin a call, and yield the events that say so."""
+        yield from self._begin(
+            {
+                "id": _id("fc"),
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": call_id,
+                "name": name,
+                "arguments": "",
+            }
+        )
+
+    def _begin(self, item: OutputItem) -> Iterator[Event]:
+        yield from self._done("completed")
+        self._index += 1
+        self._is_open = True
+        self._output.append(item)
+        yield self._event("response.output_item.added", output_index=self._index, item=item)
+
+    def _done(self, status: ItemStatus) -> Iterator[Event]:
+        """Complete the item that is open, if one is, and yield the events that say so."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self._item
+        if item["type"] == "function_call":
+            arguments = item["arguments"]
+            yield self._event("response.function_call_arguments.done", **self._place, arguments=arguments)
+        else:
+            content = item["content"][0]
+            if content["type"] == "reasoning_text":
+                yield self._event("response.reasoning_text.done", **self._text_place, text=content["text"])
+            else:
+                whole = {"text": content["text"], "logprobs": content["logprobs"]}
+                yield self._event("response.output_text.done", **self._text_place, **whole)
+            yield self._event("response.content_part.done", **self._text_place, part=content)
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _output(self) -> list[OutputItem]:
+        return self._response["output"]
+
+    @property
+    def _item(self) -> OutputItem:
+        """The last item."""
+        return self._output[-1]
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Where the last item is."""
+        return {"item_id": self._item["id"], "output_index": self._index}
+
+    @property
+    def _text_place(self) -> dict[str, Any]:
+        """Where the text of the last item is."""
+        return {**self._place, "content_index": 0}
+
+    # --- events, usage and storage ----------------------------------------------------------------
+
+    def _event(self, type: str, **fields: Any) -> Event:
+        event = {"type": type, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        # Encoded now: items and the response go on growing.
+        return Event(json.dumps(event, separators=(",", ":")), type)
+
+    def _whole_event(self, type: str) -> Event:
+        return self._event(type, response=self._response)
+
+    def _usage(self, statistics: Statistics) -> ResponsesUsage:
+        return {
+            "input_tokens": statistics.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": statistics.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": statistics.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._splitter.num_reasoning_tokens},
+            "total_tokens": statistics.prompt_tokens + statistics.generated_tokens,
+        }
+
+    def _keep(self) -> None:
+        items = {item["id"]: json.dumps(item).encode() for item in self._output}
+        answer = messages_of(ITEM.validate_json(item) for item in items.values())
+        # The messages before are a list already, to which the answer is added without reading it.
+        before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
+        added = [json.dumps(message, ensure_ascii=False).encode() for message in answer]
+        messages = b"[" + b", ".join(before + added) + b"]"
+        self._store.put(self.id, StoredResponse(json.dumps(self._response).encode(), messages, items))
+
+
+def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
+    """A response that has no output yet."""
+    request = parsed.request
+    repeated = {"reasoning", "text", "tools", "tool_choice"}
+    given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": given.get("reasoning", {}),
+        "store": request.store is not False,
+        "temperature": request.temperature or 0.0,
+        "text": {"format": {"type": "text"}} | given.get("text", {}),
+        "tool_choice": given.get("tool_choice", "auto"),
+        "tools": given.get("tools", []),
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "truncation": "disabled",
+        "background": False,
+        "user": request.user,
+    }
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(24)}"

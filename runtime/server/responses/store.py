@@ -1,0 +1,81 @@
+"""The responses that the server keeps in memory, so that later requests can continue them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import attrs
+
+
+@attrs.frozen
+class StoredResponse:
+    """A response that is kept.
+
+    Attributes:
+        body: the response, as JSON.
+        messages: the messages of its chat up to and with the answer, without the instructions, as JSON.
+        items: the items of its output by their ids, each as JSON.
+    """
+
+    body: bytes
+    messages: bytes
+    items: dict[str, bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its JSON."""
+        return len(self.body) + len(self.messages) + sum(map(len, self.items.values()))
+
+
+class ResponseStore:
+    """Responses by id, within bounds; the one that was used least recently is dropped first.
+
+    Bodies of requests are parsed in other threads, which may call `get` and `item`: both are single operations on
+    dictionaries.
+    """
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        """An empty store.
+
+        Args:
+            max_responses: number of responses, >= 0.
+            max_bytes: of all of their JSON together, >= 0.
+        """
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._owners: dict[str, str] = {}  # ids of responses by ids of their items
+        self._num_bytes = 0
+
+    def put(self, id: str, response: StoredResponse) -> None:
+        """Keep a response, with a new id; one that is larger than the bound is not kept."""
+        self._responses[id] = response
+        self._owners |= dict.fromkeys(response.items, id)
+        self._num_bytes += response.num_bytes
+        while len(self._responses) > self._max_responses or self._num_bytes > self._max_bytes:
+            self.delete(next(iter(self._responses)))
+
+    def get(self, id: str) -> StoredResponse | None:
+        """A response, which counts as used now; None if it is not kept."""
+        response = self._responses.get(id)
+        if response is not None:
+            try:
+                self._responses.move_to_end(id)
+            except KeyError:
+                return response  # dropped by trio's thread at this moment
+        return response
+
+    def item(self, id: str) -> bytes | None:
+        """An item of the output of any response, as JSON; None if it is not kept."""
+        response = self._responses.get(self._owners.get(id, ""))
+        return None if response is None else response.items.get(id)
+
+    def delete(self, id: str) -> bool:
+        """Drop a response; whether it was kept."""
+        response = self._responses.pop(id, None)
+        if response is None:
+            return False
+        self._num_bytes -= response.num_bytes
+        for item in response.items:
+            self._owners.pop(item, None)
+        return True

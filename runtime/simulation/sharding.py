@@ -1,0 +1,95 @@
+"""A target that is sharded over several machines: what a pass computes on each, and what they exchange.
+
+Tensor parallel, as mlx-lm shards a model: each rank computes its part of every layer, and two all-reduces a layer, of
+one hidden state a row, make the parts whole again. The computation shrinks with the ranks; the exchange does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from protocol.errors import SettingsError
+from protocol.reprs import shown
+from protocol.validation import check_integer, check_number, validator
+
+MAX_RANKS = 1024
+ALL_REDUCES = ("ring", "mesh", "tree")
+
+# After the attention, and after the feed-forward part.
+_ALL_REDUCES_PER_LAYER = 2
+_BYTES_PER_NUMBER = 2  # of bfloat16
+
+# Layers and hidden size of some models, by name.
+SHAPES = {
+    "llama-8b": (32, 4096),
+    "llama-70b": (80, 8192),
+    "llama-405b": (126, 16384),
+    "qwen3-235b": (94, 4096),
+    "deepseek-v3": (61, 7168),
+}
+
+
+def _check_all_reduce(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value not in ALL_REDUCES:
+        raise SettingsError(
+            f"{attribute.name} must be {', '.join(ALL_REDUCES[:-1])} or {ALL_REDUCES[-1]}, got {shown(value)}"
+        )
+
+
+@attrs.frozen
+class Sharding:
+    """A target's ranks, and the links between them.
+
+    Attributes:
+        ranks: machines, in [1, 1024].
+        pass_time: milliseconds in which one machine decodes a token, or would if the model fitted it, > 0: T_v(1).
+        layers: of the model, >= 1.
+        hidden_size: numbers in a hidden state, >= 1.
+        link_latency: microseconds from a rank's send to its neighbour's receipt of a small message, software included;
+            >= 0.
+        link_bandwidth: gigabits per second of each link, in each direction, > 0.
+        all_reduce: "ring" passes parts around in 2(N − 1) steps, as MLX's ring does; "mesh" has each rank send all of
+            it to each other rank at once, over a link for each pair, as JACCL does on a mesh; "tree" goes up and down a
+            binary tree.
+
+    Raises: SettingsError: a value is out of its range.
+    """
+
+    ranks: int = attrs.field(validator=validator(check_integer, 1, MAX_RANKS))
+    pass_time: float = attrs.field(validator=validator(check_number, above=0))
+    layers: int = attrs.field(validator=validator(check_integer, 1))
+    hidden_size: int = attrs.field(validator=validator(check_integer, 1))
+    link_latency: float = attrs.field(validator=validator(check_number, 0))
+    link_bandwidth: float = attrs.field(validator=validator(check_number, above=0))
+    all_reduce: str = attrs.field(default="ring", validator=_check_all_reduce)
+
+    def exchange_ms(self, rows: int) -> float:
+        """Milliseconds of all all-reduces of a pass over so many rows."""
+        if self.ranks == 1:
+            return 0.0
+        num_bytes = rows * self.hidden_size * _BYTES_PER_NUMBER
+        steps, times_sent = self._steps()
+        sending_us = times_sent * num_bytes * 8 / (self.link_bandwidth * 1e3)
+        return self.layers * _ALL_REDUCES_PER_LAYER * (steps * self.link_latency + sending_us) / 1e3
+
+    def pass_seconds(self, alone: float, rows: int) -> float:
+        """Time of a pass, in units of T_v(1).
+
+        Args:
+            alone: the time of the pass on one machine, in the same unit.
+            rows: rows of the pass, >= 1.
+        """
+        return alone / self.ranks + self.exchange_ms(rows) / self.pass_time
+
+    def _steps(self) -> tuple[int, float]:
+        """Messages of one all-reduce that wait for each other, and how often each rank sends the whole of the bytes."""
+        match self.all_reduce:
+            case "ring":
+                return 2 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks
+            case "mesh":
+                return 1, 1.0
+            case _:
+                depth = (self.ranks - 1).bit_length()
+                return 2 * depth, 2.0

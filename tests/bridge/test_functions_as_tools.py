@@ -1,0 +1,190 @@
+"""Conversations that call Python functions, on asyncio and in plain threads: where, and how that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from typing import Any
+
+import pytest
+from calling_models import calling_pair, calling_tokenizer
+from chat_models import says
+
+import runtime
+
+
+def call_of(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+def speaks(*answers: str) -> dict[str, Any]:
+    return {"max_tokens": 120, "logits_processors": (says(calling_tokenizer(), *answers),), "lookahead": 3}
+
+
+def where() -> str:
+    """The name of the thread."""
+    return threading.current_thread().name
+
+
+async def where_async() -> list[str]:
+    """The name of the thread, in a list."""
+    await asyncio.sleep(0)
+    return [threading.current_thread().name]
+
+
+def fails(city: str) -> str:
+    """Fail.
+
+    Args:
+        city: name of a city.
+    """
+    raise ValueError(f"no {city}")
+
+
+def results_in(conversation: runtime.aio.Conversation | runtime.sync.Conversation) -> list[str]:
+    return [message["content"] for message in conversation.messages if message["role"] == "tool"]
+
+
+# --- asyncio --------------------------------------------------------------------------------------
+
+
+def in_asyncio(main: Any) -> None:
+    async def opened() -> None:
+        async with runtime.aio.open(*calling_pair()) as rt:
+            await main(rt)
+
+    asyncio.run(opened())
+
+
+def test_on_asyncio_functions_are_called_and_the_model_goes_on_with_their_results() -> None:
+    asked = call_of("where") + call_of("where_async") + call_of("fails", '{"city": "Oslo"}')
+
+    async def main(rt: runtime.aio.Runtime) -> None:
+        tools = [where, where_async, fails]
+        conversation = rt.conversation("Be kind.", tools=tools, **speaks(asked, "so", call_of("where"), "there"))
+        assert conversation.pending_calls == ()
+        completion = await conversation.generate("where?")
+        assert (completion.text, completion.tool_calls) == ("so", ())
+        in_thread, in_loop, error = results_in(conversation)
+        ours = threading.current_thread().name
+        assert in_thread != ours
+        assert in_loop == f'["{ours}"]'
+        assert error == "Error: ValueError: no Oslo"
+
+        # Streamed, saved with a call pending, and loaded: whoever is given the functions makes the call.
+        async for token in (stream := conversation.stream("where?")):
+            assert token.index > 0 or conversation.pending_calls == ()
+        assert (
+            [call.name for call in conversation.pending_calls] == [call.name for call in stream.tool_calls] == ["where"]
+        )
+        await conversation.save(file := io.BytesIO())
+        script = speaks("", "", "", "there")["logits_processors"]
+        loaded = await rt.load(io.BytesIO(file.getvalue()), tools=tools, logits_processors=script)
+        for each in (conversation, loaded):
+            assert await each.call_tools()
+            assert not await each.call_tools()
+            assert "".join([token.text async for token in each.stream()]) == "there"
+        loaded.reset()
+        assert loaded.pending_calls == ()
+
+    in_asyncio(main)
+
+
+def test_on_asyncio_a_cancelled_call_leaves_the_conversation_as_it_was() -> None:
+    async def main(rt: runtime.aio.Runtime) -> None:
+        called, ended = asyncio.Event(), asyncio.Event()
+
+        async def waits() -> str:
+            """Wait."""
+            called.set()
+            try:
+                await asyncio.sleep(0 if ended.is_set() else 3600)
+            finally:
+                ended.set()
+            return "done"
+
+        conversation = rt.conversation(tools=[waits], **speaks(call_of("waits"), "so"))
+        task = asyncio.create_task(conversation.generate("wait"))
+        await called.wait()
+        with pytest.raises(runtime.ConversationBusyError, match="functions are being called"):
+            conversation.stream("and now?")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+        assert [call.name for call in conversation.pending_calls] == ["waits"]
+        assert await conversation.call_tools()
+        assert results_in(conversation) == ["done"]
+
+    in_asyncio(main)
+
+
+def test_on_asyncio_bad_functions_are_refused_at_once_and_many_prompts_take_tools() -> None:
+    async def main(rt: runtime.aio.Runtime) -> None:
+        with pytest.raises(runtime.SettingsError, match="two tools have the name"):
+            rt.conversation(tools=[where, where])
+        with pytest.raises(runtime.SettingsError, match="tool_choice"):
+            rt.generate_many([], tool_choice="required")
+        prompts = [[{"role": "user", "content": "where?"}]] * 2
+        many = await rt.generate_many(prompts, tools=[where], **speaks(call_of("where")))
+        assert [[call.name for call in each.tool_calls] for each in many] == [["where"]] * 2
+
+    in_asyncio(main)
+
+
+# --- plain threads --------------------------------------------------------------------------------
+
+
+def test_in_plain_threads_functions_are_called_in_the_thread_that_asks() -> None:
+    asked = call_of("where") + call_of("fails", '{"city": "Oslo"}')
+    with runtime.open_sync(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[where, fails], **speaks(asked, "so", call_of("where"), "there"))
+        assert conversation.generate("where?").text == "so"
+        assert results_in(conversation) == [threading.current_thread().name, "Error: ValueError: no Oslo"]
+        stream = conversation.stream("where?")
+        assert conversation.pending_calls == ()
+        assert "".join(token.text for token in stream) == call_of("where")
+        conversation.save(file := io.BytesIO())
+        script = speaks("", "", "", "there")["logits_processors"]
+        loaded = rt.load(io.BytesIO(file.getvalue()), tools=[where], logits_processors=script)
+        for each in (conversation, loaded):
+            assert [call.name for call in each.pending_calls] == ["where"]
+            assert each.call_tools()
+            assert not each.call_tools()
+            assert "".join(token.text for token in each.stream()) == "there"
+        for refused in (rt.conversation, lambda tools: rt.load(io.BytesIO(), tools=tools)):
+            with pytest.raises(runtime.SettingsError, match="the tool 'where_async' is async"):
+                refused(tools=[where_async])
+
+
+def test_in_plain_threads_a_ctrl_c_in_a_function_leaves_the_conversation_as_it_was() -> None:
+    pressed = [True]
+
+    def interrupted() -> str:
+        """Wait."""
+        if pressed:
+            pressed.clear()
+            raise KeyboardInterrupt
+        return "done"
+
+    with runtime.open_sync(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[interrupted], **speaks(call_of("interrupted"), "so"))
+        with pytest.raises(KeyboardInterrupt):
+            conversation.generate("wait")
+        assert [call.name for call in conversation.pending_calls] == ["interrupted"]
+        assert conversation.call_tools()
+        assert results_in(conversation) == ["done"]
+
+
+def test_in_plain_threads_a_function_that_uses_its_own_conversation_is_told_that_it_is_busy() -> None:
+    with runtime.open_sync(*calling_pair()) as rt:
+
+        def again() -> str:
+            """Ask again."""
+            return conversation.generate("again").text
+
+        conversation = rt.conversation(tools=[again], **speaks(call_of("again"), "so"))
+        assert conversation.generate("ask").text == "so"
+        [result] = results_in(conversation)
+        assert result.startswith("Error: ConversationBusyError: cannot say something while")

@@ -1,0 +1,233 @@
+"""Official clients of `/v1/responses` and of Anthropic's API, with `outrider serve` as a process with the demo pair."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import anthropic
+import jsonschema
+import openai
+import pydantic
+import pytest
+from command_line import HANGS_S
+from served_caller import MODEL as CALLER
+from served_command import KEY, MODEL, Server, serving
+
+import runtime
+
+PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
+SAID: Any = [{"role": "user", "content": PROMPT}]
+ENDLESS: dict[str, Any] = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving("--api-key", KEY) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=HANGS_S) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The pair's text after the prompt."""
+    return runtime.generate_sync(PROMPT, target=runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT, max_tokens=24).text
+
+
+# --- /v1/responses --------------------------------------------------------------------------------
+
+
+def test_a_response_is_the_text_of_the_runtime(client: openai.OpenAI, expected: str) -> None:
+    response = client.responses.create(model=MODEL, input=PROMPT, max_output_tokens=24)
+    assert response.output_text == expected
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.output_tokens == 24
+    events = list(client.responses.create(model=MODEL, input=PROMPT, max_output_tokens=24, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert events[-1].response.output_text == "".join(deltas) == expected
+    assert client.responses.retrieve(response.id) == response
+
+
+def test_a_response_has_log_probabilities_if_they_are_included(client: openai.OpenAI, expected: str) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "input": PROMPT,
+        "max_output_tokens": 8,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 3,
+    }
+    content = client.responses.create(**asked).output[0].content[0]
+    assert "".join(token.token for token in content.logprobs) == content.text
+    for token in content.logprobs:
+        # Greedy text is the most probable one.
+        assert (token.token, token.logprob) == (token.top_logprobs[0].token, token.top_logprobs[0].logprob)
+        assert len(token.top_logprobs) == 3
+    events = list(client.responses.create(**asked, stream=True))
+    assert events[-1].response.output[0].content[0].logprobs == content.logprobs
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [token for event in deltas for token in event.logprobs]
+    assert [token.logprob for token in streamed] == [token.logprob for token in content.logprobs]
+
+
+def test_a_conversation_goes_on_by_the_id_of_its_response(client: openai.OpenAI, expected: str) -> None:
+    first = client.responses.create(model=MODEL, input=PROMPT, max_output_tokens=8)
+    # Without a chat template, a conversation is a running text.
+    second = client.responses.create(model=MODEL, input=[], previous_response_id=first.id, max_output_tokens=16)
+    assert first.output_text + second.output_text == expected
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError, match="not stored") as gone:
+        client.responses.create(model=MODEL, input="a", previous_response_id=first.id)
+    assert (gone.value.param, gone.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+class Verdict(pydantic.BaseModel):
+    """What the model is held to."""
+
+    is_sorted: bool
+    order: Literal["rising", "falling"]
+
+
+def test_a_response_keeps_to_a_type(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": PROMPT, "max_output_tokens": 200, "text_format": Verdict}
+    assert isinstance(client.responses.parse(**asked).output_parsed, Verdict)
+    with client.responses.stream(**asked) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Verdict)
+
+
+def test_a_response_that_is_broken_off_is_over(client: openai.OpenAI, server: Server) -> None:
+    stream = client.responses.create(
+        model=MODEL, input=PROMPT, max_output_tokens=100_000, stream=True, extra_body=ENDLESS
+    )
+    assert next(event for event in stream if event.type == "response.output_text.delta")
+    assert server.health()["streams"] == 1
+    stream.close()
+    server.until_idle()
+
+
+def test_errors_of_responses_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens must be at least 1") as bad:
+        client.responses.create(model=MODEL, input="a", max_output_tokens=0)
+    assert bad.value.param == "max_output_tokens"
+    with pytest.raises(openai.NotFoundError, match="no such response"):
+        client.responses.retrieve("resp_0")
+    with pytest.raises(openai.NotFoundError, match="no embeddings here"):
+        client.embeddings.create(model=MODEL, input="a")
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Oslo", "Lisbon"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+HELD: dict[str, Any] = {"model": CALLER, "temperature": 1.0, "extra_body": {"seed": 7}}
+
+
+def test_a_response_calls_a_function(caller: Server) -> None:
+    function: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    asked: Any = {
+        **HELD,
+        "input": "Weather?",
+        "tools": [function],
+        "tool_choice": "required",
+        "extra_body": {"seed": 7},
+    }
+    with caller.client() as client:
+        with client.responses.stream(**asked, parallel_tool_calls=False) as stream:
+            deltas = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+            response = stream.get_final_response()
+        (call,) = response.output
+        assert (call.type, call.name) == ("function_call", "weather")
+        assert "".join(deltas) == call.arguments
+        assert len(deltas) > 1
+        jsonschema.validate(json.loads(call.arguments), SCHEMA)
+        assert client.responses.create(**asked, parallel_tool_calls=False).output[0].arguments == call.arguments
+        output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "mild"}
+        more = client.responses.create(
+            model=CALLER, input=[output], previous_response_id=response.id, tools=[function], max_output_tokens=8
+        )
+        assert more.usage.output_tokens == 8
+
+
+# --- Anthropic's API ------------------------------------------------------------------------------
+
+
+def test_a_message_is_the_text_of_the_runtime(claude: anthropic.Anthropic, expected: str) -> None:
+    message = claude.messages.create(model=MODEL, messages=SAID, max_tokens=24)
+    assert [block.text for block in message.content] == [expected]
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 24)
+    with claude.messages.stream(model=MODEL, messages=SAID, max_tokens=24) as stream:
+        assert "".join(stream.text_stream) == expected
+        final = stream.get_final_message()
+    assert final.usage.cache_read_input_tokens > 0
+    counted = claude.messages.count_tokens(model=MODEL, messages=SAID)
+    assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
+    stop = expected[9:12]
+    stopped = claude.messages.create(model=MODEL, messages=SAID, max_tokens=24, stop_sequences=[stop])
+    assert stopped.content[0].text == expected.partition(stop)[0]
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_asyncio_s_client_streams_several_messages_side_by_side(server: Server, expected: str) -> None:
+    async def main() -> None:
+        async with anthropic.AsyncAnthropic(
+            base_url=server.url, auth_token=KEY, max_retries=0, timeout=HANGS_S
+        ) as claude:
+
+            async def one() -> str:
+                async with claude.messages.stream(model=MODEL, messages=SAID, max_tokens=24) as stream:
+                    return "".join([text async for text in stream.text_stream])
+
+            assert await asyncio.gather(one(), one()) == [expected, expected]
+
+    asyncio.run(main())
+
+
+def test_a_message_that_is_broken_off_is_over(claude: anthropic.Anthropic, server: Server) -> None:
+    with claude.messages.stream(model=MODEL, messages=SAID, max_tokens=100_000, extra_body=ENDLESS) as stream:
+        assert next(iter(stream.text_stream))
+        assert server.health()["streams"] == 1
+    server.until_idle()
+
+
+def test_a_message_calls_a_tool(caller: Server) -> None:
+    tools: Any = [{"name": "weather", "input_schema": SCHEMA, "strict": True}]
+    choice: Any = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    said: Any = [{"role": "user", "content": "Weather?"}]
+    asked: Any = {"model": CALLER, "tools": tools, "max_tokens": 200, "extra_body": {"temperature": 1.0, "seed": 7}}
+    with anthropic.Anthropic(base_url=caller.url, api_key=KEY, max_retries=0, timeout=HANGS_S) as claude:
+        with claude.messages.stream(**asked, messages=said, tool_choice=choice) as stream:
+            deltas = [event.partial_json for event in stream if event.type == "input_json"]
+            message = stream.get_final_message()
+        (block,) = message.content
+        assert (block.type, block.name, message.stop_reason) == ("tool_use", "weather", "tool_use")
+        assert json.loads("".join(deltas)) == block.input
+        assert len(deltas) > 1
+        jsonschema.validate(block.input, SCHEMA)
+        result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "mild"}
+        said += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+        more = claude.messages.create(**{**asked, "max_tokens": 8}, messages=said)
+        assert more.usage.output_tokens == 8
+
+
+def test_errors_of_messages_come_as_the_client_knows_them(claude: anthropic.Anthropic, server: Server) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens must be at least 1") as bad:
+        claude.messages.create(model=MODEL, messages=SAID, max_tokens=0)
+    assert bad.value.type == "invalid_request_error"
+    stranger = claude.with_options(api_key="wrong")
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key: KEY"):
+        stranger.messages.create(model=MODEL, messages=SAID, max_tokens=1)

@@ -1,0 +1,102 @@
+"""The benchmark compares drafters of all kinds in one run, with the same plain decoding."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from models import llama, near
+
+import runtime
+from runtime.bench.one_stream import Plan, measure, named_drafts
+from runtime.cli import main as cli
+
+SMALL = {"max_tokens": 16, "repeats": 1, "num_draft_tokens": (2,), "lookaheads": (0, 2, "auto")}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "names"),
+    [
+        (["org/small", "ngram"], ["small", "ngram"]),
+        (["a/draft", "b/draft/", "c"], ["a/draft", "b/draft/", "c"]),
+        (["org/target", "x"], ["org/target", "x"]),
+        (["mtp"], ["mtp"]),
+    ],
+)
+def test_drafters_are_named_by_the_last_part_that_tells_them_apart(drafts, names):
+    assert list(named_drafts(drafts)) == names
+    assert list(named_drafts(drafts).values()) == drafts
+
+
+def test_a_drafter_that_is_there_twice_is_refused():
+    with pytest.raises(runtime.SettingsError, match="'org/small' is there twice"):
+        named_drafts(["org/small", "ngram", "org/small"])
+
+
+@pytest.mark.slow
+async def test_draft_models_and_lookup_are_compared_with_the_same_plain_decoding():
+    target = llama()
+    drafts = [(near(target, noise=0.02), None), "ngram"]
+    result = await measure((target, None), drafts, Plan(prompts=[[1, 2, 3, 1, 2, 3, 1]], **SMALL))
+    assert [(row.name, row.draft) for row in result.rows] == [
+        ("mlx-lm plain", None),
+        ("mlx-lm speculative 2, Model", "Model"),
+        ("outrider lookahead 0", None),
+        ("outrider lookahead 2, Model", "Model"),
+        ("outrider lookahead auto, Model", "Model"),
+        ("outrider lookahead 2, ngram", "ngram"),
+        ("outrider lookahead auto, ngram", "ngram"),
+    ]
+    assert result.is_complete
+    assert result.dtypes == {"target": ("float32",), "Model": ("float32",)}
+    for row in result.rows:
+        assert (row.failure, row.same_texts, row.num_texts) == (None, 1, 1)
+        assert row.median is not None
+        assert result.rows[0].median is not None
+        assert row.vs_plain == row.median / result.rows[0].median
+        assert row.stale_acceptance is None
+
+
+@pytest.mark.slow
+async def test_one_drafter_in_a_list_is_the_only_one():
+    target = llama()
+    plan = Plan(prompts=[[1, 2, 3]], **SMALL)
+    result = await measure((target, None), [(near(target, noise=0.02), None)], plan)
+    assert [row.name for row in result.rows][1] == "mlx-lm speculative 2"
+    assert {row.draft for row in result.rows} == {None, "Model"}
+
+
+@pytest.mark.slow
+def test_the_command_compares_a_trained_drafter_with_lookup(capsys):
+    small = [
+        "--prompt",
+        "def quicksort(items):\n    if len(items)",
+        "-m",
+        "16",
+        "--repeats",
+        "1",
+        "--num-draft-tokens",
+        "none",
+        "--lookahead",
+        "2",
+    ]
+    assert cli.main(["bench", "--draft", str(runtime.DEMO_TRAINED_DRAFT), "--draft", "ngram", *small, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["draft"] for row in said["rows"]] == [None, "trained_draft", "ngram"]
+    assert said["draft"] == f"{runtime.DEMO_TRAINED_DRAFT}, ngram"
+    plain, trained, lookup = said["rows"]
+    assert plain["acceptance"] is None
+    assert trained["acceptance"] > 0
+    assert lookup["stale_acceptance"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--draft", "ngram", "--draft", "none"], "--draft none is for plain decoding"),
+        (["--draft", "ngram", "--draft", "x/y", "--streams", "2"], "--streams measures one drafter, got 2"),
+    ],
+)
+def test_drafters_that_cannot_be_compared_are_refused(arguments, said, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err

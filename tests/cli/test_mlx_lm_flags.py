@@ -1,0 +1,213 @@
+"""Flags of mlx-lm's commands: `outrider generate` prints the text that `mlx_lm.generate` prints."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm import cache_prompt
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from models import llama, save
+
+import runtime
+import runtime.engine.opening
+import runtime.server.models.loading
+from runtime.cli import main as cli
+
+# The package has a function of this name, too.
+generate_of_mlx_lm: Any = importlib.import_module("mlx_lm.generate")
+
+# In words of the tiny model's vocabulary.
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'w7', 'user': 'w8', 'assistant': 'w9'}[m.role] }} {{ m.content }} w6 "
+    "{% endfor %}{% if add_generation_prompt %}w9 {{ word }}{% endif %}"
+)
+PROMPT = "w1 w2 w3"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with a chat template, for both programs."""
+    where = Path(save(tmp_path_factory.mktemp("models") / "model", llama()))
+    (where / "chat_template.jinja").write_text(TEMPLATE)
+    return str(where)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A LoRA adapter with an effect."""
+    where, lora = tmp_path_factory.mktemp("adapter"), {"rank": 2, "scale": 20.0, "dropout": 0.0}
+    built = mlx_lm.load(model)[0]
+    built.freeze()
+    linear_to_lora_layers(built, 2, lora)
+    weights = dict(mlx_lm.utils.tree_flatten(built.trainable_parameters()))
+    noise = {
+        name: weight + 0.2 * mx.random.normal(weight.shape, key=mx.random.key(3)) for name, weight in weights.items()
+    }
+    mx.save_safetensors(str(where / "adapters.safetensors"), noise)
+    (where / "adapter_config.json").write_text(json.dumps({"num_layers": 2, "lora_parameters": lora}))
+    return str(where)
+
+
+def of_mlx_lm(command: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any, *arguments: str) -> str:
+    """What a command of mlx-lm prints."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["mlx_lm", *arguments])
+        command.main()
+    return str(capfd.readouterr().out).strip()
+
+
+def ours(capfd: Any, *arguments: str) -> str:
+    assert cli.main(["generate", *arguments]) == 0
+    return str(capfd.readouterr().out).strip()
+
+
+CASES = {
+    "a message": [],
+    "a system message": ["--system-prompt", "w4 w5"],
+    "an answer that has begun": ["--prefill-response", "w11 w12"],
+    "variables of the template": ["--chat-template-config", '{"word": "w13"}'],
+    "without the template": ["--ignore-chat-template"],
+    "penalties of none": ["--temp", "0", "--top-p", "0.9", "--min-p", "0.1", "--top-k", "3"],
+    "xtc at temperature 0": ["--xtc-probability", "0.5", "--xtc-threshold", "0.1", "--min-tokens-to-keep", "2"],
+    "small passes": ["--prefill-step-size", "2", "--max-kv-size", "64"],
+    "trusted": ["--trust-remote-code"],
+}
+
+
+@pytest.mark.parametrize("flags", CASES.values(), ids=CASES.keys())
+def test_the_same_flags_give_the_same_text(
+    flags: list[str], model: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    arguments = ["--model", model, "--prompt", PROMPT, "-m", "12", *flags]
+    expected = of_mlx_lm(generate_of_mlx_lm, monkeypatch, capfd, *arguments, "--verbose", "False")
+    assert ours(capfd, *arguments) == expected
+    assert ours(capfd, *arguments, "--draft-model", model, "--num-draft-tokens", "2") == expected
+
+
+def test_an_adapter_gives_the_same_text(model: str, adapter: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    arguments = ["--model", model, "--prompt", PROMPT, "-m", "12"]
+    plain = ours(capfd, *arguments)
+    arguments += ["--adapter-path", adapter]
+    expected = of_mlx_lm(generate_of_mlx_lm, monkeypatch, capfd, *arguments, "--verbose", "F")
+    assert expected != plain
+    assert ours(capfd, *arguments) == expected
+    assert ours(capfd, *arguments, "--draft-model", model, "--draft-adapter-path", adapter) == expected
+
+
+@pytest.mark.parametrize("flags", [[], ["--ignore-chat-template"]], ids=["template", "raw"])
+def test_a_prompt_cache_file_is_continued_with_the_same_text(
+    flags: list[str], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    file = str(tmp_path / "prompt.safetensors")
+    of_mlx_lm(
+        cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w21 w22 w23 w24", "--prompt-cache-file", file
+    )
+    arguments = ["--prompt", PROMPT, "-m", "12", "--prompt-cache-file", file, *flags]
+    expected = of_mlx_lm(generate_of_mlx_lm, monkeypatch, capfd, *arguments, "--verbose", "f")
+    assert ours(capfd, *arguments) == expected
+    assert ours(capfd, *arguments, "--model", model, "--draft", "ngram") == expected
+
+
+def test_a_token_of_mlx_lms_kind_ends_the_text(model: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    arguments = ["--model", model, "--prompt", PROMPT, "-m", "12"]
+    words = ours(capfd, *arguments).split()
+    last = next(word for i, word in enumerate(words) if i > 2 and word not in words[:i])
+    arguments += ["--extra-eos-token", last, "w79"]
+    expected = of_mlx_lm(generate_of_mlx_lm, monkeypatch, capfd, *arguments, "--verbose", "False")
+    assert expected.split() == words[: words.index(last)]
+    assert ours(capfd, *arguments) == expected
+
+
+def test_another_model_than_that_of_the_file_is_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    file = str(tmp_path / "prompt.safetensors")
+    of_mlx_lm(cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w2", "--prompt-cache-file", file)
+    assert cli.main(["generate", PROMPT, "--prompt-cache-file", file, "--target", "/another"]) == 2
+    assert f"--prompt-cache-file was made with {model}, got --target /another" in capfd.readouterr().err
+
+
+# --- what reaches `open` --------------------------------------------------------------------------
+
+
+class OpenedError(runtime.OutriderError):
+    """Raised instead of opening a runtime."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a runtime would be opened with; opening it raises `OpenedError`."""
+    given: dict[str, Any] = {}
+
+    def open(target: Any, draft: Any, **options: Any) -> Any:
+        given.update(options, target=target, draft=draft)
+        raise OpenedError
+
+    monkeypatch.setattr(runtime.engine.opening, "open", open)
+    monkeypatch.setattr(runtime.server.models.loading, "open_runtime", open)
+    return given
+
+
+def test_flags_of_loading_reach_the_models(opened: dict[str, Any], tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    flags = ["--target", "org/model", "--draft", "org/small", "--trust-remote-code", "-qa", "--revision", "v2"]
+    flags += [
+        "--quantize",
+        "8:32",
+        "--draft-quantize",
+        "mxfp4",
+        "--draft-revision",
+        "main",
+        "--draft-adapter-path",
+        "a",
+    ]
+    flags += ["--tokenizer-config", '{"eos_token": "w7"}', "--chat-template", str(template)]
+    flags += ["--model-config", '{"rope_theta": 3.0}', "--chat-template-args", '{"enable_thinking": false}']
+    for command in (["generate", "hi"], ["chat"], ["serve", "--port", "0"]):
+        assert cli.main([*command, *flags]) == 1
+        assert opened["target"] == runtime.ModelSpec(
+            "org/model",
+            revision="v2",
+            trust_remote_code=True,
+            quantize={"bits": 8, "group_size": 32},
+            tokenizer_config={"eos_token": "w7", "chat_template": "{{ messages }}"},
+            model_config={"rope_theta": 3.0, "quantize_activations": True},
+        )
+        assert opened["draft"] == runtime.ModelSpec(
+            "org/small", adapter_path="a", revision="main", trust_remote_code=True, quantize={"mode": "mxfp4"}
+        )
+        assert opened["chat_template_args"] == {"enable_thinking": False}
+
+
+def test_flags_of_mlx_lms_server_reach_open(opened: dict[str, Any]) -> None:
+    flags = ["--temp", "0.7", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--num-draft-tokens", "3"]
+    flags += ["--decode-concurrency", "7", "--prompt-cache-bytes", "1.5GB", "--chat-template", "{{ messages }}"]
+    assert cli.main(["serve", "--port", "0", *flags]) == 1
+    assert opened["defaults"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "lookahead": 3}
+    assert (opened["max_streams"], opened["prefix_cache_bytes"]) == (7, 1_500_000_000)
+    assert opened["target"].tokenizer_config == {"chat_template": "{{ messages }}"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model-config", "{"], "--model-config must be a JSON object, got '{'"),
+        (["--tokenizer-config", "[1]"], "--tokenizer-config must be a JSON object, such as"),
+        (["--chat-template-args", "3"], "--chat-template-args must be a JSON object, such as"),
+        (["--chat-template", "/no/such"], "--chat-template '/no/such' is neither a template nor a file"),
+        (["--quantize", "7"], "--quantize takes 2, 3, 4, 5, 6 or 8 bits, got 7"),
+        (["--target", "org/model", "--draft-quantize", "4"], "--draft-quantize is of a draft model, and there is none"),
+        (["--adapter-path", "/no/such", "--target", str(runtime.DEMO_DRAFT)], "has no adapter_config.json"),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_said_before_a_model_is_loaded(flags: list[str], said: str, capfd: Any) -> None:
+    assert cli.main(["generate", "hi", *flags]) in (1, 2)
+    assert said in capfd.readouterr().err.replace("\n", " ")

@@ -1,0 +1,131 @@
+"""A rank that ends, hangs or differs ends all, with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+import rank_programs
+from ranks import ranks
+
+RANK_1_ENDED = "rank 1 has ended, or cannot be reached any more"
+
+
+@pytest.mark.parametrize("moment", ["prefill", "pass", "idle"])
+def test_a_rank_that_is_killed_ends_every_stream_with_an_error_that_names_it(moment):
+    with ranks(rank_programs.generate_for_ever, 3, moment) as (first, second, third):
+        assert [second.result(), third.result()] == ["joined", "joined"]
+        assert first.result() == "is there"
+        second.process.kill()
+        errors = [first.result(), first.result()]
+        assert all(error.startswith("the target model failed") and RANK_1_ENDED in error for error in errors)
+        assert RANK_1_ENDED in third.result()
+        assert [first.join(), third.join()] == [0, 0]
+
+
+def test_a_rank_that_hangs_ends_every_stream_with_an_error_that_names_it():
+    with ranks(rank_programs.generate_for_ever, 2, "prefill") as (first, second):
+        assert second.result() == "joined"
+        assert first.result() == "is there"
+        os.kill(second.process.pid, signal.SIGSTOP)
+        assert "rank 1 hangs: it has sent no heartbeat" in first.result()
+        assert first.join() == 0
+        # Once it goes on, it finds itself alone, and ends as well.
+        os.kill(second.process.pid, signal.SIGCONT)
+        assert "the ranks cannot go on" in second.result()
+        second.join()
+
+
+def test_a_ctrl_c_at_rank_0_ends_all():
+    with ranks(rank_programs.generate_for_ever, 2, "prefill") as (first, second):
+        assert second.result() == "joined"
+        assert first.result() == "is there"
+        os.kill(first.process.pid, signal.SIGINT)
+        assert first.result() == "interrupted"
+        assert second.result() == "closed"
+        assert [first.join(), second.join()] == [0, 0]
+
+
+def test_ranks_end_when_rank_0_is_killed():
+    with ranks(rank_programs.generate_for_ever, 2, "prefill") as (first, second):
+        assert second.result() == "joined"
+        assert first.result() == "is there"
+        first.process.kill()
+        assert "rank 0 has ended, or cannot be reached any more" in second.result()
+        assert second.join() == 0
+
+
+def test_a_rank_that_ends_before_the_runtime_is_open_ends_it():
+    with ranks(rank_programs.open_and_end, 2, "ends") as (first, _):
+        assert RANK_1_ENDED in first.result()
+
+
+def test_a_rank_with_another_model_is_named():
+    with ranks(rank_programs.open_and_end, 2, "other model") as (first, second):
+        expected = "rank 1 has loaded another model or stage than rank 0: its "
+        assert expected in first.result()
+        assert expected in second.result()
+        assert [first.join(), second.join()] == [0, 0]
+
+
+def test_a_rank_that_is_out_of_step_ends_all():
+    with ranks(rank_programs.open_and_end, 2, "out of step") as (first, second):
+        expected = r"rank 1 is out of step before \w+: its sequence \d+ holds \d+ tokens .*, rank 0's \d+"
+        assert re.search(expected, first.result())
+        assert re.search(expected, second.result())
+        assert [first.join(), second.join()] == [0, 0]
+
+
+def test_a_rank_whose_own_pass_fails_ends_all():
+    with ranks(rank_programs.open_and_end, 2, "fails") as (first, second):
+        assert "rank 1 failed in feed: ValueError: no such kernel" in first.result()
+        assert "rank 1 failed in feed: ValueError: no such kernel" in second.result()
+        assert [first.join(), second.join()] == [0, 0]
+
+
+def test_stages_of_a_pipeline_that_would_rewind_differently_are_refused():
+    with ranks(rank_programs.open_and_end, 2, "different stages") as (first, second):
+        expected = "its kinds of caches: ArraysCache there, KVCache here"
+        assert expected in first.result()
+        assert expected in second.result()
+
+
+def test_ranks_that_wait_for_each_other_end():
+    with ranks(rank_programs.open_and_end, 2, "waits") as (first, second):
+        expected = "a pass of rank 0 has not ended: the ranks wait for each other"
+        assert expected in first.result()
+        assert expected in second.result()
+
+
+def test_a_model_that_cannot_be_sharded_is_refused():
+    with ranks(rank_programs.open_and_end, 2, "no shards") as (first, second):
+        expected = "mlx_lm.models.gemma2 can neither be sharded nor run as a pipeline; run it on one rank"
+        assert expected in first.result()
+        assert expected in second.result()
+
+
+def test_a_rank_with_another_version_is_named():
+    with ranks(rank_programs.join_with_another_version, 2) as (first, second):
+        expected = "rank 1 has mlx 0.1, rank 0 has "
+        assert expected in first.result()
+        assert expected in second.result()
+
+
+def test_a_rank_that_never_starts_is_named():
+    with ranks(rank_programs.join_for, 3, 1.0, start=lambda rank: rank < 2) as (first, second, _):
+        expected = "rank 2 of 3 has not come within 1 s"
+        assert expected in first.result()
+        assert expected in second.result()
+
+
+def test_a_rank_0_that_never_starts_is_named():
+    with ranks(rank_programs.join_for, 2, 0.3, start=lambda rank: rank == 1) as (_, second):
+        assert "cannot be reached within 0.3 s" in second.result()
+
+
+def test_a_rank_that_starts_late_is_waited_for():
+    with ranks(rank_programs.join_for, 2, 60.0, start=lambda rank: rank == 0) as (first, second):
+        second.process.start()
+        assert [first.result(), second.result()] == ["joined", "joined"]

@@ -1,0 +1,62 @@
+"""The doctor's report on a drafter that was trained for its target."""
+
+from __future__ import annotations
+
+import pytest
+
+import runtime
+from protocol.pass_price import PassPrice
+from runtime.doctor.pass_times import Passes
+from runtime.doctor.report import examine, report
+from runtime.doctor.trained_drafters import ExaminedDrafter, described
+
+PASSES = Passes({1: 0.002, 3: 0.005}, {1: (0.001, 0.004), 3: (0.004, 0.007)}, PassPrice())
+
+
+def rows_of(*layers: int) -> dict[str, str]:
+    drafter = ExaminedDrafter("EAGLE-3", layers, 6, 500, 1000, 2_500_000, ("bfloat16",), PASSES)
+    return dict(described(drafter, lambda num_bytes: f"{num_bytes} bytes"))
+
+
+def test_what_it_is_and_what_it_costs_is_said():
+    assert rows_of(1, 2) == {
+        "kind": "EAGLE-3",
+        "reads": "what enters layers 1 and 2 of 6",
+        "proposes": "500 of the target's 1,000 tokens",
+        "weights": "2500000 bytes, bfloat16",
+        "a draft step": "T_d(1) = 2.00 ms (1.00–4.00)",
+        "a refresh of 3": "T_d(3) = 5.00 ms (4.00–7.00)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ((2,), "what enters layer 2 of 6"),
+        ((0, 2, 5), "what enters layers 0, 2 and 5 of 6"),
+        ((6,), "what the last of 6 layers gives"),
+        ((1, 6), "what enters layer 1 of 6, what the last of 6 layers gives"),
+    ],
+)
+def test_what_it_reads_is_said(layers, said):
+    assert rows_of(*layers)["reads"] == said
+
+
+async def test_the_bundled_trained_drafter():
+    diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
+    found = diagnosis.draft
+    assert isinstance(found, ExaminedDrafter)
+    assert (found.kind, found.feature_layers, found.num_layers) == ("EAGLE-3", (2, 3, 4), 7)
+    assert (found.num_draft_tokens, found.vocab_size) == (2048, 4096)
+    assert found.num_bytes == pytest.approx(5.5e6, rel=0.05)
+    # Wider passes read hidden states of the target, and so are real passes.
+    assert found.passes.seconds[9] > 0
+    assert diagnosis.suggestions == ()
+    sections = dict(report(diagnosis))
+    assert [name for name, _ in sections["pair"]] == ["cost ratio"]
+    assert sections["conclusion"][0][0] == "expect"
+
+
+async def test_an_mtp_layer_that_the_target_does_not_have_is_refused():
+    with pytest.raises(runtime.ModelError):
+        await examine(runtime.DEMO_TARGET, "mtp")

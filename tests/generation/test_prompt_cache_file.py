@@ -1,0 +1,192 @@
+"""Prompt cache files of mlx-lm: a text continues from one as mlx-lm continues it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from architectures import build
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from models import Failing, gemma3_text, greedy, llama, mamba, near, prompt_of
+
+import runtime
+from runtime.persistence.prompt_cache_file import read_header
+
+CACHED, SUFFIX = prompt_of(41, seed=3, vocab_size=64), prompt_of(2, seed=4, vocab_size=64)
+NUM_TOKENS = 30
+
+
+def cache_prompt(file: Path, model: nn.Module, *, max_kv_size: int | None = None, **options: Any) -> Path:
+    """Write a file as `mlx_lm.cache_prompt` does."""
+    cache = make_prompt_cache(model, max_kv_size)
+    for _ in generate_step(mx.array(CACHED), model, max_tokens=0, prompt_cache=cache, **options):
+        pass
+    save_prompt_cache(str(file), cache, {"model": "org/model", "tokenizer_config": json.dumps({"eos_token": "w7"})})
+    return file
+
+
+async def continued(file: Path, model: Any, draft: Any = None, *, options: Any = None, **settings: Any) -> list[int]:
+    async with runtime.open((model, None), draft=draft, **options or {}) as rt:
+        settings = {"max_tokens": NUM_TOKENS, **settings}
+        completion = await rt.generate(SUFFIX, prompt_cache_file=file, **settings)
+        assert completion.statistics.prompt_tokens == len(SUFFIX)
+    return [token.id for token in completion.tokens]
+
+
+MODELS: dict[str, Any] = {
+    "attention": (llama, {}),
+    "a window that is full": (functools.partial(gemma3_text, window=16), {}),
+    "a window that is not": (functools.partial(gemma3_text, window=64), {}),
+    "recurrent": (mamba, {}),
+    "a bounded cache": (llama, {"max_kv_size": 24}),
+    "a quantised cache": (
+        functools.partial(build, "qwen3", head_dim=32),
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("drafted", ["plain", "drafted", "looked up"])
+@pytest.mark.parametrize("named", MODELS)
+async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: str) -> None:
+    make, options = MODELS[named]
+    model = make()
+    file = cache_prompt(tmp_path / "prompt.safetensors", model, **options)
+    expected = greedy(model, SUFFIX, NUM_TOKENS, prompt_cache=load_prompt_cache(str(file)), **{
+        name: value for name, value in options.items() if name != "max_kv_size"
+    })  # fmt: skip
+    # Without what is cached, the text is another one.
+    assert expected != greedy(model, SUFFIX, NUM_TOKENS, clear_lead=0)
+    draft = {"plain": None, "drafted": (near(model, noise=0.1), None), "looked up": "ngram"}[drafted]
+    lookahead = 0 if draft is None else 3
+    assert await continued(file, model, draft, options=options, lookahead=lookahead) == expected
+
+
+async def test_a_file_is_continued_as_often_as_one_likes_and_beside_other_texts(tmp_path: Path) -> None:
+    model = llama()
+    file = cache_prompt(tmp_path / "prompt.safetensors", model)
+    expected = greedy(model, SUFFIX, NUM_TOKENS, prompt_cache=load_prompt_cache(str(file)))
+    other = greedy(model, CACHED, NUM_TOKENS)
+    async with runtime.open((model, None), draft=(near(model, noise=0.1), None)) as rt:
+        prompts = [(SUFFIX, {"prompt_cache_file": file}), CACHED, (SUFFIX, {"prompt_cache_file": file}), CACHED]
+        texts = await rt.generate_many(prompts, max_tokens=NUM_TOKENS)
+        assert [[token.id for token in text.tokens] for text in texts] == [expected, other, expected, other]
+
+
+async def test_penalties_see_what_they_see_in_mlx_lm(tmp_path: Path) -> None:
+    model = llama()
+    file = cache_prompt(tmp_path / "prompt.safetensors", model)
+    processors = make_logits_processors(repetition_penalty=1.4, repetition_context_size=100)
+    options = {"prompt_cache": load_prompt_cache(str(file)), "logits_processors": processors}
+    expected = greedy(model, SUFFIX, NUM_TOKENS, clear_lead=0, **options)
+    assert expected != greedy(model, SUFFIX, NUM_TOKENS, clear_lead=0, prompt_cache=load_prompt_cache(str(file)))
+    settings = {"repetition_penalty": 1.4, "repetition_context_size": 100, "lookahead": 3}
+    assert await continued(file, model, (near(model, noise=0.1), None), **settings) == expected
+
+
+async def test_a_drafter_that_agrees_is_accepted_though_it_has_not_read_what_is_cached(tmp_path: Path) -> None:
+    model = llama()
+    file = cache_prompt(tmp_path / "prompt.safetensors", model)
+    async with runtime.open((model, None), draft="ngram") as rt:
+        completion = await rt.generate(
+            [*SUFFIX, 5, *SUFFIX], prompt_cache_file=file, max_tokens=NUM_TOKENS, lookahead=2
+        )
+    assert completion.statistics.proposed > 0
+
+
+async def test_the_context_holds_what_is_cached_too(tmp_path: Path) -> None:
+    model = llama(max_position_embeddings=len(CACHED) + len(SUFFIX) + 4)
+    file = cache_prompt(tmp_path / "prompt.safetensors", model)
+    assert len(await continued(file, model)) == 4
+    async with runtime.open((model, None)) as rt:
+        with pytest.raises(runtime.PromptTooLongError, match=rf"context of {len(SUFFIX) + 4} must hold it"):
+            rt.stream(prompt_of(len(SUFFIX) + 4), prompt_cache_file=file)
+    small = llama(max_position_embeddings=len(CACHED) + 1)
+    async with runtime.open((small, None)) as rt:
+        with pytest.raises(runtime.PromptTooLongError, match=f"has {len(CACHED)} tokens, and the target's context"):
+            rt.stream([1], prompt_cache_file=file)
+
+
+async def test_what_fails_is_said_of_the_stream_alone(tmp_path: Path) -> None:
+    model = llama()
+    file = cache_prompt(tmp_path / "prompt.safetensors", llama(num_key_value_heads=2))
+    async with runtime.open((model, None)) as rt:
+        with pytest.raises(runtime.SessionFileError, match=r"does not fit the target: .*; open the model that it was"):
+            await rt.generate(SUFFIX, prompt_cache_file=file)
+        assert (await rt.generate(SUFFIX, max_tokens=2)).finish_reason == "length"
+
+
+async def test_a_stream_on_such_a_file_is_not_saved(tmp_path: Path) -> None:
+    model = llama()
+    file = cache_prompt(tmp_path / "prompt.safetensors", model)
+    async with runtime.open((model, None)) as rt, rt.stream(SUFFIX, prompt_cache_file=file, max_tokens=9) as stream:
+        await anext(stream)
+        with pytest.raises(runtime.SessionFileError, match="does not say which tokens it has"):
+            await stream.save(tmp_path / "session")
+    assert not (tmp_path / "session").exists()
+
+
+# --- the header -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", MODELS)
+def test_the_header_says_what_is_in_the_file(tmp_path: Path, named: str) -> None:
+    make, options = MODELS[named]
+    model = make()
+    found = read_header(cache_prompt(tmp_path / "prompt.safetensors", model, **options))
+    assert found.num_tokens == (0 if named == "recurrent" else len(CACHED))
+    assert (found.kv_bits, found.kv_group_size) == (options.get("kv_bits"), options.get("kv_group_size"))
+    assert (found.model, found.tokenizer_config) == ("org/model", {"eos_token": "w7"})
+
+
+async def test_quantised_caches_need_a_target_that_quantises_likewise(tmp_path: Path) -> None:
+    make, options = MODELS["a quantised cache"]
+    file = cache_prompt(tmp_path / "prompt.safetensors", make(), **options)
+    async with runtime.open((make(), None)) as rt:
+        with pytest.raises(runtime.SessionFileError, match=r"open the target with kv_bits=8 and kv_group_size=32"):
+            rt.stream(SUFFIX, prompt_cache_file=file)
+
+
+def _no_caches() -> bytes:
+    header = json.dumps({"__metadata__": {"format": "mlx"}}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is no prompt cache file"),
+        (b"no such file, but a text of some length", "is no prompt cache file"),
+        (struct.pack("<Q", 2) + b"{}", "is no prompt cache file"),
+        (struct.pack("<Q", 2) + b"[]", "is no prompt cache file"),
+        (_no_caches(), "it names no caches"),
+        (struct.pack("<Q", 2**40), "its header is too long"),
+        (None, "cannot read the prompt cache file"),
+    ],
+)
+async def test_a_file_that_is_none_is_refused_before_any_work(tmp_path: Path, content: bytes | None, said: str) -> None:
+    file = tmp_path / "prompt.safetensors"
+    if content is not None:
+        file.write_bytes(content)
+    async with runtime.open((Failing(llama()), None)) as rt:
+        with pytest.raises(runtime.SessionFileError, match=said):
+            rt.stream(SUFFIX, prompt_cache_file=file)
+        with pytest.raises(runtime.SettingsError, match="leave out prompt_cache_file or reuse_prefix"):
+            rt.stream(SUFFIX, prompt_cache_file=file, reuse_prefix=True)
+
+
+async def test_a_file_that_is_cut_off_ends_its_stream(tmp_path: Path) -> None:
+    file = cache_prompt(tmp_path / "prompt.safetensors", llama())
+    file.write_bytes(file.read_bytes()[:-100])
+    async with runtime.open((llama(), None)) as rt:
+        with pytest.raises(runtime.SessionFileError):
+            await rt.generate(SUFFIX, prompt_cache_file=file)
+        assert len((await rt.generate(SUFFIX, max_tokens=3)).tokens) == 3

@@ -1,0 +1,254 @@
+"""A grammar holds a model to its tools, in every format of mlx-lm's: what it lets through is a call as asked for."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tool_call_cases import FORMATS, call_format
+from transformers import AutoTokenizer
+
+import runtime
+from runtime.generation.grammar import Grammar
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.events import Answer
+from runtime.generation.tool_calls.tools import Tools, tools_of
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": ["Lisbon", "Oslo"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                "note": {"type": "string"},
+                "exact": {"type": "boolean"},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TAGS = ("<think>", "</think>")
+
+
+@functools.cache
+def tokenizer(format: str, *, has_special_markers: bool) -> TokenizerWrapper:
+    """The demo pair's tokenizer, with the markers of a format as tokens or as text."""
+    known = call_format(format)
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    markers = (
+        [known.start, known.end, "[ARGS]", '<|"|>', "<|tool_call_begin|>", "<|sep|>"] if has_special_markers else []
+    )
+    base.add_tokens([marker for marker in [*markers, *TAGS] if marker], special_tokens=True)
+    base.chat_template = "[ARGS]"
+    return TokenizerWrapper(base, tool_parser=known._parse, tool_call_start=known.start, tool_call_end=known.end)
+
+
+@functools.cache
+def _names(of: TokenizerWrapper) -> list[str]:
+    return [str(name) for name in of.convert_ids_to_tokens(list(range(len(of))))]
+
+
+class Writer:
+    """Writes texts that a grammar allows: wanted text where it allows that, else any token."""
+
+    def __init__(self, grammar: Grammar, of: TokenizerWrapper, seed: int) -> None:
+        self._grammar = grammar
+        self._of = of
+        self._dice = random.Random(seed)
+        self._width = len(of)
+
+    def write(self, wanted: str = "", max_tokens: int = 300) -> tuple[str, bool]:
+        """A text, and whether it is complete."""
+        tokens = [0]
+        queue = self._of.encode(wanted, add_special_tokens=False)
+        self._grammar.restore(None)
+        for _ in range(max_tokens):
+            logits = self._grammar(mx.array(tokens), mx.zeros((1, self._width)))
+            allowed = np.flatnonzero(np.array(logits[0]) == 0).tolist()
+            if self._of.eos_token_id in allowed and not queue:
+                return self._of.decode(tokens[1:]), True
+            if queue and queue[0] in allowed:
+                tokens.append(queue.pop(0))
+                continue
+            queue = []
+            # Short tokens, and closing ones, so that free text ends.
+            choices = self._dice.sample(allowed, min(len(allowed), 40))
+            tokens.append(min(choices, key=lambda token: len(_names(self._of)[token]) > 3))
+        return self._of.decode(tokens[1:]), False
+
+
+def made(tools: Tools, format: CallFormat, of: TokenizerWrapper, **options: Any) -> Grammar:
+    return Grammar(call_grammar(tools, format, of, **options), of)
+
+
+def answer_of(text: str, format: CallFormat, tools: Tools, **options: Any) -> Answer:
+    reader, answer = AnswerReader(format=format, tools=tools.listed, **options), Answer()
+    answer.add(reader.add(text))
+    answer.add(reader.finish(is_complete=True))
+    return answer
+
+
+CALLS = {
+    "function_gemma": "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:3,note:<escape>a b<escape>,"
+    "exact:true}<end_function_call>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3,note:<|"|>a b<|"|>,exact:true}<tool_call|>',
+    "glm47": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n<arg_key>note</arg_key>\n<arg_value>a b</arg_value>\n<arg_key>exact</arg_key>\n"
+    "<arg_value>true</arg_value>\n</tool_call>",
+    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3, "note": "a b", '
+    '"exact": true}}\n</tool_call>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Oslo", "days": 3, "note": "a b", "exact": true}<|tool_call_end|><|tool_calls_section_end|>',
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Oslo<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+    '<|open|>argument key="note" type="string"<|sep|>a b<|close|>argument<|sep|>'
+    '<|open|>argument key="exact" type="boolean"<|sep|>true<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>",
+    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    "<longcat_arg_value>Oslo</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
+    "<longcat_arg_value>3</longcat_arg_value>\n<longcat_arg_key>note</longcat_arg_key>\n"
+    "<longcat_arg_value>a b</longcat_arg_value>\n<longcat_arg_key>exact</longcat_arg_key>\n"
+    "<longcat_arg_value>true</longcat_arg_value>\n</longcat_tool_call>",
+    "minicpm5": '<function name="get_weather"><param name="city">Oslo</param><param name="days">3</param>'
+    '<param name="note">a b</param><param name="exact">true</param></function>',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
+    '<parameter name="days">3</parameter>\n<parameter name="note">a b</parameter>\n'
+    '<parameter name="exact">true</parameter>\n</invoke>\n</minimax:tool_call>',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3, "note": "a b", "exact": true}',
+    "muse_spark": '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
+    '<atem:parameter name="city">Oslo</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+    '<atem:parameter name="note">a b</atem:parameter>\n<atem:parameter name="exact">true</atem:parameter>\n'
+    "</atem:invoke>\n</atem:function_calls>",
+    "pythonic": '<|tool_call_start|>[get_weather(city="Oslo", days=3, note="a b", exact=true)]<|tool_call_end|>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n<parameter=note>\na b\n</parameter>\n<parameter=exact>\ntrue\n</parameter>\n</function>\n"
+    "</tool_call>",
+}
+CALLS["laguna"] = CALLS["glm47"]
+
+
+def test_every_format_has_a_grammar_here():
+    assert set(CALLS) == set(FORMATS)
+
+
+@pytest.mark.parametrize("has_special_markers", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_special_markers: bool):
+    format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
+    tools = tools_of([WEATHER, CLOCK], "required")
+    assert tools is not None
+    text, is_complete = Writer(made(tools, format, of), of, 0).write(CALLS[name])
+    assert (text, is_complete) == (CALLS[name], True)
+    [call] = answer_of(text, format, tools).calls
+    assert (call.name, call.values) == ("get_weather", {"city": "Oslo", "days": 3, "note": "a b", "exact": True})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
+    format, of = call_format(name), tokenizer(name, has_special_markers=True)
+    tools = tools_of([WEATHER, CLOCK], "get_weather")
+    assert tools is not None
+    writer = Writer(made(tools, format, of), of, 1)
+    num_complete = 0
+    for _ in range(6):
+        text, is_complete = writer.write(max_tokens=150)
+        if not is_complete:
+            continue
+        num_complete += 1
+        answer = answer_of(text, format, tools)
+        assert (answer.content, len(answer.calls)) == ("", 1), text
+        assert answer.calls[0].name == "get_weather"
+        jsonschema.validate(answer.calls[0].values, WEATHER["function"]["parameters"])
+    assert num_complete >= 1
+
+
+@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "minicpm5"])
+@pytest.mark.parametrize("has_special_markers", [True, False])
+def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_special_markers: bool):
+    format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
+    tools = tools_of([WEATHER, CLOCK])
+    assert tools is not None
+    assert tools.needs_grammar
+    grammar = made(tools, format, of)
+    text, is_complete = Writer(grammar, of, 0).write("No call < at all.")
+    assert (text, is_complete) == ("No call < at all.", True)
+    wanted = "Let me see. " + CALLS[name] + "\nand " + CALLS[name]
+    text, is_complete = Writer(grammar, of, 0).write(wanted)
+    assert (text, is_complete) == (wanted, True)
+    assert len(answer_of(text, format, tools).calls) == 2
+    text, _ = Writer(grammar, of, 0).write(CALLS[name].replace("Oslo", "Paris"))
+    assert "Paris" not in text
+
+
+def test_the_reasoning_stays_free():
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    tools = tools_of([WEATHER], "required")
+    assert tools is not None
+    wanted = "<think>Which city?\n</think>\n\n" + CALLS["json_tools"]
+    for begun in ("", "<think>"):
+        grammar = made(tools, format, of, tags=TAGS, is_thinking=bool(begun))
+        text, is_complete = Writer(grammar, of, 0).write(wanted.removeprefix(begun))
+        assert (text, is_complete) == (wanted.removeprefix(begun), True)
+    text, _ = Writer(made(tools, format, of, tags=TAGS), of, 0).write("I think", max_tokens=30)
+    assert text.startswith(("<think>", "<tool_call>"))
+
+
+def test_without_parallel_calls_there_is_one():
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    for choice in ("auto", "required"):
+        for is_parallel in (True, False):
+            tools = tools_of([CLOCK], choice, is_parallel=is_parallel)
+            assert tools is not None
+            call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+            text, _ = Writer(made(tools, format, of), of, 0).write(call + "\n" + call, max_tokens=120)
+            assert (text.count("<tool_call>") == 2) is is_parallel
+
+
+def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    tools = tools_of([WEATHER])
+    assert tools is not None
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    grammar = made(tools, format, of, content=schema)
+    assert Writer(grammar, of, 0).write('{"a": 1}') == ('{"a": 1}', True)
+    assert Writer(grammar, of, 0).write(CALLS["json_tools"])[0] == CALLS["json_tools"]
+
+
+def test_a_schema_that_cannot_be_followed_is_an_error_or_any_json():
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
+    tools = tools_of([bad], "required")
+    assert tools is not None
+    with pytest.raises(runtime.SettingsError):
+        made(tools, format, of)
+    text, _ = Writer(made(tools, format, of, is_loose=True), of, 0).write(
+        '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>'
+    )
+    assert answer_of(text, format, tools).calls[0].values == {"b": [1]}
+
+
+def test_a_format_of_the_users_own_has_no_grammar():
+    def parse(text: str, tools: Any) -> Any:
+        return json.loads(text)
+
+    format = CallFormat("mine", "<call>", "</call>", None, parse)
+    tools = tools_of([CLOCK], "required")
+    assert tools is not None
+    with pytest.raises(runtime.SettingsError, match="no grammar is known for the calls of this model"):
+        call_grammar(tools, format, tokenizer("json_tools", has_special_markers=True))

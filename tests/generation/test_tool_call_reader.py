@@ -1,0 +1,237 @@
+"""Tool calls are told apart from text, in every format of mlx-lm's, however the text is cut; nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, call_format
+
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import (
+    Answer,
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ReasoningPart,
+    TextPart,
+)
+
+TAGS = ("<t>", "</t>")
+
+
+def events_of(
+    pieces: Iterable[str], format: str | None, *, is_complete: bool = True, **options: Any
+) -> list[AnswerEvent]:
+    counter = iter(range(1000))
+    reader = AnswerReader(
+        format=None if format is None else call_format(format),
+        tools=TOOLS,
+        new_id=lambda: f"id{next(counter)}",
+        **options,
+    )
+    events = [event for piece in pieces for event in reader.add(piece)]
+    return events + reader.finish(is_complete=is_complete)
+
+
+def joined(events: Iterable[AnswerEvent]) -> list[Any]:
+    """Events, with consecutive texts as one."""
+    parts: list[Any] = []
+    for event in events:
+        match event:
+            case TextPart(text) | ReasoningPart(text):
+                if parts and parts[-1][0] is type(event):
+                    parts[-1][1] += text
+                elif text:
+                    parts.append([type(event), text])
+            case CallArguments(index, text):
+                if parts[-1][:2] == [CallArguments, index]:
+                    parts[-1][2] += text
+                else:
+                    parts.append([CallArguments, index, text])
+            case CallBegan(index, id, name):
+                parts.append([CallBegan, index, id, name])
+            case CallEnded(index, call):
+                parts.append([CallEnded, index, call])
+            case CallBroken(index, given):
+                parts.append([CallBroken, index, given])
+    return parts
+
+
+def answer_of(events: Iterable[AnswerEvent]) -> Answer:
+    answer = Answer()
+    answer.add(events)
+    return answer
+
+
+def source(events: Iterable[AnswerEvent]) -> str:
+    return "".join(event.source for event in events)
+
+
+def in_pieces(text: str, size: int) -> list[str]:
+    return [text[begin : begin + size] for begin in range(0, len(text), size)]
+
+
+def block(format: str, body: str) -> str:
+    known = call_format(format)
+    return known.start + body + known.end
+
+
+def test_every_parser_of_mlx_lms_has_a_call_here():
+    import mlx_lm.tool_parsers
+
+    [folder] = mlx_lm.tool_parsers.__path__
+    from pathlib import Path
+
+    assert {path.stem for path in Path(folder).glob("*.py")} - {"__init__"} == set(FORMATS)
+    assert {format for format, _, _ in BLOCKS} == set(FORMATS)
+
+
+@pytest.mark.parametrize(("format", "body", "calls"), BLOCKS)
+def test_calls_are_told_apart_in_pieces_of_every_size(format: str, body: str, calls: Any):
+    text = "Let me see.\n\n" + block(format, body)
+    whole = events_of([text], format)
+    answer = answer_of(whole)
+    assert [(call.name, call.values) for call in answer.calls] == calls
+    assert answer.content == "Let me see."
+    assert source(whole) == text
+    for size in range(1, len(text)):
+        events = events_of(in_pieces(text, size), format)
+        assert joined(events) == joined(whole)
+        assert source(events) == text
+
+
+@pytest.mark.parametrize(("format", "body"), MALFORMED)
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_malformed_call_is_text_and_no_call(format: str, body: str, is_complete: bool):
+    known = call_format(format)
+    num_calls = body.count(known.layout.end) if known.layout is not None and known.layout.end else 0
+    for text in (f"So: {block(format, body)}", f"So: {block(format, body)} and on"):
+        whole = events_of([text], format, is_complete=is_complete)
+        answer = answer_of(whole)
+        assert source(whole) == text
+        if num_calls:  # those before it are calls
+            assert len(answer.calls) <= num_calls
+            assert "and then" in answer.content or not answer.calls
+        else:
+            assert (answer.content, answer.calls) == (text, [])
+        for size in (1, 2, 3, 7):
+            assert joined(events_of(in_pieces(text, size), format, is_complete=is_complete)) == joined(whole)
+
+
+@pytest.mark.parametrize("format", ["json_tools", "kimi_k2", "mistral"])
+def test_arguments_come_as_they_are_written(format: str):
+    body = next(body for each, body, _ in BLOCKS if each == format)
+    text = block(format, body)
+    reader = AnswerReader(format=call_format(format), tools=TOOLS)
+    arguments = ""
+    for i, character in enumerate(text, start=1):
+        for event in reader.add(character):
+            if isinstance(event, CallArguments):
+                arguments += event.text
+        begin = text.index('{"a"')
+        written = text[begin:i]
+        assert arguments == written[: len('{"a": 12234585, "b": 48838483920}')]
+    assert json.loads(arguments) == {"a": 12234585, "b": 48838483920}
+
+
+@pytest.mark.parametrize(("format", "body", "calls"), BLOCKS)
+def test_a_call_that_is_cut_off_is_text(format: str, body: str, calls: Any):
+    known = call_format(format)
+    text = known.start + body
+    for end in range(len(text)):
+        events = events_of([text[:end]], format, is_complete=False)
+        answer = answer_of(events)
+        assert source(events) == text[:end]
+        if not known.end or known.name == "kimi_k2":  # whole calls of the block may precede the cut
+            assert len(answer.calls) <= len(calls)
+        else:
+            assert (answer.content, answer.calls) == (text[:end], [])
+
+
+def test_a_block_that_lacks_only_its_end_counts_where_the_model_has_ended_the_text():
+    text = '<tool_call>{"name": "multiply", "arguments": {"a": 1}}'
+    assert [call.name for call in answer_of(events_of([text], "json_tools")).calls] == ["multiply"]
+    assert answer_of(events_of([text], "json_tools", is_complete=False)).content == text
+    text = "<tool_call><function=multiply></function>"
+    assert [call.name for call in answer_of(events_of([text], "qwen3_coder")).calls] == ["multiply"]
+
+
+def test_whitespace_around_calls_is_not_content():
+    call = block("json_tools", '{"name": "multiply", "arguments": {}}')
+    events = events_of([f"Yes.\n\n{call}\n{call}\n"], "json_tools")
+    answer = answer_of(events)
+    assert (answer.content, len(answer.calls)) == ("Yes.", 2)
+    assert answer_of(events_of([f"{call}\n\nDone. "], "json_tools")).content == "\n\nDone. "
+    assert answer_of(events_of([" no call \n"], "json_tools")).content == " no call \n"
+
+
+def test_calls_have_consecutive_numbers_and_ids_of_their_own():
+    call = block("json_tools", '{"name": "multiply", "arguments": {}}')
+    events = events_of([call * 3], "json_tools")
+    assert [(event.index, event.id) for event in events if isinstance(event, CallBegan)] == [
+        (0, "id0"),
+        (1, "id1"),
+        (2, "id2"),
+    ]
+    [name, body, _] = BLOCKS[[format for format, _, _ in BLOCKS].index("kimi_k2")]
+    assert answer_of(events_of([block(name, body)], name)).calls[0].id == "functions.multiply:0"
+    format = call_format("mistral")
+    assert len({format.new_id() for _ in range(100)}) == 100
+    assert {len(format.new_id()) for _ in range(100)} == {9}
+
+
+def test_a_block_ends_the_reasoning_and_tags_in_a_call_are_arguments():
+    call = block("json_tools", '{"name": "search", "arguments": {"query": "<t>x</t>"}}')
+    events = events_of([f"hm\n{call}<t> so </t> yes"], "json_tools", tags=TAGS, is_thinking=True)
+    answer = answer_of(events)
+    assert (answer.reasoning, answer.content) == ("hmso", "yes")
+    assert answer.calls[0].values == {"query": "<t>x</t>"}
+    assert source(events) == f"hm\n{call}<t> so </t> yes"
+
+
+def test_a_function_that_the_model_was_not_told_of_is_called_all_the_same():
+    events = events_of([block("json_tools", '{"name": "unheard_of", "arguments": {}}')], "json_tools")
+    assert answer_of(events).calls[0].name == "unheard_of"
+
+
+# --- any text -----------------------------------------------------------------------------------------
+
+
+def fragments(format: str) -> list[str]:
+    known = call_format(format)
+    bodies = [body for each, body, _ in BLOCKS if each == format]
+    words = [known.start, known.end or "x", *bodies, *(known.start + body + known.end for body in bodies)]
+    words += [body[:cut] for body in bodies for cut in (3, len(body) // 2, len(body) - 1)]
+    return [*words, "<t>", "</t>", " ", "\n", "a", "{", "}", '"', "\\", "[", "]", ":", ",", "<", "</"]
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS])
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(data=st.data())
+def test_text_and_calls_always_give_back_what_was_generated(format: str | None, data: st.DataObject):
+    words = fragments(format or "json_tools")
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=12)))
+    is_complete, is_thinking = data.draw(st.booleans()), data.draw(st.booleans())
+    options: dict[str, Any] = {"is_complete": is_complete, "tags": TAGS, "is_thinking": is_thinking}
+    whole = events_of([text], format, **options)
+    assert source(whole) == text
+    size = data.draw(st.integers(1, 9))
+    cut = events_of(in_pieces(text, size), format, **options)
+    assert source(cut) == text
+    assert joined(cut) == joined(whole)
+    # Each call that begins ends or breaks, with the arguments that were given.
+    parts = joined(whole)
+    for began, arguments, ended in zip(parts, parts[1:], parts[2:], strict=False):
+        if began[0] is CallBegan and ended[0] is CallEnded:
+            assert (ended[2].id, ended[2].name, ended[2].arguments) == (began[2], began[3], arguments[2])
+    num_begun = sum(part[0] is CallBegan for part in parts)
+    assert num_begun == sum(part[0] in (CallEnded, CallBroken) for part in parts)
+    for call in answer_of(whole).calls:
+        assert isinstance(call.values, dict)

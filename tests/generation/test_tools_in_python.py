@@ -1,0 +1,300 @@
+"""Streams with tools: calls are told apart, and a grammar holds the model to them; nothing is called."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from typing import Any
+
+import pytest
+import trio
+from calling_models import calling_pair, calling_tokenizer
+from chat_models import says
+
+import runtime
+
+USER = {"role": "user", "content": "weather?"}
+OSLO = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+def weather(city: str, days: int = 1) -> str:
+    """The weather forecast.
+
+    Args:
+        city: name of a city.
+        days: how many days ahead.
+    """
+    return f"rain in {city} for {days} days"
+
+
+async def clock() -> dict[str, int]:
+    """The time of day."""
+    return {"hour": 12}
+
+
+def speaks(*answers: str) -> dict[str, Any]:
+    return {"max_tokens": 80, "logits_processors": (says(calling_tokenizer(), *answers),), "lookahead": 3}
+
+
+async def test_tokens_of_a_call_are_told_apart() -> None:
+    async with runtime.open(*calling_pair()) as rt:
+        async with rt.stream([USER], tools=[weather], **speaks(f"Let me see. {OSLO}")) as stream:
+            tokens = [token async for token in stream]
+        assert "".join(token.text for token in tokens if token.is_tool_call).endswith("</tool_call>")
+        assert "Let me see." in "".join(token.text for token in tokens if not token.is_tool_call)
+        events = [event for token in tokens for event in token.events]
+        assert "".join(event.source for event in events) == "".join(token.text for token in tokens)
+        arguments = [event.text for event in events if isinstance(event, runtime.CallArguments)]
+        assert len(arguments) > 1
+        assert "".join(arguments) == '{"city": "Oslo"}'
+        [call] = stream.tool_calls
+        assert (call.name, call.values, stream.content) == ("weather", {"city": "Oslo"}, "Let me see.")
+        completion = await rt.generate([USER], tools=[weather], **speaks(OSLO))
+        assert (completion.text, completion.content) == (OSLO, "")
+        assert [call.name for call in completion.tool_calls] == ["weather"]
+
+
+async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_told_apart() -> None:
+    async with runtime.open(*calling_pair()) as rt:
+        told = await rt.generate([USER], tools=[weather, clock], **speaks("yes"))
+        plain = await rt.generate([USER], **speaks(OSLO))
+        none = await rt.generate([USER], tools=[weather], tool_choice="none", **speaks(OSLO))
+        for completion in (plain, none):
+            assert (completion.text, completion.content, completion.tool_calls) == (OSLO, OSLO, ())
+            assert not any(token.is_tool_call or token.events for token in completion.tokens)
+        assert told.statistics.prompt_tokens > plain.statistics.prompt_tokens == none.statistics.prompt_tokens
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Lisbon"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    async with runtime.open(*calling_pair()) as rt:
+        completion = await rt.generate(
+            [USER],
+            tools=[tool],
+            tool_choice="weather",
+            max_tokens=300,
+            lookahead=lookahead,
+            temperature=1.0,
+            seed=3,
+            # Reasoning is free, and this model would never end it.
+            logit_bias={calling_tokenizer().think_start_id: -1e6},
+        )
+        assert completion.finish_reason == "stop"
+        [call] = completion.tool_calls
+        assert call.values["city"] in ("Oslo", "Lisbon")
+        assert completion.content == ""
+
+
+async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    async with runtime.open(*calling_pair()) as rt:
+        for tools, says_what in (
+            ([bare], "the function 'bare' cannot be told to a model"),
+            ("weather", "tools must be a list"),
+            ([5], r"tools\[0\] must be a mapping"),
+        ):
+            with pytest.raises(runtime.SettingsError, match=says_what):
+                rt.stream([USER], tools=tools)  # type: ignore[arg-type]
+        with pytest.raises(runtime.SettingsError, match="tool_choice 'required' needs tools"):
+            rt.stream([USER], tool_choice="required")
+        with pytest.raises(runtime.PromptError, match="this prompt is text"):
+            rt.stream("weather?", tools=[weather])
+        assert rt.num_streams == 0
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+async def test_a_conversation_calls_its_functions_and_goes_on_with_their_results() -> None:
+    both = OSLO + '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[weather, clock], **speaks(both, "wet at noon"))
+        completion = await conversation.generate("weather?")
+        assert (completion.text, completion.tool_calls) == ("wet at noon", ())
+        roles = [message["role"] for message in conversation.messages]
+        assert roles == ["user", "assistant", "tool", "tool", "assistant"]
+        _, asked, rain, noon, _ = conversation.messages
+        assert [call["function"]["name"] for call in asked["tool_calls"]] == ["weather", "clock"]
+        assert [rain["tool_call_id"], noon["tool_call_id"]] == [call["id"] for call in asked["tool_calls"]]
+        assert (rain["content"], json.loads(noon["content"])) == ("rain in Oslo for 1 days", {"hour": 12})
+        assert conversation.pending_calls == ()
+
+
+async def test_a_conversation_with_calls_can_be_saved() -> None:
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
+        await conversation.generate("weather?")
+        await conversation.save(file := io.BytesIO())
+        loaded = await rt.load(io.BytesIO(file.getvalue()), logits_processors=[])
+        assert loaded.messages == conversation.messages
+
+
+async def test_a_streamed_turn_calls_its_functions_when_it_is_told_to() -> None:
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
+        assert "".join([token.text async for token in conversation.stream("weather?")]) == OSLO
+        assert [call.name for call in conversation.pending_calls] == ["weather"]
+        assert await conversation.call_tools()
+        assert "".join([token.text async for token in conversation.stream()]) == "wet"
+        assert not await conversation.call_tools()
+        with pytest.raises(runtime.PromptError, match="there are no results of tools"):
+            conversation.stream()
+
+
+async def test_the_errors_of_functions_are_results() -> None:
+    def fails(city: str) -> str:
+        """Fail.
+
+        Args:
+            city: name of a city.
+        """
+        raise ValueError(f"no {city}")
+
+    calls = [
+        '<tool_call>{"name": "fails", "arguments": {"city": "Oslo"}}</tool_call>',
+        '<tool_call>{"name": "fails", "arguments": {"town": "Oslo"}}</tool_call>',
+        '<tool_call>{"name": "unheard_of", "arguments": {}}</tool_call>',
+    ]
+    async with runtime.open(*calling_pair()) as rt:
+        settings = speaks("".join(calls), "sorry") | {"max_tokens": 200}
+        conversation = rt.conversation(tools=[fails], **settings)
+        assert (await conversation.generate("weather?")).text == "sorry"
+        first, second, third = (message["content"] for message in conversation.messages if message["role"] == "tool")
+        assert first == "Error: ValueError: no Oslo"
+        assert second.startswith("Error: TypeError: ")
+        assert third == "Error: there is no function 'unheard_of'"
+
+
+async def test_rounds_of_calls_are_bounded() -> None:
+    num_calls = 0
+
+    def count() -> int:
+        """Count."""
+        nonlocal num_calls
+        num_calls += 1
+        return num_calls
+
+    call = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[count], **speaks(*[call] * 20))
+        completion = await conversation.generate("count")
+        assert num_calls == 8
+        assert [call.name for call in completion.tool_calls] == ["count"]
+        assert len(conversation.pending_calls) == 1
+
+
+async def test_a_function_in_a_thread_does_not_block_the_loop() -> None:
+    begun, release = trio.Event(), threading.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def waits() -> str:
+        """Wait."""
+        token.run_sync_soon(begun.set)
+        assert release.wait(60)
+        return "done"
+
+    call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[waits], **speaks(call, "so"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(conversation.generate, "wait")
+            await begun.wait()  # this loop runs on
+            release.set()
+        assert conversation.messages[-1]["content"] == "so"
+
+
+async def test_nothing_else_is_done_with_a_conversation_while_its_functions_are_called() -> None:
+    called, go_on = trio.Event(), trio.Event()
+
+    async def waits() -> str:
+        """Wait."""
+        called.set()
+        await go_on.wait()
+        return "done"
+
+    call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[waits], **speaks(call, "so"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(conversation.generate, "wait")
+            await called.wait()
+            for begun in (lambda: conversation.stream("and now?"), conversation.reset):
+                with pytest.raises(runtime.ConversationBusyError, match="functions are being called"):
+                    begun()
+            with pytest.raises(runtime.ConversationBusyError, match="call its tools"):
+                await conversation.call_tools()
+            go_on.set()
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_a_cancelled_call_leaves_the_conversation_as_it_was_and_can_be_made_again() -> None:
+    scope = trio.CancelScope()
+    num_called = 0
+
+    async def waits() -> str:
+        """Wait."""
+        nonlocal num_called
+        num_called += 1
+        if num_called == 1:
+            scope.cancel()
+            await trio.sleep_forever()
+        return "done"
+
+    call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[waits], **speaks(call, "so"))
+        with scope:
+            await conversation.generate("wait")
+        assert scope.cancelled_caught
+        assert [call.name for call in conversation.pending_calls] == ["waits"]
+        assert await conversation.call_tools()
+        assert conversation.messages[-1]["content"] == "done"
+
+
+async def test_a_loaded_conversation_makes_the_calls_that_were_pending_with_the_functions_that_it_is_given() -> None:
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
+        assert [token async for token in conversation.stream("weather?")]
+        await conversation.save(file := io.BytesIO())
+        saved = file.getvalue()
+        script = speaks(OSLO, "wet")["logits_processors"]
+        loaded = await rt.load(io.BytesIO(saved), tools=[weather], logits_processors=script)
+        assert loaded.pending_calls == conversation.pending_calls
+        assert await loaded.call_tools()
+        stream = loaded.stream()
+        assert "".join([token.text async for token in stream]) == "wet"
+        # Functions are part of the prompt's beginning: with the same ones, nothing of it is read again.
+        assert stream.statistics().cached_tokens > 0
+        without = await rt.load(io.BytesIO(saved), logits_processors=script)
+        assert await without.call_tools()
+        assert without.messages[-1]["content"] == "Error: there is no function 'weather'"
+        with pytest.raises(runtime.SettingsError, match="two tools have the name"):
+            await rt.load(io.BytesIO(saved), tools=[weather, weather], logits_processors=script)
+
+
+# --- many prompts ---------------------------------------------------------------------------------
+
+
+async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -> None:
+    hour = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    async with runtime.open(*calling_pair()) as rt:
+        prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
+        completions = await rt.generate_many(prompts, tools=[weather], **speaks(OSLO))
+        assert [[call.name for call in each.tool_calls] for each in completions] == [["weather"], ["clock"], []]
+        tokens = [token async for _, token in rt.stream_many([[USER]], tools=[weather], **speaks(OSLO))]
+        assert "".join(token.text for token in tokens if token.is_tool_call).endswith("</tool_call>")
+        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: tools are told .* this prompt is text"):
+            rt.generate_many([[USER], "weather?"], tools=[weather])
+        with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: tool_choice 'required' needs tools"):
+            rt.stream_many([([USER], {"tool_choice": "required"})])
+        assert rt.num_streams == 0

@@ -1,0 +1,315 @@
+"""The prefix cache on disk: back after a restart, bounded, and never wrong, wherever a writer is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import trio
+from models import greedy, llama, prompt_of
+
+import runtime
+from actors.mlx.sequence_state import SequenceRecord
+from actors.persistence.fingerprint import Fingerprint
+from actors.prefix_cache import pack
+from actors.tensor import Tensor
+from protocol.errors import SessionFileError
+from runtime.persistence import session_file
+from runtime.persistence.disk_prefix_cache import DiskPrefixCache
+from runtime.persistence.prefix_files import PrefixFiles, StoredPrefix
+
+MODEL = Fingerprint("llama", 1, "configuration", "layout", "weights")
+NUM_TOKENS = 8
+
+
+# --- through a runtime ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama(1)
+
+
+async def answer(rt: runtime.Runtime, prompt: list[int]) -> tuple[list[int], int]:
+    """The text after a prompt, and how many of its tokens were cached."""
+    stream = rt.stream(prompt, max_tokens=NUM_TOKENS, reuse_prefix=True, ignore_eos=True)
+    text = [token.id async for token in stream]
+    return text, stream.statistics().cached_tokens
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait until another thread has done something."""
+    with trio.fail_after(20):
+        while not is_so():
+            await trio.lowlevel.checkpoint()
+
+
+def stored_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.outrider-prefix"))
+
+
+def cache_of(rt: runtime.Runtime) -> DiskPrefixCache:
+    store = rt._target.prefix_cache.store
+    assert isinstance(store, DiskPrefixCache)
+    return store
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+async def test_a_text_is_continued_after_a_restart_from_what_was_cached_before(
+    tmp_path: Path, model: Any, drafted: bool
+) -> None:
+    prompt, folder = prompt_of(80), tmp_path / "made" / "here"
+    draft = (llama(2), None) if drafted else None
+    async with runtime.open((model, None), draft, prefix_cache_dir=folder) as rt:
+        first, num_cached = await answer(rt, prompt)
+    assert (first, num_cached) == (greedy(model, prompt, NUM_TOKENS), 0)
+    assert folder.stat().st_mode & 0o077 == 0
+    assert [path.stat().st_mode & 0o077 for path in folder.iterdir()] == [0, 0]
+    longer = [*prompt, *first, *prompt_of(8, seed=3)]
+    async with runtime.open((model, None), draft, prefix_cache_dir=folder) as rt:
+        await until(lambda: cache_of(rt)._stored != {})
+        assert await answer(rt, longer) == (greedy(model, longer, NUM_TOKENS), len(prompt) + NUM_TOKENS - 1)
+        # The same prompt again needs only a part of it.
+        assert await answer(rt, prompt) == (first, len(prompt) - 1)
+    # The longer text has taken the place of its beginning.
+    assert len(stored_in(folder)) == 1
+
+
+async def test_what_has_no_room_in_memory_comes_back_from_disk(tmp_path: Path, model: Any) -> None:
+    one, other = prompt_of(80), prompt_of(80, seed=5)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
+        texts = [(await answer(rt, prompt))[0] for prompt in (one, other)]
+        await until(lambda: len(cache_of(rt)._stored) == 1)
+        assert await answer(rt, one) == (texts[0], len(one) - 1)
+        assert await answer(rt, other) == (texts[1], len(other) - 1)
+
+
+async def test_streams_go_on_while_a_file_is_written(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, write = threading.Event(), threading.Event(), PrefixFiles.write
+
+    def write_slowly(files: PrefixFiles, *arguments: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        write(files, *arguments)
+
+    monkeypatch.setattr(PrefixFiles, "write", write_slowly)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
+        for seed in range(2):
+            await answer(rt, prompt_of(80, seed=seed))
+        await until(begun.is_set)
+        prompt = prompt_of(40, seed=9)
+        assert await answer(rt, prompt) == (greedy(model, prompt, NUM_TOKENS), 0)
+        assert stored_in(tmp_path) == []
+        may_end.set()
+    assert len(stored_in(tmp_path)) == 3
+
+
+async def test_models_that_share_a_folder_find_their_own(tmp_path: Path, model: Any) -> None:
+    prompt = prompt_of(80)
+    others: list[tuple[Any, dict[str, Any]]] = [(model, {}), (llama(7), {}), (model, {"max_kv_size": 200})]
+    for pair, options in others:
+        async with runtime.open((pair, None), prefix_cache_dir=tmp_path, **options) as rt:
+            await until(lambda: cache_of(rt)._files is not None)
+            assert (await answer(rt, prompt))[1] == 0
+    async with runtime.open((others[1][0], None), prefix_cache_dir=tmp_path) as rt:
+        await until(lambda: cache_of(rt)._files is not None)
+        assert await answer(rt, prompt) == (greedy(others[1][0], prompt, NUM_TOKENS), len(prompt) - 1)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, -33, -1])
+async def test_a_damaged_file_is_left_out_and_the_text_is_right(
+    tmp_path: Path, model: Any, cut: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompt_of(80)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        text, _ = await answer(rt, prompt)
+    [path] = stored_in(tmp_path)
+    path.write_bytes(path.read_bytes()[:cut])
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=0) as rt:
+        await until(lambda: cache_of(rt)._stored != {})
+        assert await answer(rt, prompt) == (text, 0)
+        assert cache_of(rt)._stored == {}
+    assert "a stored prefix is left out" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"prefix_cache_dir": 3}, "prefix_cache_dir must be the path of a directory or None, got 3"),
+        ({"prefix_cache_dir": "/dev/null/x"}, "cannot be made: Not a directory; give another directory"),
+        ({"prefix_cache_dir_bytes": -1}, "prefix_cache_dir_bytes must be a whole number of at least 0"),
+    ],
+)
+async def test_what_cannot_be_is_refused_before_a_model_is_loaded(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(runtime.SettingsError, match=complaint):
+        async with runtime.open("owner/name", **options):
+            raise AssertionError
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def sequence(seed: int, num_bytes: int = 400) -> tuple[StoredPrefix, SequenceRecord]:
+    """A sequence of made-up bytes."""
+    tokens = tuple(prompt_of(40, seed=seed))
+    stored = StoredPrefix(tokens, 30, (20, 40), can_be_cut=False, packed=pack(tokens))
+    views = [memoryview(bytes([seed, n]) * (num_bytes // 2)) for n in range(3)]
+    data = {f"target.{n}": Tensor("U8", (num_bytes,), view) for n, view in enumerate(views)}
+    return stored, SequenceRecord({"tokens": {"tensor": "target.0"}, "seed": seed}, data)
+
+
+def contents(files: PrefixFiles) -> dict[tuple[int, ...], Any]:
+    """Every sequence that is found and can be read, by its tokens."""
+    found = {}
+    for stored in files.scan():
+        found[stored.tokens] = plain(files.read(stored))
+    return found
+
+
+def plain(record: SequenceRecord) -> Any:
+    return record.description, {name: bytes(tensor.data) for name, tensor in record.tensors.items()}
+
+
+def expected(*seeds: int) -> dict[tuple[int, ...], Any]:
+    return {stored.tokens: plain(record) for stored, record in map(sequence, seeds)}
+
+
+def files_in(folder: Path, max_bytes: int = 10**9, model: Fingerprint = MODEL) -> PrefixFiles:
+    return PrefixFiles(folder, max_bytes, model, {"kv_bits": None})
+
+
+def killed_at(step: int, work: Callable[[], None]) -> bool:
+    """Run a function in a child process that is killed before its `step`-th system call on files. Whether it was."""
+    if (child := os.fork()) == 0:
+        count = 0
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def call_or_die(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal count
+                if count == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count += 1
+                return call(*arguments, **keywords)
+
+            return call_or_die
+
+        for module, names in (
+            (os, ("fsync", "replace", "fchmod", "unlink", "open", "close", "utime")),
+            (tempfile, ("mkstemp",)),
+            (session_file, ("_write_all",)),
+        ):
+            for name in names:
+                setattr(module, name, counted(getattr(module, name)))
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)  # never back into the tests
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_writer_that_is_killed_at_any_step_leaves_the_old_files_and_nothing_wrong(tmp_path: Path) -> None:
+    whole, step = expected(1, 2), 0
+    while True:
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        files = files_in(folder)
+        files.write(*sequence(1))
+        was_killed = killed_at(step, partial(files_in(folder).write, *sequence(2)))
+        found = contents(files_in(folder))
+        assert found in (expected(1), whole)
+        files_in(folder).write(*sequence(2))
+        assert contents(files_in(folder)) == whole
+        if not was_killed:
+            assert found == whole
+            break
+        step += 1
+    assert step > 15
+
+
+def test_a_process_that_is_killed_while_it_deletes_leaves_nothing_that_is_found_in_part(tmp_path: Path) -> None:
+    step, was_killed = 0, True
+    while was_killed:
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        files = files_in(folder)
+        for seed in (1, 2):
+            files.write(*sequence(seed))
+        was_killed = killed_at(step, partial(files_in(folder).delete, sequence(1)[0]))
+        assert contents(files_in(folder)) in (expected(1, 2), expected(2))
+        step += 1
+
+
+@pytest.mark.parametrize("suffix", [".outrider-prefix", ".outrider-prefix-index"])
+def test_a_file_that_is_cut_or_altered_anywhere_is_never_read_wrongly(tmp_path: Path, suffix: str) -> None:
+    files = files_in(tmp_path)
+    files.write(*sequence(1))
+    saved = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    [path] = tmp_path.glob(f"*{suffix}")
+    data = saved[path]
+    damaged = [data[:length] for length in range(0, len(data), 7)]
+    damaged += [data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :] for place in range(0, len(data), 11)]
+    for each in damaged:
+        for other, content in saved.items():
+            other.write_bytes(content)
+        path.write_bytes(each)
+        found = {}
+        for stored in files_in(tmp_path).scan():
+            with pytest.raises(SessionFileError):
+                found[stored.tokens] = files.read(stored)
+        assert found == {}
+
+
+def test_a_file_under_the_name_of_another_model_s_is_left_out(tmp_path: Path) -> None:
+    files, other = files_in(tmp_path), files_in(tmp_path, model=attrs.evolve(MODEL, weights="others"))
+    files.write(*sequence(1))
+    for path in list(tmp_path.iterdir()):
+        path.rename(tmp_path / path.name.replace(files._prefix, other._prefix))
+    assert contents(files) == {}
+    assert contents(other) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_beyond_the_bound_the_least_recently_used_sequences_are_deleted(tmp_path: Path) -> None:
+    num_bytes = 0
+    for number, seed in enumerate((1, 2, 3)):
+        files_in(tmp_path).write(*sequence(seed, 40_000))
+        num_bytes = max(num_bytes, *(path.stat().st_size for path in stored_in(tmp_path)))
+        for path in stored_in(tmp_path):
+            if sequence(seed)[0].key in path.name:
+                os.utime(path, (number, number))
+    files = files_in(tmp_path, 3 * num_bytes + 100)
+    files.read(sequence(1)[0])
+    files.write(*sequence(4, 40_000))
+    assert {stored.tokens for stored in files.scan()} == {sequence(seed)[0].tokens for seed in (1, 3, 4)}
+    # One that is larger than all is not written.
+    files.write(*sequence(5, 4 * num_bytes))
+    assert len(stored_in(tmp_path)) == 3
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_what_killed_writers_have_left_is_deleted_once_it_is_old(tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    files.write(*sequence(1))
+    [index] = tmp_path.glob("*-index")
+    index.unlink()
+    for name in (".outrider-old.tmp", ".outrider-new.tmp"):
+        (tmp_path / name).write_bytes(b"x")
+    for path in (tmp_path / ".outrider-old.tmp", *stored_in(tmp_path)):
+        os.utime(path, (1, 1))
+    assert files.scan() == []
+    assert [path.name for path in tmp_path.iterdir()] == [".outrider-new.tmp"]

@@ -1,0 +1,131 @@
+"""What `examples/haproxy.cfg` and `examples/nginx.conf` take for granted of a server, checked without a proxy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from asgi import CHAT, COMPLETIONS, DEF, MESSAGES, RESPONSES, Served, ask, looping, simulated_server
+from scripted import ScriptedModel
+
+from runtime.cli.serve_command import _LOCAL_HOSTS
+from runtime.server.answers.serializer import _KEEP_ALIVE_S
+from runtime.server.connections.address import network
+from runtime.server.middleware import ForwardedClients
+
+ROOT = Path(__file__).parents[2]
+HAPROXY = (ROOT / "examples" / "haproxy.cfg").read_text(encoding="utf-8")
+NGINX = (ROOT / "examples" / "nginx.conf").read_text(encoding="utf-8")
+
+
+def setting(pattern: str, text: str = HAPROXY) -> str:
+    """What a setting of a configuration is; asserts that it is there once."""
+    (found,) = re.findall(pattern, text)
+    return str(found)
+
+
+def test_the_check_of_a_server_passes_until_it_drains_and_its_refusal_is_sent_elsewhere() -> None:
+    method, path, host = re.findall(r"http-check send meth (\S+) uri (\S+) ver HTTP/1.1 hdr Host (\S+)", HAPROXY)[0]
+    expected = int(setting(r"http-check expect status (\d+)"))
+    retried = setting(r"retry-on (.*)").split()
+
+    async def test(server: Served) -> None:
+        async def check() -> int:
+            return (await server.ask(path, method=method, headers={"host": host})).status
+
+        assert await check() == expected
+        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 0, "stream": True}) as running:
+            await trio.sleep(5)
+            server.app.admission.drain()
+            assert await check() != expected
+            refused = await server.ask(COMPLETIONS, DEF, headers={"host": host, "content-type": "application/json"})
+            assert str(refused.status) in retried
+            assert f"http_{refused.status}" in setting(r"proxy_next_upstream (.*);", NGINX).split()
+            await running.until(lambda one: one.over_at is not None)
+        assert running.is_whole
+        # Only drained, and never marked down for what it had begun: that would cut the answer off.
+        assert "on-marked-down" not in HAPROXY
+
+    # As without a key.
+    simulated_server(test, ScriptedModel(looping), hosts=_LOCAL_HOSTS)
+
+
+HELLO = {"role": "user", "content": "hello"}
+# Requests that have each of the fields that the configuration looks at.
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt_cache_key": (CHAT, {"messages": [HELLO], "prompt_cache_key": "a"}),
+    "messages[0].content": (CHAT, {"messages": [HELLO]}),
+    "messages[0].content[0].text": (
+        MESSAGES,
+        {"messages": [{**HELLO, "content": [{"type": "text", "text": "hello"}]}]},
+    ),
+    "messages[0].role": (CHAT, {"messages": [{**HELLO, "role": "developer"}, HELLO]}),
+    "messages[1].content": (CHAT, {"messages": [{**HELLO, "role": "system"}, HELLO]}),
+    "messages[1].content[0].text": (
+        CHAT,
+        {"messages": [{**HELLO, "role": "system"}, {**HELLO, "content": [{"type": "text", "text": "hello"}]}]},
+    ),
+    "input[0].content": (RESPONSES, {"input": [HELLO]}),
+    "input[0].content[0].text": (
+        RESPONSES,
+        {"input": [{**HELLO, "content": [{"type": "input_text", "text": "hello"}]}]},
+    ),
+    "input": (RESPONSES, {"input": "hello"}),
+    "prompt": (COMPLETIONS, DEF),
+}
+
+
+def looked_up(path: str, body: Any) -> Any:
+    """The value at a path such as `messages[0].content`."""
+    for name in re.findall(r"\w+", path):
+        body = body[int(name) if name.isdecimal() else name]
+    return body
+
+
+def test_each_field_that_chooses_a_server_is_one_that_requests_have() -> None:
+    paths = re.findall(r"json_query\('\$\.(.*?)'\)", HAPROXY)
+    assert sorted(paths) == sorted(BODIES)
+
+    async def test(server: Served) -> None:
+        for path in paths:
+            endpoint, body = BODIES[path]
+            assert isinstance(looked_up(path, body), str)
+            limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
+            assert (await server.ask(endpoint, {**body, limit: 1})).status == 200, path
+
+    simulated_server(test, ScriptedModel(looping))
+
+
+@pytest.mark.parametrize("text", [HAPROXY, NGINX], ids=["haproxy", "nginx"])
+def test_the_address_that_the_proxy_sends_is_believed_of_it_alone(text: str) -> None:
+    # HAProxy's header is added to those of the client, which have to go; nginx's takes their place.
+    if text is HAPROXY:
+        assert text.index("del-header x-forwarded-for") < text.index("option forwardfor")
+    else:
+        assert setting(r"X-Forwarded-For (.*);", NGINX) == "$remote_addr"
+    trusted = re.findall(r"--trusted-proxy (\S+)", HAPROXY)
+    seen = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"][0])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def test() -> None:
+        app = ForwardedClients(note, [network(one) for one in trusted])
+        for peer in ("127.0.0.1", "192.0.2.1"):
+            await ask(app, "/", headers={"x-forwarded-for": "192.0.2.7"}, address=peer)
+
+    trio.run(test)
+    assert seen == ["192.0.2.7", "192.0.2.1"]
+
+
+def test_a_proxy_waits_longer_than_a_stream_is_silent() -> None:
+    minutes = [int(number) for number in re.findall(r"timeout (?:client|server) (\d+)m", HAPROXY)]
+    assert len(minutes) == 2
+    assert min(minutes) * 60 > 2 * _KEEP_ALIVE_S
+    assert int(setting(r"proxy_read_timeout (\d+)s;", NGINX)) > 2 * _KEEP_ALIVE_S
+    assert setting(r"proxy_buffering (\w+);", NGINX) == "off"

@@ -1,0 +1,53 @@
+"""Messages between ranks, as bytes and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.errors import ProtocolError
+from protocol.rank_messages import (
+    Beat,
+    Broken,
+    CloseTarget,
+    Hello,
+    Loaded,
+    OpenTarget,
+    Operation,
+    Operations,
+    Welcome,
+    decode,
+    encode,
+)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(1, 3, {"mlx": "0.32.4"}),
+        Welcome(),
+        Beat(),
+        OpenTarget({"rewind": "auto", "kv_bits": None}),
+        Loaded({"config.json": "1f"}),
+        Operations((Operation("rewind", 3, (17,)), Operation("feed", 3, (5, 1), ((3, 17, 123456),)))),
+        CloseTarget(),
+        Broken("rank 1 hangs"),
+    ],
+)
+def test_a_message_comes_back_from_its_bytes(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff", b"7", b"[]", b'["Nothing"]', b'["Beat", 1]', b'["Hello", 1]', b'["Operations", 1]', b'{"a": 1}'],
+)
+def test_other_bytes_are_refused(data):
+    with pytest.raises(ProtocolError, match="no message of Outrider's"):
+        decode(data)
+
+
+def test_a_verify_pass_is_a_small_message():
+    """Announcing a pass costs less than a network packet."""
+    prepare = Operation("prepare", 12, (5, 1000))
+    feed = Operation("feed_together", None, ([(12, (100_000,) * 5, 5)],), ((12, 1000, 2**32 - 1),))
+    assert len(encode(Operations((prepare, feed)))) < 200

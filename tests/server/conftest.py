@@ -1,0 +1,49 @@
+"""Browsers at the page of a scripted server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext
+from scripted_server import ScriptedServer
+from visitors import Tab, chromium, visitor
+
+Open = Callable[..., Tab]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer().serving() as serving:
+        yield serving
+
+
+@pytest.fixture
+def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
+    """Opens tabs at the page, each with a browser of its own unless it is told whose; in them nothing may go wrong."""
+    tabs: list[Tab] = []
+    with contextlib.ExitStack() as stack:
+
+        def open_tab(context: BrowserContext | None = None, *, loaded: bool = True, **options: Any) -> Tab:
+            tab = Tab(context or stack.enter_context(visitor(started, server.url, **options)), server.url)
+            tabs.append(tab)
+            if loaded:
+                tab.load()
+            return tab
+
+        yield open_tab
+        for tab in tabs:
+            tab.check()
+
+
+@pytest.fixture
+def tab(opened: Open) -> Tab:
+    return opened()

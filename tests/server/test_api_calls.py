@@ -1,0 +1,228 @@
+"""Tool calls in the other APIs: an answer in pieces of every size, as events and as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from asgi import COUNT_TOKENS, MESSAGES, RESPONSES, Served
+from assembled import assembled_message, assembled_response, partial, text_of_message, text_of_response
+from tool_call_cases import TOOLS, call_format
+from tool_letters import OSLO, USER, serve_calls
+from tool_letters import TOOLS as TOLD
+
+from runtime.generation.token_reader import Token
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.server.answers.api import Answer
+from runtime.server.answers.parts import AnswerSplitter
+from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.anthropic.requests import MessagesRequest, parse_chat
+from runtime.server.anthropic.serializer import MessageSerializer
+from runtime.server.responses.requests import parse_response_request
+from runtime.server.responses.serializer import ResponseSerializer
+from runtime.server.responses.store import ResponseStore
+
+FIRST = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>'
+SECOND = '<tool_call>{"name": "search", "arguments": {"query": "a } b", "tags": []}}</tool_call>'
+BROKEN = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": }}</tool_call>'
+
+STATISTICS: Any = SimpleNamespace(prompt_tokens=7, cached_tokens=2, generated_tokens=5)
+
+# What the model writes, whether it ends by itself, and the text and the calls in it.
+CASES = {
+    "a call": (FIRST, True, "", [("multiply", {"a": 2, "b": 3})]),
+    "text and calls": (
+        f"Yes.\n{FIRST}\n{SECOND}",
+        True,
+        "Yes.",
+        [("multiply", {"a": 2, "b": 3}), ("search", {"query": "a } b", "tags": []})],
+    ),
+    "a malformed call": (f"So: {BROKEN} or {FIRST}", True, f"So: {BROKEN} or", [("multiply", {"a": 2, "b": 3})]),
+    "a call that is cut off": (FIRST[:60], False, FIRST[:60], []),
+    "no call": ("Nothing.", True, "Nothing.", []),
+}
+
+
+def answer(tokenizer: Any = None) -> Answer:
+    ids = (f"call_{i}" for i in itertools.count())
+    reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
+    splitter = AnswerSplitter(reader, has_reasoning=False)
+    return Answer("tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
+
+
+def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    tokens = [Token(i, piece, i, from_draft=False) for i, piece in enumerate(pieces)]
+    reason = "stop" if is_complete else "length"
+    return [*tokens, Token(0, "", len(tokens), from_draft=False, finish_reason=reason)]  # type: ignore[arg-type]
+
+
+def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
+    events: list[Event] = [*serializer.first_events(STATISTICS)]
+    for token in tokens:
+        events += serializer.events([token], STATISTICS)
+    events += serializer.last_events(STATISTICS)
+    return [json.loads(event.encoded().partition("data: ")[2]) for event in events]
+
+
+every_case = pytest.mark.parametrize("case", CASES)
+sizes = pytest.mark.parametrize("size", [1, 2, 7, 1000])
+
+
+@every_case
+@sizes
+def test_calls_are_blocks_of_a_message(case: str, size: int) -> None:
+    text, is_complete, said, calls = CASES[case]
+    tokens = tokens_of(text, size, is_complete=is_complete)
+    whole: Any = MessageSerializer(answer()).whole(tokens, STATISTICS)
+    message = assembled_message(streamed(MessageSerializer(answer()), tokens))
+    assert text_of_message(message) == text_of_message(whole) == said
+    uses = [block for block in whole["content"] if block["type"] == "tool_use"]
+    assert [(use["name"], use["input"]) for use in uses] == calls
+    assert len({use["id"] for use in uses}) == len(uses)
+    # A call that breaks cannot be taken back; its input is no object.
+    given = [block for block in message["content"] if block["type"] == "tool_use" and block["input"] != partial("")]
+    assert [(use["name"], use["input"]) for use in given if isinstance(use["input"], dict)] == calls
+    expected = "max_tokens" if not is_complete else "tool_use" if calls else "end_turn"
+    assert message["stop_reason"] == whole["stop_reason"] == expected
+
+
+@every_case
+@sizes
+def test_calls_are_items_of_a_response(case: str, size: int) -> None:
+    text, is_complete, said, calls = CASES[case]
+    tokens = tokens_of(text, size, is_complete=is_complete)
+    store = ResponseStore(2, 10**6)
+
+    def serializer() -> ResponseSerializer:
+        return ResponseSerializer(parse_response_request(b'{"input": "a"}', store), answer(), store)
+
+    whole: Any = serializer().whole(tokens, STATISTICS)
+    response = assembled_response(streamed(serializer(), tokens))
+    for each in (whole, response):
+        assert text_of_response(each) == said
+        items = [item for item in each["output"] if item["type"] == "function_call"]
+        assert [(item["name"], json.loads(item["arguments"])) for item in items] == calls
+        assert [item["call_id"] for item in items] == list(dict.fromkeys(item["call_id"] for item in items))
+        assert each["status"] == ("completed" if is_complete else "incomplete")
+        # What a later response continues.
+        kept = store.get(each["id"])
+        assert kept is not None
+        messages = json.loads(kept.messages)
+        assert messages[0] == {"role": "user", "content": "a"}
+        assert [call["id"] for message in messages[1:] for call in message.get("tool_calls", ())] == [
+            item["call_id"] for item in items
+        ]
+
+
+# --- with a server ---------------------------------------------------------------------------------
+
+WEATHER = TOLD[0]
+
+
+@every_case
+def test_log_probabilities_of_a_response_are_those_of_its_text_and_not_of_its_calls(case: str) -> None:
+    says, is_complete, text, _ = CASES[case]
+    tokens = tokens_of(says, 3, is_complete=is_complete)
+    asked = {"input": "a", "store": False, "include": ["message.output_text.logprobs"]}
+    parsed = parse_response_request(json.dumps(asked).encode(), ResponseStore(1, 1))
+    tokenizer = SimpleNamespace(decode=lambda ids: tokens[ids[0]].text)
+    serializer = ResponseSerializer(parsed, answer(tokenizer), ResponseStore(1, 1))
+    response = assembled_response(streamed(serializer, tokens))
+    found = [item["content"][0] for item in response["output"] if item["type"] == "message"]
+    # Tokens at the edges may be of both.
+    for part in found:
+        assert part["text"] in "".join(token["token"] for token in part["logprobs"])
+        assert len(part["logprobs"]) <= len(part["text"]) / 3 + 2
+    assert "".join(part["text"] for part in found).strip() == text
+
+
+def test_a_message_calls_a_tool_and_takes_its_result() -> None:
+    named = WEATHER["function"]
+    tools = [
+        {"name": "weather", "description": named["description"], "input_schema": named["parameters"]},
+        {"type": "web_search_20250305", "name": "web_search"},  # run by Anthropic's service, and left out
+    ]
+    asked = {"messages": [USER], "tools": tools, "max_tokens": 300}
+
+    async def test(server: Served) -> None:
+        message = (await server.ask(MESSAGES, asked)).json
+        streamed = assembled_message((await server.ask(MESSAGES, {**asked, "stream": True})).named_events)
+        for each in (message, streamed):
+            assert [(block["name"], block["input"]) for block in each["content"]] == [("weather", {"city": "oslo"})]
+            assert each["stop_reason"] == "tool_use"
+        assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+        counted = await server.ask(COUNT_TOKENS, asked)
+        assert counted.json["input_tokens"] == message["usage"]["input_tokens"]
+        assert server.tokenizer.told[-1] == [WEATHER]  # type: ignore[attr-defined]
+        id = message["content"][0]["id"]
+        result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
+        more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
+        assert (await server.ask(MESSAGES, {**asked, "messages": [USER, *more], "max_tokens": 4})).status == 200
+        *_, called, returned = server.tokenizer.seen[-1]
+        assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
+        assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
+
+    serve_calls(test, OSLO)
+
+
+def test_a_response_calls_a_function_and_takes_its_output() -> None:
+    tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
+    asked = {"input": "weather", "tools": tools, "max_output_tokens": 300}
+
+    async def test(server: Served) -> None:
+        response = (await server.ask(RESPONSES, asked)).json
+        streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
+        for each in (response, streamed):
+            assert [(item["name"], item["arguments"]) for item in each["output"]] == [("weather", '{"city": "oslo"}')]
+            assert (each["status"], each["tools"][0]["name"]) == ("completed", "weather")
+        assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+        id = response["output"][0]["call_id"]
+        output = {"type": "function_call_output", "call_id": id, "output": "mild"}
+        more = {"input": [output], "previous_response_id": response["id"]}
+        for body in (more, {"input": [USER, *response["output"], output]}):
+            assert (await server.ask(RESPONSES, {**asked, **body, "max_output_tokens": 4})).status == 200
+            *_, called, returned = server.tokenizer.seen[-1]
+            assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
+            assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
+
+    serve_calls(test, OSLO)
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted", "is_parallel"),
+    [
+        ({"type": "auto"}, "auto", None),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}, None),
+        ({"type": "none"}, "none", None),
+    ],
+)
+def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, is_parallel: bool | None) -> None:
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    body = {"messages": [USER], "max_tokens": 8, "tools": tools, "tool_choice": choice}
+    chat = parse_chat(MessagesRequest, json.dumps(body).encode())
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (wanted, is_parallel)
+
+
+@pytest.mark.parametrize(
+    ("choice", "wanted", "names"),
+    [
+        ("required", "required", "fg"),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}, "fg"),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
+            "required",
+            ["g"],
+        ),
+        ({"type": "web_search"}, "auto", "fg"),
+    ],
+)
+def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any, names: str) -> None:
+    body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
+    chat = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).chat
+    assert chat.tool_choice == wanted
+    assert [tool["function"]["name"] for tool in chat.tools or ()] == list(names)

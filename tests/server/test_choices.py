@@ -1,0 +1,638 @@
+"""Several answers to a request, prompts that are repeated with their log-probabilities, and texts filled in."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+import pytest
+import trio
+from asgi import (
+    CHAT,
+    COMPLETIONS,
+    FIM,
+    HELLO,
+    Letters,
+    Served,
+    direct,
+    looping,
+    models,
+    simulated_server,
+    watched_streams,
+)
+from scripted import ScriptedModel
+
+from runtime.server.generation_endpoints import Limits
+from runtime.server.openai.serializers.echo import make_echo
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice["text"] if "text" in choice else choice["message"]["content"] for choice in answer["choices"]]
+
+
+async def asked(server: Served, path: str, body: dict[str, Any]) -> Any:
+    """The body of a response, or that of its events put together."""
+    answer = await server.ask(path, body)
+    assert answer.status == 200, answer.body
+    if not body.get("stream"):
+        return answer.json
+    assert answer.is_done
+    choices: dict[int, dict[str, Any]] = {}
+    usage = None
+    for event in answer.events:
+        usage = event.get("usage", usage)
+        for choice in event["choices"]:
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            joined = choices.setdefault(choice["index"], {"text": "", "finish_reason": None})
+            assert joined["finish_reason"] is None
+            joined["text"] += text
+            joined["finish_reason"] = choice["finish_reason"]
+    return {"choices": [choices[i] for i in sorted(choices)], "usage": usage, "id": {e["id"] for e in answer.events}}
+
+
+# --- several answers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
+def test_a_seeded_request_has_the_same_answers_each_time_and_the_first_is_that_of_one(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    async def test(server: Served) -> None:
+        ask = {**body, **SAMPLED}
+        one = texts(await asked(server, path, ask))
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        first, again = [await asked(server, path, {**ask, "n": 3, **options}) for _ in range(2)]
+        assert texts(first) == texts(again)
+        assert texts(first)[0] == one[0]
+        assert len(set(texts(first))) == 3
+        assert first["usage"]["completion_tokens"] == 36
+        num_prompt_tokens = (await direct(server, body, max_tokens=1)).statistics.prompt_tokens
+        assert first["usage"]["prompt_tokens"] == num_prompt_tokens
+        assert first["usage"]["total_tokens"] == 36 + num_prompt_tokens
+        if stream:
+            assert len(first["id"]) == 1
+        assert (await server.outcomes()) == {"finished": 3}
+
+    simulated_server(test)
+
+
+def test_each_prompt_of_a_list_has_its_answers() -> None:
+    async def test(server: Served) -> None:
+        prompts = ["def f", "import", "class C"]
+        alone = [texts(await asked(server, COMPLETIONS, {"prompt": each, "max_tokens": 8}))[0] for each in prompts]
+        assert texts(await asked(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 8})) == alone
+        ids = [server.tokenizer.encode(each) for each in prompts]
+        both = await asked(server, COMPLETIONS, {"prompt": ids, "max_tokens": 8, "n": 2})
+        assert texts(both) == [text for text in alone for _ in range(2)]
+        assert [choice["index"] for choice in both["choices"]] == list(range(6))
+        assert both["usage"]["prompt_tokens"] == sum(map(len, ids))
+        streamed = await asked(server, COMPLETIONS, {"prompt": ids, "max_tokens": 8, "stream": True})
+        assert texts(streamed) == alone
+
+    simulated_server(test)
+
+
+def test_the_best_of_several_is_the_likeliest_and_all_are_counted() -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": "def f", **SAMPLED, "logprobs": 1}
+        four = await asked(server, COMPLETIONS, {**body, "n": 4})
+
+        def likelihood(choice: Any) -> float:
+            return sum(choice["logprobs"]["token_logprobs"]) / 12
+
+        ranked = sorted(four["choices"], key=likelihood, reverse=True)
+        del body["logprobs"]
+        best = await asked(server, COMPLETIONS, {**body, "best_of": 4, "n": 2})
+        assert texts(best) == [choice["text"] for choice in ranked[:2]]
+        assert [choice["index"] for choice in best["choices"]] == [0, 1]
+        assert all(choice["logprobs"] is None for choice in best["choices"])
+        assert best["usage"]["completion_tokens"] == 48
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_all_answers(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        body = {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}
+        async with server.exchange(CHAT, body) as one:
+            await trio.sleep(1.0)  # simulated
+            assert len(seen) == 4
+            assert all(each.finish_reason is None for _, each in seen)
+            one.leave()
+        assert server.simulation.runtime.num_streams == 0
+        assert all(each.is_closed and each.finish_reason is None for _, each in seen)
+        assert await server.outcomes() == {"cancelled": 1}
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_failure_of_one_answer_is_that_of_the_request(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        body = {**HELLO, "n": 3, "max_tokens": 500, "stream": stream}
+        async with server.exchange(CHAT, body) as one:
+            await trio.sleep(1.0)  # simulated
+            assert len(seen) == 3
+            seen[1][1].close()  # as the runtime does with a stream that fails
+        if stream:
+            assert "error" in one.events[-1]
+            assert not one.is_done
+        else:
+            assert one.status == 503
+        assert server.simulation.runtime.num_streams == 0
+        assert await server.outcomes() == {"failed": 1}
+
+    simulated_server(test)
+
+
+def test_answers_differ_where_the_seed_is_the_servers() -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": "def f", "temperature": 1.0, "max_tokens": 12}
+        named = texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": 7}))
+        assert len(set(named)) == 3
+        assert texts(await asked(server, COMPLETIONS, {**body, "n": 3})) == named
+        assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
+
+    simulated_server(test, settings={"seed": 7})
+
+
+def test_biases_of_texts_are_found_once_for_all_prompts() -> None:
+    class Counting(Letters):
+        num_keys = 0
+
+        def encode(self, text: str, **more: Any) -> list[int]:
+            self.num_keys += text == "qu"
+            return super().encode(text, **more)
+
+    tokenizer = Counting()
+
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
+        assert tokenizer.num_keys == 1
+        assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
+
+    simulated_server(test, tokenizer=tokenizer)
+
+
+# --- more answers than the models work on at once ---------------------------------------------------
+
+
+def watched_until(server: Served, number: int) -> tuple[list[Any], trio.Event]:
+    """The streams that are begun from now on, and an event for so many of them."""
+    seen: list[Any] = []
+    begin, are_begun = server.simulation.runtime.stream, trio.Event()
+
+    def watch(prompt: Any, **keywords: Any) -> Any:
+        seen.append(begin(prompt, **keywords))
+        if len(seen) == number:
+            are_begun.set()
+        return seen[-1]
+
+    server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+    return seen, are_begun
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_begin_when_others_have_ended_are_the_same(stream: bool) -> None:
+    body = {"prompt": ["def f", "import", "class C"], "n": 2, **SAMPLED, "max_tokens": 6, "stream": stream}
+    answers: list[list[str]] = []
+
+    async def test(server: Served) -> None:
+        answers.append(texts(await asked(server, COMPLETIONS, body)))
+        assert await server.outcomes() == {"finished": 1}
+
+    for max_streams in (1, 2, 6):
+        simulated_server(test, max_streams=max_streams)
+    assert answers[0] == answers[1] == answers[2]
+    assert len(answers[0]) == 6
+
+
+def test_a_request_for_many_answers_leaves_others_their_turn() -> None:
+    async def test(server: Served) -> None:
+        runtime, seen = server.simulation.runtime, watched_streams(server)
+        many = {"prompt": ["def f", "import", "class C"], "n": 4, "max_tokens": 12, "stream": True}
+        async with server.exchange(COMPLETIONS, many) as first:
+            await first.until(lambda one: bool(one.sent))
+            assert (runtime.num_streams, runtime.num_waiting, len(seen)) == (2, 0, 2)
+            async with server.exchange(COMPLETIONS, {"prompt": "def", "max_tokens": 1}, address="10.0.0.1") as other:
+                await other.until(lambda one: one.is_whole)
+                assert len(seen) <= 5
+        assert first.is_done
+        assert len(seen) == 13
+
+    simulated_server(test, max_streams=2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": ["abcd"] * 8, "n": 16, "logprobs": 5, "max_tokens": 1366}),
+        (COMPLETIONS, {"prompt": "abc" * 20_000, "n": 16, "logprobs": 1, "max_tokens": 1, "echo": True}),
+        (CHAT, {**HELLO, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 3121}),
+    ],
+)
+def test_a_response_that_may_be_too_long_is_refused_before_any_model_work(path: str, body: dict[str, Any]) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, body)
+        assert answer.status == 400
+        assert "the most is 1048576; ask for fewer answers" in answer.fault["message"]
+        assert server.simulation.target_worker.handed == []
+
+    simulated_server(test)
+
+
+def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response() -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": "abcd", "logprobs": 20, "n": 2, "max_tokens": 10**6}
+        assert (await server.ask(COMPLETIONS, body)).status == 200
+
+    simulated_server(test, ScriptedModel(looping, context_length=12))
+
+
+def test_prompts_that_begin_later_are_checked_before_any_begins() -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
+        assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
+        assert seen == []
+
+    target, draft = models()
+    target.context_length = 40
+    simulated_server(test, target, draft, max_streams=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_ends_a_request_whose_answers_have_not_all_begun(stream: bool) -> None:
+    async def test(server: Served) -> None:
+        seen, third = watched_until(server, 3)
+        async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
+            await third.wait()
+            seen[-1].close()  # as the runtime does with a stream that fails
+        assert len(seen) == 3
+        assert ("error" in one.events[-1]) if stream else (one.status == 503)
+        assert await server.outcomes() == {"failed": 1}
+
+    simulated_server(test, max_streams=1)
+
+
+def test_a_client_that_leaves_before_all_answers_have_begun_has_cancelled_its_request() -> None:
+    async def test(server: Served) -> None:
+        seen, third = watched_until(server, 3)
+        async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3}) as one:
+            await third.wait()
+            one.leave()
+        assert len(seen) == 3
+        assert await server.outcomes() == {"cancelled": 1}
+
+    simulated_server(test, max_streams=1)
+
+
+# --- echoes ---------------------------------------------------------------------------------------
+
+
+def logits_of(script: Any, history: list[int]) -> list[float]:
+
+    logits = script(history)
+    total = math.log(sum(math.exp(each) for each in logits))
+    return [each - total for each in logits]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(max_tokens: int, stream: bool) -> None:
+    async def test(server: Served) -> None:
+        prompt = "def f and g"
+        ids = server.tokenizer.encode(prompt)
+        body = {"prompt": [ids], "temperature": 0, "max_tokens": max_tokens, "logprobs": 2, "echo": True, "seed": 1234}
+        generated = ""
+        if max_tokens:
+            plain = {"prompt": prompt, "max_tokens": max_tokens}
+            generated = texts(await asked(server, COMPLETIONS, plain))[0]
+        if stream:
+            events = (await server.ask(COMPLETIONS, {**body, "stream": True})).events
+            assert "".join(choice["text"] for event in events for choice in event["choices"]) == prompt + generated
+            *before, last = [choice for event in events for choice in event["choices"]]
+            # Some clients do not look for text where they find a finish reason.
+            assert (last["text"], last["finish_reason"]) == ("", "length")
+            assert {choice["finish_reason"] for choice in before} == {None}
+            return
+        answer = await asked(server, COMPLETIONS, body)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (prompt + generated, "length")
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == list(prompt + generated)
+        assert logprobs["text_offset"] == list(range(len(ids) + max_tokens))
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        told = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        whole = server.tokenizer.encode(prompt + generated)
+        for end, (logprob, top) in list(enumerate(told))[1:]:
+            expected = logits_of(looping, whole[:end])
+            assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
+            assert list(top.values()) == pytest.approx(sorted(expected)[-2:], abs=1e-4)
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        assert answer["usage"]["completion_tokens"] == max_tokens
+        assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
+
+    simulated_server(test)
+
+
+class Pieces:
+    """A tokenizer of some tokens, which drops a space at the beginning of a text, as those like sentencepiece's do."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: Any) -> str:
+        return "".join(self.pieces[id] for id in ids).removeprefix(" ")
+
+
+LLAMA, GLM = ["<s>", " Hello", " world", "!"], ["[gMASK]", "<sop>", "Hello", " world"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "prompt", "offsets"),
+    [
+        (LLAMA, "Hello world!", [0, 0, 5, 11]),
+        (LLAMA, "<s>Hello world!", [0, 3, 8, 14]),
+        (LLAMA, None, [0, 3, 9, 15]),
+        (GLM, "Hello world", [0, 0, 0, 5]),
+    ],
+)
+def test_tokens_that_the_tokenizer_has_put_in_front_move_no_offsets(
+    pieces: list[str], prompt: str | None, offsets: list[int]
+) -> None:
+    tokenizer: Any = Pieces(pieces)
+    echo = make_echo(prompt, tuple(range(len(pieces))), tokenizer)
+    assert (echo.offsets, echo.text) == (offsets, "".join(pieces) if prompt is None else prompt)
+
+
+def test_the_log_likelihoods_that_lm_eval_reads() -> None:
+    """The request of lm-eval's `local-completions`, and how it reads the response."""
+
+    async def test(server: Served) -> None:
+        context, continuation = "def f", " and g"
+        ids = [server.tokenizer.encode(context + continuation), server.tokenizer.encode(context + ". No")]
+        body = {"model": "x", "prompt": ids, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1, "echo": True}
+        answer = await asked(server, COMPLETIONS, body)
+        for choice, tokens in zip(sorted(answer["choices"], key=lambda each: each["index"]), ids, strict=True):
+            logprobs = choice["logprobs"]
+            told = logprobs["token_logprobs"][len(context) : -1]
+            score = await server.simulation.runtime.score(context, tokens[len(context) :])
+            assert sum(told) == pytest.approx(score.logprob, abs=1e-4)
+            tops = logprobs["top_logprobs"][len(context) : -1]
+            is_greedy = all(own == max(top.values()) for own, top in zip(told, tops, strict=True))
+            assert is_greedy == score.is_greedy
+
+    simulated_server(test)
+
+
+def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo() -> None:
+    # What ends the text has no text. Clients count tokens from the end.
+    def ending(history: Any) -> list[float]:
+        return [9.0 if i == Letters.ALPHABET.index("\n") else 0.0 for i in range(64)]
+
+    async def test(server: Served) -> None:
+        body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
+        (choice,) = (await asked(server, COMPLETIONS, body))["choices"]
+        assert choice["text"] == "abc"
+        assert [len(each) for each in choice["logprobs"].values()] == [4, 4, 4, 4]
+
+    simulated_server(test, ScriptedModel(ending))
+
+
+def test_an_echo_without_log_probabilities_is_the_prompt_in_front() -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": ["abc", "b"], "max_tokens": 0, "echo": True}
+        answer = await asked(server, COMPLETIONS, body)
+        assert texts(answer) == ["abc", "b"]
+        assert all(choice["logprobs"] is None for choice in answer["choices"])
+        assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
+        assert server.simulation.runtime.statistics().prompt_tokens == 0
+        (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
+        assert one["logprobs"] == {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [], "text_offset": [0]}
+
+    simulated_server(test)
+
+
+def test_the_prompt_of_an_echo_is_read_as_the_request_has_it() -> None:
+    async def test(server: Served) -> None:
+        ids = list(range(3, 23))
+        body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+        runtime = server.simulation.runtime
+        await asked(server, COMPLETIONS, {**body, "cache_prompt": False})
+        assert (await runtime.score(ids[:-1], ids[-1:])).cached_tokens == 0
+        # In passes of five tokens.
+        kinds = [span for span in server.simulation.spans("target", "prefill") if span.session == 0]
+        assert len(kinds) >= 4
+
+    simulated_server(test, limits=Limits(prefill_step_size=5))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_one_is_read(max_tokens: int) -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": ["abc", "abd"], "max_tokens": max_tokens, "echo": True, "logprobs": 1}
+        long = {"prompt": ["abc", "a" * 40]}
+        for more, message in (({"stop_tokens": [64]}, "stop_tokens"), ({"logit_bias": {"99": 1}}, "logit_bias")):
+            refused = await server.ask(COMPLETIONS, {**body, **more})
+            assert refused.status == 400
+            assert message in refused.fault["message"]
+        for more in ({}, {"echo": False, "max_tokens": 1}):
+            refused = await server.ask(COMPLETIONS, {**body, **long, **more})
+            assert refused.fault["code"] == "context_length_exceeded"
+            assert refused.fault["message"].startswith("prompt[1]: the prompt has 40 tokens")
+        assert server.simulation.spans("target") == []
+
+    simulated_server(test, ScriptedModel(looping, context_length=40))
+
+
+def test_the_longest_prompt_is_named_where_prompts_are_bounded() -> None:
+    async def test(server: Served) -> None:
+        refused = await server.ask(COMPLETIONS, {"prompt": ["abc", "abcdef"]})
+        assert refused.fault["message"] == "prompt[1]: the prompt must have at most 5 tokens, got 6; shorten it"
+
+    simulated_server(test, limits=Limits(max_prompt_tokens=5))
+
+
+# --- fill in the middle ----------------------------------------------------------------------------
+
+
+class Coder(Letters):
+    """A tokenizer some of whose characters are called fill-in-the-middle tokens."""
+
+    bos_token, bos_token_id = ":", Letters.ALPHABET.index(":")
+
+    def __init__(self, **markers: str) -> None:
+        self.markers = markers
+        super().__init__()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **more: Any) -> list[int]:
+        begin = [self.bos_token_id] if "begins" in self.markers and add_special_tokens else []
+        return begin + super().encode(text)
+
+    def get_vocab(self) -> dict[str, int]:
+        named = {name: self.ALPHABET.index(letter) for letter, name in self.markers.items() if len(letter) == 1}
+        return {letter: i for i, letter in enumerate(self.ALPHABET)} | named
+
+
+FAMILIES = [
+    ({"P": "<|fim_prefix|>", "S": "<|fim_suffix|>", "M": "<|fim_middle|>"}, "Pdef fSreturnM"),
+    ({"P": "<fim_prefix>", "S": "<fim_suffix>", "M": "<fim_middle>"}, "Pdef fSreturnM"),
+    ({"P": "<｜fim▁begin｜>", "S": "<｜fim▁hole｜>", "M": "<｜fim▁end｜>"}, "Pdef fSreturnM"),
+    ({"P": "▁<PRE>", "S": "▁<SUF>", "M": "▁<MID>", "begins": ""}, ":Pdef fSreturnM"),
+    ({"P": "[PREFIX]", "S": "[SUFFIX]", "begins": ""}, ":SreturnPdef f"),
+]
+
+
+@pytest.mark.parametrize(("markers", "expected"), FAMILIES, ids=[each[0]["P"] for each in FAMILIES])
+def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], expected: str) -> None:
+    async def test(server: Served) -> None:
+        prompts: list[Any] = []
+        begin = server.simulation.runtime.stream
+
+        def watch(prompt: Any, **keywords: Any) -> Any:
+            prompts.append((server.tokenizer.decode(prompt), set(keywords["stop_tokens"])))
+            return begin(prompt, **keywords)
+
+        server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+        body = {"prompt": "def f", "suffix": "return", "max_tokens": 6, "stop_tokens": [3]}
+        filled = texts(await asked(server, COMPLETIONS, body))
+        assert texts(await asked(server, FIM, {**body, "random_seed": 1})) == filled
+        assert texts(await asked(server, FIM.removeprefix("/v1"), body)) == filled
+        streamed = await server.ask(FIM, {**body, "stream": True})
+        assert streamed.text == filled[0]
+        ends = {server.tokenizer.ALPHABET.index(letter) for letter in markers if len(letter) == 1}
+        assert prompts == [(expected, {3, *ends})] * 4
+
+    simulated_server(test, *models(), tokenizer=Coder(**markers))
+
+
+def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on() -> None:
+    async def test(server: Served) -> None:
+        seen = []
+        begin = server.simulation.runtime.stream
+
+        def watch(prompt: Any, **keywords: Any) -> Any:
+            seen.append(server.tokenizer.decode(prompt))
+            return begin(prompt, **keywords)
+
+        server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+        answer = await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
+        assert answer["object"] == "chat.completion"
+        await asked(server, COMPLETIONS, {"prompt": "ab", "suffix": "", "max_tokens": 2})
+        assert seen == ["PabSM", "ab"]
+
+    simulated_server(test, *models(), tokenizer=Coder(**FAMILIES[0][0]))
+
+
+def test_a_family_is_looked_for_once() -> None:
+    class Counting(Coder):
+        num_listed = 0
+
+        def get_vocab(self) -> dict[str, int]:
+            self.num_listed += 1
+            return super().get_vocab()
+
+    tokenizer = Counting(**FAMILIES[0][0])
+
+    async def test(server: Served) -> None:
+        before = tokenizer.num_listed
+        for _ in range(2):
+            await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
+        assert tokenizer.num_listed == before + 1
+
+    simulated_server(test, *models(), tokenizer=tokenizer)
+
+
+def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does() -> None:
+    def ending(history: Any) -> list[float]:
+        # The suffix's marker is the likeliest token, an x the next.
+        return [{"S": 9.0, "x": 5.0}.get(letter, 0.0) for letter in Letters.ALPHABET]
+
+    async def test(server: Served) -> None:
+        body = {"prompt": "ab", "max_tokens": 6}
+        assert texts(await asked(server, FIM, body)) == [""]
+        assert texts(await asked(server, FIM, {**body, "min_tokens": 4})) == ["xxxx"]
+        assert texts(await asked(server, FIM, {**body, "ignore_eos": True})) == ["SSSSSS"]
+        stop = Letters.ALPHABET.index("S")
+        assert texts(await asked(server, FIM, {**body, "ignore_eos": True, "stop_tokens": [stop]})) == [""]
+
+    simulated_server(test, ScriptedModel(ending), tokenizer=Coder(**FAMILIES[0][0]))
+
+
+def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too() -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": "ab", "max_tokens": 6}
+        assert texts(await asked(server, FIM, body)) == [""]
+
+    x = Letters.ALPHABET.index("x")
+    always = ScriptedModel(lambda history: [9.0 * (i == x) for i in range(64)])
+    simulated_server(test, always, tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [x]})
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (COMPLETIONS, {"n": 17}, "n", "n must be at most 16"),
+        (CHAT, {"n": 0}, "n", "n must be at least 1, got 0$"),
+        (
+            COMPLETIONS,
+            {"max_tokens": 0, "echo": True, "stream": True, "stream_options": {"include_speculation": True}},
+            "stream_options",
+            "max_tokens: 0 asks for none",
+        ),
+        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of", "best_of must be at least n = 3, got 2"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of", "leave out best_of or stream"),
+        (COMPLETIONS, {"prompt": ["a"] * 9, "n": 16}, "prompt", "9 prompts with 16 texts each are too many"),
+        (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", r"prompt\[1\]: the prompt is empty"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "the prompt is empty"),
+        (COMPLETIONS, {"prompt": [[1], [64]]}, "prompt", r"prompt\[1\]: prompt token 64 is outside"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0; only with echo"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
+        (COMPLETIONS, {"suffix": "b"}, "suffix", "the tokenizer of 'scripted' has no fill-in-the-middle tokens"),
+        (FIM, {}, "suffix", "the tokenizer of 'scripted' has no fill-in-the-middle tokens"),
+        (COMPLETIONS, {"suffix": "b", "echo": True}, "echo", "this one has a suffix"),
+        (COMPLETIONS, {"suffix": "b", "prompt": [1]}, "suffix", "a suffix needs prompts that are texts"),
+        (
+            CHAT,
+            {"n": 2, "stream": True, "stream_options": {"include_speculation": True}},
+            "stream_options",
+            "include_speculation is for one answer",
+        ),
+    ],
+)
+def test_what_cannot_be_answered_is_told_before_anything_is_generated(
+    path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, {**(HELLO if path == CHAT else {"prompt": "a"}), **body})
+        assert answer.status == 400
+        assert answer.fault["param"] == param, answer.fault
+
+        assert re.search(message, answer.fault["message"]), answer.fault["message"]
+        assert server.simulation.runtime.num_streams == 0
+
+    simulated_server(test, *models(), tokenizer=Coder())
+
+
+def test_a_description_names_the_fields() -> None:
+    async def test(server: Served) -> None:
+        described = (await server.ask("/openapi.json")).json
+        assert FIM in described["paths"]
+        fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
+        assert {"echo", "best_of", "suffix", "n"} <= set(fields)
+        json.dumps(described)
+
+    simulated_server(test)

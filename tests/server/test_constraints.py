@@ -1,0 +1,173 @@
+"""What an answer must be, in the fields of OpenAI's, vLLM's and llama.cpp's clients: from the request to the text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, pool_of
+from calling_models import calling_pair
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+from tool_letters import TOOLS
+from transformers import PreTrainedTokenizerFast
+
+import runtime
+from protocol.errors import ProcessorError
+from runtime.server.app import Service, application
+from runtime.server.background import in_thread
+from runtime.server.errors import ErrorResponse, error_response_of
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
+from runtime.server.grammars.schemas import Schemas
+from runtime.server.openai.requests import ChatRequest, parse_request
+from runtime.server.timelines import Timelines
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+NAMED = {"name": "x", "schema": SCHEMA}
+GBNF = 'root ::= ("a" | "b") [0-9]{2} "."'
+
+FIELDS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, "json", SCHEMA),
+    ({"response_format": {"type": "json_object"}}, "json", ANY_OBJECT),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
+    ({"json_schema": SCHEMA}, "json", SCHEMA),
+    ({"guided_json": SCHEMA}, "json", SCHEMA),
+    ({"guided_json": json.dumps(SCHEMA)}, "json", json.dumps(SCHEMA)),
+    ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
+    ({"structured_outputs": {"json_object": True}}, "json", ANY_OBJECT),
+    ({"guided_regex": "a|b"}, "regex", "a|b"),
+    ({"structured_outputs": {"regex": "a|b"}}, "regex", "a|b"),
+    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
+    ({"guided_grammar": GBNF}, "grammar", GBNF),
+    ({"grammar": GBNF}, "grammar", GBNF),
+    ({"structured_outputs": {"grammar": GBNF}}, "grammar", GBNF),
+]
+NONE: list[dict[str, Any]] = [
+    {},
+    {"grammar": "", "guided_json": None, "structured_outputs": None},
+    {"structured_outputs": {"json_object": False, "backend": "xgrammar"}},
+    {"response_format": {"type": "text"}},
+]
+
+
+def parsed(fields: dict[str, Any]) -> ChatRequest:
+    return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())
+
+
+@pytest.mark.parametrize(("fields", "kind", "value"), FIELDS)
+def test_a_field_is_the_constraint_that_it_stands_for(fields: Any, kind: str, value: Any) -> None:
+    constraint = parsed(fields).constraint
+    assert constraint is not None
+    assert (constraint.kind, constraint.value, constraint.field) == (kind, value, next(iter(fields)))
+    assert constraint.write()
+
+
+def test_no_constraint_is_none() -> None:
+    assert [parsed(fields).constraint for fields in NONE] == [None] * len(NONE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "both guided_json and guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "leave one out"),
+        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar", "both response_format and grammar"),
+        ({"guided_choice": []}, "guided_choice", "must be a list of at least 1"),
+        ({"guided_choice": [3]}, "guided_choice.0", "must be text, got 3"),
+        ({"guided_regex": 3}, "guided_regex", "must be text, got 3"),
+    ],
+)  # fmt: skip
+def test_constraints_that_are_none_are_refused(fields: Any, param: str, said: str) -> None:
+    with pytest.raises(ErrorResponse, match=said) as refused:
+        parsed(fields)
+    assert (refused.value.status, refused.value.detail["param"]) == (400, param)
+
+
+# What is asked, beside a prompt, and what the answer is then.
+ASKED: list[tuple[str, dict[str, Any], Callable[[str], Any]]] = [
+    # As outrider, outlines and others send them for vLLM.
+    (CHAT, {"guided_choice": ["yes", "no"]}, re.compile("yes|no").fullmatch),
+    (CHAT, {"guided_regex": "[a-f]{3}[0-9]"}, re.compile("[a-f]{3}[0-9]").fullmatch),
+    (CHAT, {"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "x"}, lambda text: "a" in json.loads(text)),
+    (COMPLETIONS, {"guided_grammar": GBNF}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["yes", "no"]}}, re.compile("yes|no").fullmatch),
+    # As for llama.cpp.
+    (CHAT, {"grammar": GBNF, "min_tokens": 100}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
+    (COMPLETIONS, {"json_schema": SCHEMA}, lambda text: "a" in json.loads(text)),
+    # In the other APIs.
+    (RESPONSES, {"guided_choice": ["yes", "no"]}, re.compile("yes|no").fullmatch),
+    (MESSAGES, {"grammar": GBNF}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
+]  # fmt: skip
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"guided_regex": "a(b"}, "guided_regex", "guided_regex cannot be followed: "),
+    (COMPLETIONS, {"grammar": 'root ::= "a'}, "grammar", "cannot be read: Unexpected end of input"),
+    (CHAT, {"guided_json": "{"}, "guided_json", "is not JSON"),
+    (CHAT, {"guided_json": "null"}, "guided_json", "must be an object, True or False"),
+    (CHAT, {"guided_json": "null", "tools": TOOLS}, "guided_json", "must be an object, True or False"),
+    (CHAT, {"guided_regex": "a", "tools": TOOLS}, "guided_regex", "cannot go together with tools"),
+]
+
+
+def test_answers_keep_to_what_they_must_be_in_every_api_and_what_cannot_be_kept_to_is_named() -> None:
+    async def main() -> None:
+        timelines = Timelines()
+        pair = calling_pair(thinks=False)
+        async with runtime.open(*pair, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
+            app = application(models, Service())
+            for path, fields, holds in ASKED:
+                said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
+                answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})
+                assert answer.status == 200, answer.body
+                assert holds(text_of(path, answer.json)), answer.body
+                assert "x-outrider-ignored" not in answer.headers or "guided_decoding_backend" in fields
+            for path, fields, param, message in WRONG:
+                said = {COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
+                refused = await ask(app, path, {**said, **fields})
+                assert (refused.status, refused.fault["param"]) == (400, param)
+                assert message in refused.fault["message"]
+
+    trio.run(main)
+
+
+def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
+    tokenizer = Tokenizer(BPE(vocab={"<eos>": 0, "a": 1, "b": 2}, merges=[]))
+    tokenizer.decoder = ByteLevel()
+    letters = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+    async def main() -> None:
+        schemas = Schemas(letters, ScriptedCheck(), in_thread, 10.0)
+        for kind, value, field in (("regex", "[ab]z", "guided_regex"), ("grammar", 'root ::= "a" "z"', "grammar")):
+            grammar = await schemas.grammar(Constraint(kind, value, field), "client")
+            grammar(mx.array([2]), mx.zeros((1, 3)))
+            with pytest.raises(ConstraintError, match="no token stands for") as raised:
+                grammar(mx.array([2, 1]), mx.zeros((1, 3)))
+            failed = ProcessorError("a logits processor raised")
+            failed.__cause__ = raised.value
+            assert error_response_of(failed).detail["param"] == field
+
+    trio.run(main)
+
+
+def text_of(path: str, body: Any) -> str:
+    match path:
+        case "/v1/responses":
+            text: str = body["output"][-1]["content"][0]["text"]
+        case "/v1/messages":
+            text = body["content"][-1]["text"]
+        case "/v1/completions":
+            text = body["choices"][0]["text"]
+        case _:
+            text = body["choices"][0]["message"]["content"]
+    return text

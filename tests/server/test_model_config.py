@@ -1,0 +1,176 @@
+"""The file of a server's models: what it may have, and errors that name file, table and key."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT, save_model
+
+from runtime.cli import main as cli
+from runtime.loading.model_spec import ModelSpec
+from runtime.server.models.config_file import num_bytes_of, read_models
+from runtime.server.models.served_model import ConfigFileError
+
+SHARED = {"max_streams": 4, "max_batch": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two models, "large" and "small"."""
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "large", context=512)
+    shutil.copytree(folder / "large", folder / "small")
+    return folder
+
+
+def read(folder: Path, content: str) -> Any:
+    path = folder / "models.toml"
+    path.write_text(content)
+    return read_models(str(path), SHARED, {"top_k": 5})
+
+
+def complaint(folder: Path, content: str) -> str:
+    with pytest.raises(ConfigFileError) as caught:
+        read(folder, content)
+    return str(caught.value).replace(str(folder), "…")
+
+
+def test_a_file_has_a_table_for_each_model(folder: Path) -> None:
+    one, other, remote = read(
+        folder,
+        """
+idle_seconds = 600
+
+[models.coder]
+target = "large"
+draft = "small"
+kv_bits = 8
+max_streams = 2
+settings = { temperature = 0.7, stop = ["\\n\\n"] }
+
+[models."org/writer"]
+target = "small"
+draft = "ngram"
+idle_seconds = 0.5
+
+[models.remote]
+target = "some-org/some-model"
+""",
+    )
+    assert (one.name, one.target, one.draft) == ("coder", str(folder / "large"), str(folder / "small"))
+    assert (one.draft_name, one.idle_s, one.is_pinned) == ("small", 600.0, False)
+    assert one.options == {"max_streams": 2, "max_batch": 8, "kv_bits": 8}
+    assert one.settings == {"top_k": 5, "temperature": 0.7, "stop": ["\n\n"]}
+    assert one.num_bytes == 2 * (folder / "large" / "model.safetensors").stat().st_size
+    assert (other.name, other.draft, other.idle_s, other.options) == ("org/writer", "ngram", 0.5, SHARED)
+    assert other.num_bytes == num_bytes_of(folder / "small") > 0
+    assert (remote.target, remote.draft, remote.num_bytes) == ("some-org/some-model", None, 0)
+    assert remote.settings == {"top_k": 5}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "'…/models.toml', models: must be tables such as [models.coder], at least one, got None"),
+        ("models = 3", "'…/models.toml', models: must be tables such as [models.coder], at least one, got 3"),
+        ("[models]\nx = 3", "'…/models.toml', models.x: must be a table, got 3"),
+        ("[models.x\n", "'…/models.toml' cannot be read: Expected ']' at the end of a table declaration"),
+        ("[model.x]\n", "'…/models.toml', model: there is no such key; did you mean 'models'?"),
+        (
+            'idle_seconds = -1\n[models.x]\ntarget = "large"',
+            "'…/models.toml', idle_seconds: must be a number of seconds",
+        ),
+        ("[models.x]\n", "'…/models.toml', [models.x], target: is missing; give a path or a hub id"),
+        ("[models.x]\ntarget = 3", "'…/models.toml', [models.x], target: must be a path or a hub id, or a table"),
+        ('[models."x y"]\ntarget = "./no"', "'…/models.toml', [models.'x y'], target: target './no' does not exist"),
+        ('[models.x]\ntarget = "large"\ndraft = "./no"', "[models.x], draft: draft './no' does not exist"),
+        (
+            '[models.x]\ntarget = "large"\ndraft = "n-gram"',
+            "[models.x], draft: draft 'n-gram' is no model; did you",
+        ),
+        ('[models.x]\ntarget = "large"\nkv_bits = 7', "[models.x], kv_bits: kv_bits must be 2, 3, 4, 5, 6, 8 or None"),
+        (
+            '[models.x]\ntarget = "large"\nmax_streams = 0',
+            "[models.x], max_streams: max_streams must be a whole",
+        ),
+        (
+            '[models.x]\ntarget = "large"\nkv_bits = 8\nmax_kv_size = 100',
+            "[models.x], max_kv_size: kv_bits and max_kv_size exclude each other",
+        ),
+        (
+            '[models.x]\ntarget = "large"\nkv_bit = 8',
+            "[models.x], kv_bit: there is no such key; did you mean 'kv_bits",
+        ),
+        (
+            '[models.x]\ntarget = "large"\ntrace = "t"',
+            "[models.x], trace: is not a model's; the server keeps",
+        ),
+        ('[models.x]\ntarget = "large"\nidle_seconds = nan', "[models.x], idle_seconds: must be a number of seconds"),
+        ('[models.x]\ntarget = "large"\nsettings = 3', "[models.x], settings: must be a table of settings, got 3"),
+        (
+            '[models.x]\ntarget = "large"\nsettings = { temperature = -1 }',
+            "[models.x], settings: temperature must be",
+        ),
+        (
+            '[models.x]\ntarget = "large"\nsettings = { warmth = 1 }',
+            "[models.x], settings: there is no setting 'warmth'",
+        ),
+        (
+            '[models.x]\ntarget = { path = "large", adapter = "y" }',
+            "[models.x], target, adapter: there is no such key; did you mean 'adapter_path'?",
+        ),
+        (
+            '[models.x]\ntarget = { path = "large", quantize = 7 }',
+            "[models.x], target: quantize takes 2, 3, 4",
+        ),
+        ('[models.x]\ntarget = { revision = "y" }', "[models.x], target: must be a path or a hub id, or a table"),
+        ('[models.""]\ntarget = "large"', "models: a name must have 1 to 200 printable characters, got ''"),
+    ],
+)
+def test_what_is_wrong_is_said_with_file_table_and_key(folder: Path, content: str, expected: str) -> None:
+    assert expected in complaint(folder, content)
+
+
+def test_a_table_says_how_a_model_is_loaded(folder: Path) -> None:
+    [model] = read(folder, '[models.x]\ntarget = { path = "large", quantize = 8, model_config = { rope_theta = 1e6 } }')
+    assert model.target == ModelSpec(str(folder / "large"), quantize=8, model_config={"rope_theta": 1e6})
+    assert model.num_bytes > 0
+
+
+def test_the_file_in_the_guide_is_one(folder: Path) -> None:
+    guide = (ROOT / "docs" / "server.md").read_text()
+    example = guide.partition("## Several models")[2].partition("```text\n")[2].partition("```")[0]
+    coder, writer = read(folder, example.replace("path/or/hub-id", "large"))
+    assert (coder.name, coder.idle_s, writer.idle_s) == ("coder", 900.0, 60.0)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError, match=r"models\.toml' cannot be read: No such file or directory; give a TOML"):
+        read_models(str(tmp_path / "models.toml"), SHARED, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--target", "x"], "--config names the models; leave out --target"),
+        (["--draft", "none", "--kv-bits", "8"], "leave out --draft"),
+        (["--quantize", "4"], "leave out adapters, quantisation and the like"),
+        (["--model-name", "x"], "leave out --model-name"),
+        (["--memory-limit", "much"], "--memory-limit must be a size such as 24GB or 512MB, got 'much'"),
+        (["--memory-limit", "0GB"], "--memory-limit must be a size"),
+        ([], "[models.x], kv_bits: kv_bits must be"),
+    ],
+)
+def test_the_command_line_says_so_too(folder: Path, arguments: list[str], expected: str, capfd: Any) -> None:
+    path = folder / "wrong.toml"
+    path.write_text('[models.x]\ntarget = "large"\nkv_bits = 7')
+    assert cli.main(["serve", "--port", "0", "--config", str(path), *arguments]) == 2
+    assert expected in capfd.readouterr().err
+
+
+def test_a_limit_of_memory_is_for_several_models(capfd: Any) -> None:
+    assert cli.main(["serve", "--port", "0", "--memory-limit", "24GB"]) == 2
+    assert "give them by --config" in capfd.readouterr().err

@@ -1,0 +1,266 @@
+"""Fields that other servers have, and what they do here: over scripted models in simulated time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from asgi import (
+    CHAT,
+    COMPLETIONS,
+    DEF,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    Letters,
+    Served,
+    direct,
+    saying,
+    simulated_server,
+    watched_streams,
+)
+from calling_models import calling_tokenizer
+from scripted import ScriptedModel, hashed
+from transformers import AddedToken
+
+from runtime.generation.token_reader import Token
+from runtime.server.errors import ErrorResponse
+from runtime.server.openai.min_tokens import min_tokens
+from runtime.server.openai.requests import ChatRequest, parse_request
+from runtime.server.openai.shown_tokens import ShownTokens
+from runtime.server.responses.requests import parse_response_request
+from runtime.server.responses.store import ResponseStore
+
+BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+
+
+@BOTH
+def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        whole = (await direct(server, body, max_tokens=30)).text
+        stop = whole[11:13]
+        asked = {**body, "max_tokens": 30, "include_stop_str_in_output": True}
+        token = {"stop": "", "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
+        for stream in (False, True):
+            answer = await server.ask(path, {**asked, "stop": stop, "stream": stream})
+            assert answer.text == whole[: whole.index(stop)] + stop
+            answer = await server.ask(path, {**asked, **token, "stream": stream})
+            assert answer.text == whole[: whole.index(whole[11]) + 1]
+
+    simulated_server(test)
+
+
+@BOTH
+def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        short = await server.ask(path, {**body, "max_tokens": 400})
+        num_tokens = short.json["usage"]["completion_tokens"]
+        assert num_tokens < 100
+        for manner in ({}, {"temperature": 1, "seed": 3}):
+            asked = {**body, **manner, "max_tokens": 400, "min_tokens": 100}
+            drafted, plain = [await server.ask(path, {**asked, "lookahead": lookahead}) for lookahead in (4, 0)]
+            assert drafted.text == plain.text
+            assert "\n" not in drafted.text
+            assert drafted.json["usage"]["completion_tokens"] >= 100
+            assert drafted.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"] == 0
+        assert plain.json["choices"][0]["finish_reason"] == "stop"
+
+    script = hashed("ends", 4.0)
+    simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 1.0, script)))
+
+
+def test_a_stop_token_does_not_end_an_answer_before_its_least_length() -> None:
+    async def test(server: Served) -> None:
+        token = Letters.ALPHABET.index((await direct(server, DEF, max_tokens=5)).text[0])
+        stop = {**DEF, "max_tokens": 30, "stop_token_ids": [token]}
+        assert (await server.ask(COMPLETIONS, stop)).json["usage"]["completion_tokens"] == 1
+        longer = await server.ask(COMPLETIONS, {**stop, "min_tokens": 8})
+        assert longer.json["usage"]["completion_tokens"] >= 8
+        assert Letters.ALPHABET[token] not in longer.text
+
+    simulated_server(test)
+
+
+def test_a_text_may_end_where_nothing_else_is_allowed() -> None:
+    processor = min_tokens(4, [1, 9])
+    logits = mx.array([[0.5, 2.0, 1.0]])
+    only_the_end = mx.array([[-mx.inf, 2.0, -mx.inf]])
+    assert processor(mx.array([0, 0, 0]), logits).tolist() == [[0.5, -mx.inf, 1.0]]
+    assert processor(mx.array([0, 0, 0]), only_the_end).tolist() == only_the_end.tolist()
+    assert processor(mx.array([0, 0, 0, 0]), logits).tolist() == logits.tolist()
+
+
+def test_an_answer_that_may_be_longer_than_the_context_ends_there() -> None:
+    async def test(server: Served) -> None:
+        for max_tokens in (-1, 36, 10**30):
+            answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
+            assert answer.json["usage"]["total_tokens"] == 40
+            answer = await server.ask(MESSAGES, {**HELLO, "max_tokens": max_tokens})
+            usage = answer.json["usage"]
+            assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 40
+
+    simulated_server(
+        test, ScriptedModel(lambda history: [float(i == history[-1]) for i in range(64)], context_length=40)
+    )
+
+
+VARIABLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+    ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"enable_thinking": True}),
+    ({"enable_thinking": False}, {"enable_thinking": False}),
+    ({"chat_template_kwargs": {"enable_thinking": True, "a": [1]}}, {"enable_thinking": True, "a": [1]}),
+    ({"chat_template_args": {"a": 1}, "reasoning_effort": "none"}, {"enable_thinking": False, "a": 1}),
+]
+
+
+def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
+    class Watched(Letters):
+        given: Any = None
+
+        def apply_chat_template(self, messages: Any, **more: Any) -> Any:
+            self.given = {name: more[name] for name in more if name not in ("add_generation_prompt", "tokenize")}
+            return super().apply_chat_template(messages, **more)
+
+    tokenizer = Watched()
+
+    async def test(server: Served) -> None:
+        for fields, expected in VARIABLES:
+            answer = await server.ask(CHAT, {**HELLO, **fields, "max_tokens": 1})
+            assert (answer.status, tokenizer.given) == (200, expected)
+            # They mean the same in the other APIs.
+            if "thinking" not in fields:
+                answer = await server.ask(RESPONSES, {"input": "hello", **fields, "max_output_tokens": 1})
+                assert (answer.status, tokenizer.given) == (200, expected)
+        refused = await server.ask(CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+        assert (refused.status, refused.fault["param"]) == (400, "chat_template_kwargs")
+        assert "cannot have chat_template" in refused.fault["message"]
+
+    simulated_server(test, tokenizer=tokenizer)
+
+
+def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_reasoning() -> None:
+    tokenizer = calling_tokenizer()
+    ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
+    tokens = [Token(id, tokenizer.decode([id]), i, from_draft=False) for i, id in enumerate(ids)]
+
+    def shown(*, has_tools: bool = False, **fields: Any) -> str:
+        request = ChatRequest.model_validate({**HELLO, **fields})
+        return "".join(token.text for token in ShownTokens(request, tokenizer, has_tools=has_tools)(tokens))
+
+    assert shown(skip_special_tokens=True) == "<think>a</think>b"
+    assert shown() == shown(skip_special_tokens=False) == "<think>a</think>b<|user|>"
+    assert shown(skip_special_tokens=True, has_tools=True) == "<think>a</think>b<|user|>"
+
+
+def test_special_tokens_that_are_left_out_have_no_place_in_the_text() -> None:
+    tokenizer: Any = Letters()
+    tokenizer.added_tokens_decoder = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
+
+    async def test(server: Served) -> None:
+        asked = {**DEF, "skip_special_tokens": True, "logprobs": 0}
+        (choice,) = (await server.ask(COMPLETIONS, asked)).json["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("abc", [0, 1, 1, 2, 2])
+        assert choice["logprobs"]["tokens"] == list("axbxc")
+
+    simulated_server(test, ScriptedModel(saying("axbxc", len(DEF["prompt"]))), tokenizer=tokenizer)
+
+
+OTHER_NAMES = [("max_tokens", "n_predict", 5), ("seed", "random_seed", 4), ("thinking", "enable_thinking", False)]
+
+
+@pytest.mark.parametrize(("name", "other", "value"), OTHER_NAMES)
+def test_null_is_as_if_a_field_was_not_sent_and_its_other_name_is_read(name: str, other: str, value: Any) -> None:
+    def parsed(**fields: Any) -> ChatRequest:
+        return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())
+
+    for fields in ({name: None, other: value}, {other: value, name: None}, {name: value, other: None}):
+        request = parsed(**fields)
+        assert (getattr(request, name), request.ignored.header) == (value, None)
+    with pytest.raises(ErrorResponse, match=f"{name} must be") as refused:
+        parsed(**{name: None, other: "x"})
+    assert refused.value.detail["param"] == name
+
+
+def test_another_name_is_read_in_the_other_apis_too() -> None:
+    body = {"input": "hello", "seed": None, "random_seed": 4}
+    parsed = parse_response_request(json.dumps(body).encode(), ResponseStore(1, 1))
+    assert (parsed.chat.seed, parsed.chat.ignored.header) == (4, None)
+
+
+def test_biases_may_be_a_list_of_pairs() -> None:
+    def parsed(biases: Any) -> ChatRequest:
+        return parse_request(ChatRequest, json.dumps({**HELLO, "logit_bias": biases}).encode())
+
+    assert parsed([[5, 1.0], ["qu", -2], [7, False]]).logit_bias == {"5": 1.0, "qu": -2.0, "7": -1e6}
+    assert parsed([]).logit_bias == {}
+    for wrong in ([[5]], [[-1, 1]], [[True, 1]], [5, 1], [[1, 2, 3]], [[5, 1]] * 10_001):
+        with pytest.raises(ErrorResponse, match="logit_bias must be an object") as refused:
+            parsed(wrong)
+        assert refused.value.detail["param"] == "logit_bias"
+    with pytest.raises(ErrorResponse, match="must be a number"):
+        parsed([[5, "1"]])
+
+
+def test_a_prediction_is_drafted_from() -> None:
+    async def test(server: Served) -> None:
+        plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
+        seen = watched_streams(server)
+        for content in (
+            plain.text,
+            [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}],
+        ):
+            predicted = {**HELLO, "max_tokens": 40, "prediction": {"type": "content", "content": content}}
+            answer = await server.ask(CHAT, predicted)
+            assert (answer.text, answer.headers.get("x-outrider-ignored")) == (plain.text, None)
+            assert seen[-1][0].prediction == tuple(Letters().encode(plain.text))
+        assert answer.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"]
+        for wrong in ({"type": "content"}, {"type": "other", "content": "a"}, "a"):
+            assert (await server.ask(CHAT, {**HELLO, "prediction": wrong})).fault["param"].startswith("prediction")
+
+    script = hashed("never the same", 4.0)
+    simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 20.0)))
+
+
+def test_a_seed_of_minus_one_is_a_fresh_one() -> None:
+    async def test(server: Served) -> None:
+        asked = {**DEF, "temperature": 1, "max_tokens": 30, "seed": -1}
+        one, other = [(await server.ask(COMPLETIONS, asked)).text for _ in range(2)]
+        assert one != other
+
+    simulated_server(test)
+
+
+@BOTH
+def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
+        counts = [event["usage"]["completion_tokens"] for event in answer.events]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (0, 20)
+        assert len(set(counts)) > 2
+
+    simulated_server(test)
+
+
+@BOTH
+def test_the_end_of_a_stream_has_a_chunk_with_content_only_where_there_is_some(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
+            answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})
+            *chunks, last = [event["choices"][0] for event in answer.events]
+            reason = "length" if more else "stop"
+            assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(chunks)
+            assert (last["finish_reason"], last["logprobs"]) == (reason, None)
+            assert last.get("delta", {"text": ""}) == {} or last["text"] == ""
+            assert chunks[-1].get("text") or chunks[-1]["delta"]
+        assert len(seen) == 3
+
+    script = hashed("ends", 4.0)
+    simulated_server(test, ScriptedModel(script))

@@ -1,0 +1,202 @@
+"""Tool calls at /v1/chat/completions, over scripted models in simulated time and without sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from asgi import CHAT, Served
+from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, serve_calls
+
+
+def message_of(events: Sequence[Any]) -> tuple[dict[str, Any], str | None]:
+    """The message that chunks add up to, and the finish reason."""
+    message: dict[str, Any] = {"content": "", "calls": []}
+    reason = None
+    for event in events:
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            assert reason is None
+            message["content"] += delta.get("content", "")
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(message["calls"]):
+                    assert call["type"] == "function"
+                    message["calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+                else:
+                    assert call.keys() == {"index", "function"}
+                    assert call["function"].keys() == {"arguments"}
+                message["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            reason = choice["finish_reason"]
+    return message, reason
+
+
+@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize(
+    ("says", "content", "calls"),
+    [
+        (OSLO, None, [("weather", {"city": "oslo"})]),
+        ("i look.\n\n".replace("\n", " ") + OSLO, "i look.", [("weather", {"city": "oslo"})]),
+        (OSLO + CLOCK + " ", None, [("weather", {"city": "oslo"}), ("clock", {})]),
+        ("no call", "no call", []),
+        ('<tool_call>{"name": oslo}</tool_call> so', '<tool_call>{"name": oslo}</tool_call> so', []),
+        ('<tool_call>{"name": "weather", "arguments": {"city": oslo', None, []),
+    ],
+)
+def test_calls_come_apart_from_content(says: str, content: str | None, calls: Any, lookahead: int) -> None:
+    content = says if content is None and not calls else content
+
+    async def test(server: Served) -> None:
+        asked = {**ASKED, "lookahead": lookahead}
+        whole = (await server.ask(CHAT, asked)).json["choices"][0]
+        message = whole["message"]
+        assert message["content"] == content
+        given = message.get("tool_calls", [])
+        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in given] == calls
+        assert [call["type"] for call in given] == ["function"] * len(calls)
+        assert len({call["id"] for call in given}) == len(calls)
+        assert whole["finish_reason"] == ("tool_calls" if calls else "stop")
+        streamed = await server.ask(CHAT, {**asked, "stream": True})
+        same, reason = message_of(streamed.events)
+        assert reason == whole["finish_reason"]
+        assert [(call["name"], call["arguments"]) for call in same["calls"] if calls] == [
+            (call["function"]["name"], call["function"]["arguments"]) for call in given
+        ]
+        if not same["calls"] or calls:
+            assert same["content"] == (content or "")
+        assert server.tokenizer.told == [TOOLS, TOOLS]
+
+    serve_calls(test, says)
+
+
+def test_arguments_are_streamed_while_they_are_written() -> None:
+    async def test(server: Served) -> None:
+        streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
+        deltas = [
+            call["function"]["arguments"]
+            for event in streamed.events
+            for choice in event["choices"]
+            for call in choice["delta"].get("tool_calls", ())
+        ]
+        assert "".join(deltas) == '{"city": "oslo"}'
+        assert len(deltas) > 4
+
+    serve_calls(test, OSLO)
+
+
+def test_a_call_that_is_cut_off_by_its_length_is_text() -> None:
+    async def test(server: Served) -> None:
+        choice = (await server.ask(CHAT, {**ASKED, "max_tokens": 30})).json["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO[:30], "length")
+        assert "tool_calls" not in choice["message"]
+
+    serve_calls(test, OSLO)
+
+
+@pytest.mark.parametrize("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"functions": []}])
+def test_without_tools_nothing_is_told_apart(body: dict[str, Any]) -> None:
+    async def test(server: Served) -> None:
+        choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
+        assert server.tokenizer.told == [None]
+
+    serve_calls(test, OSLO)
+
+
+def test_the_older_form_of_tools_is_answered_in_it() -> None:
+    asked: dict[str, Any] = {"messages": [USER], "functions": [each["function"] for each in TOOLS], "max_tokens": 300}
+
+    async def test(server: Served) -> None:
+        choice = (await server.ask(CHAT, asked)).json["choices"][0]
+        assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "oslo"}'}
+        assert "tool_calls" not in choice["message"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "function_call")
+        streamed = await server.ask(CHAT, {**asked, "stream": True})
+        choices = [choice for event in streamed.events for choice in event["choices"]]
+        parts = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
+        assert [part["name"] for part in parts if "name" in part] == ["weather"]
+        assert "".join(part["arguments"] for part in parts) == '{"city": "oslo"}'
+        assert choices[-1]["finish_reason"] == "function_call"
+        assert server.tokenizer.told == [TOOLS, TOOLS]
+
+    serve_calls(test, OSLO)
+
+
+def test_calls_and_results_of_the_past_reach_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "oslo"}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "assistant", "content": "", "function_call": {"name": "clock", "arguments": "{}"}},
+        {"role": "function", "name": "clock", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    seen = [
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "oslo"}}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "clock", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "noon", "tool_call_id": "call_0", "name": "clock"},
+    ]
+
+    async def test(server: Served) -> None:
+        answer = await server.ask(CHAT, {**ASKED, "messages": messages})
+        assert answer.text == "wet"
+        assert server.tokenizer.seen == [seen]
+
+    serve_calls(test, "wet", seen)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"tools": [{"type": "web"}]}, "tools[0] is of type 'web', and only functions can be called"),
+        ({"tools": [{"function": {}}]}, "tools[0] must have a name of 1 to 128 letters"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "got 'a b'"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name 'weather'"),
+        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "parameters must be a JSON schema"),
+        ({"tool_choice": "some"}, 'tool_choice must be "none", "auto", "required" or the name of a tool'),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "got 'x'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice 'required' needs tools"),
+    ],
+)
+def test_tools_that_cannot_be_are_refused_with_what_would_be_right(body: dict[str, Any], says: str) -> None:
+    async def test(server: Served) -> None:
+        refused = await server.ask(CHAT, {**ASKED, **body})
+        assert refused.status == 400
+        assert says in refused.json["error"]["message"]
+        assert refused.json["error"]["param"] in ("tools", "tool_choice")
+
+    serve_calls(test, "")
+
+
+def test_a_model_without_calls_is_told_of_tools_and_cannot_be_made_to_call_them() -> None:
+    async def test(server: Served) -> None:
+        server.tokenizer.has_tool_calling = False
+        choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
+        assert server.tokenizer.told == [TOOLS]
+        refused = await server.ask(CHAT, {**ASKED, "tool_choice": "required"})
+        assert refused.status == 400
+        assert "mlx-lm knows no format of calls for this model" in refused.json["error"]["message"]
+
+    serve_calls(test, OSLO)
+
+
+def test_the_reasoning_before_a_call_is_reasoning() -> None:
+    async def test(server: Served) -> None:
+        message = (await server.ask(CHAT, ASKED)).json["choices"][0]["message"]
+        assert message["reasoning_content"] == "hm"
+        assert (message["content"], len(message["tool_calls"])) == (None, 1)
+
+    serve_calls(test, f"<t>hm</t> {OSLO}", thinks=True)

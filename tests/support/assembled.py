@@ -1,0 +1,111 @@
+"""Answers that events add up to, as the clients of each API assemble them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from runtime.server.anthropic.responses import MessagesEvent
+from runtime.server.responses.bodies import ResponsesEvent
+
+
+def assembled_message(events: list[Any]) -> Any:
+    """The message that events add up to, as Anthropic's clients assemble it; asserts the order of the events."""
+    for event in events:
+        TypeAdapter(MessagesEvent).validate_python(event, strict=True)
+    events = [event for event in events if event["type"] != "ping"]
+    start, *body, delta, stop = events
+    assert (start["type"], delta["type"], stop["type"]) == ("message_start", "message_delta", "message_stop")
+    message = start["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    is_open, inputs = False, {}
+    for event in body:
+        if event["type"] == "content_block_start":
+            assert not is_open
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            is_open = True
+            continue
+        assert is_open
+        assert event["index"] == len(message["content"]) - 1
+        if event["type"] == "content_block_stop":
+            is_open = False
+            continue
+        block = message["content"][-1]
+        if block["type"] == "tool_use":
+            # The input is complete where its text is JSON, as clients see it.
+            inputs[event["index"]] = inputs.get(event["index"], "") + event["delta"]["partial_json"]
+            continue
+        field = event["delta"]["type"].removesuffix("_delta")
+        assert event["delta"][field] or field == "signature"
+        block[field] += event["delta"][field]
+    assert not is_open
+    for index, text in inputs.items():
+        message["content"][index]["input"] = partial(text)
+    return {**message, **delta["delta"], "usage": delta["usage"]}
+
+
+def partial(text: str) -> Any:
+    """A JSON object, or the text of one that was broken off."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def text_of_message(message: Any) -> str:
+    return "".join(block["text"] for block in message["content"] if block["type"] == "text")
+
+
+def assembled_response(events: list[Any]) -> Any:
+    """The output that events add up to; asserts their order and numbers, and that each says what came before."""
+    for event in events:
+        TypeAdapter(ResponsesEvent).validate_python(event, strict=True)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    created, in_progress, *body, last = events
+    assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
+    assert created["response"] == in_progress["response"]
+    assert (created["response"]["status"], created["response"]["output"]) == ("in_progress", [])
+    output: list[Any] = []
+    for event in body:
+        kind = event["type"].removeprefix("response.")
+        assert event["output_index"] == len(output) - (kind != "output_item.added")
+        if kind == "output_item.added":
+            output.append(event["item"])
+            continue
+        item = output[-1]
+        if kind == "output_item.done":
+            assert item["status"] == "in_progress" != event["item"]["status"]
+            item["status"] = event["item"]["status"]
+            assert item == event["item"]
+            continue
+        assert event["item_id"] == item["id"]
+        if kind == "function_call_arguments.delta":
+            item["arguments"] += event["delta"]
+            continue
+        if kind == "function_call_arguments.done":
+            assert item["arguments"] == event["arguments"]
+            continue
+        assert event["content_index"] == 0
+        if kind == "content_part.added":
+            item["content"].append(event["part"])
+        elif kind.endswith(".delta"):
+            assert event["delta"]
+            item["content"][0]["text"] += event["delta"]
+            if "logprobs" in event:
+                item["content"][0]["logprobs"] += event["logprobs"]
+        elif kind == "content_part.done":
+            assert item["content"] == [event["part"]]
+        else:
+            assert item["content"][0]["text"] == event["text"]
+            assert item["content"][0].get("logprobs") == event.get("logprobs")
+    assert last["type"] == f"response.{last['response']['status']}"
+    # A call that turned out malformed has no end, and is left out.
+    assert last["response"]["output"] == [item for item in output if item["status"] != "in_progress"]
+    return last["response"]
+
+
+def text_of_response(response: Any) -> str:
+    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])

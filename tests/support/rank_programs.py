@@ -1,0 +1,225 @@
+"""What the ranks of `ranks` run: each function is called on every rank, and gives results to the test."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import architectures
+import mlx.core as mx
+import mlx.nn as nn
+import models
+import trio
+
+import actors.distributed.joining
+import actors.target.target_actor
+import runtime
+import runtime.ranks.leading
+from actors.mlx.sequence import MLXSequence
+from protocol.text_ledger import TextLedger
+
+Give = Callable[[Any], None]
+
+PROMPTS = [(1, 2, 3, 4, 5), (7, 8, 9), (11, 12, 13, 14), (3, 1, 4, 1, 5, 9, 2, 6)]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 0.9, "seed": 5, "acceptance": "rejection", "lookahead": 3},
+    {"repetition_penalty": 1.3},
+]
+NUM_TOKENS = 10
+
+
+def family(name: str, size: int = 2, *, seed: int = 0, **changes: Any) -> nn.Module:
+    """A tiny model whose heads and widths can be divided among `size` ranks. It is the same on every rank."""
+    heads = {"num_attention_heads": 2 * size, "num_key_value_heads": size, "intermediate_size": 32 * size}
+    if name == "qwen3_next":  # has no way of being sharded, and is run as a pipeline
+        return architectures.build(name, num_hidden_layers=8)
+    if name == "qwen3_5":  # whose head is sharded, too
+        return architectures.build(name)
+    if name in ("deepseek_v3", "gpt_oss"):
+        return architectures.build(name, **heads, moe_intermediate_size=16 * size)
+    return getattr(models, name)(seed, **heads, **changes)
+
+
+async def texts(target: nn.Module, draft: nn.Module | None, group: Any) -> dict[str, list[int]]:
+    """Texts of several streams at once, of one alone, and of one that reuses a prefix, by name."""
+    found: dict[str, list[int]] = {}
+    source = None if draft is None else (draft, None)
+    async with runtime.open((target, None), source, group=group) as rt:
+
+        async def generate(name: str, prompt: tuple[int, ...], **settings: Any) -> list[int]:
+            completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **settings)
+            found[name] = [token.id for token in completion.tokens]
+            return found[name]
+
+        async with trio.open_nursery() as nursery:
+            for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+                nursery.start_soon(partial(generate, f"together {i}", prompt, **settings))
+        await generate("alone", PROMPTS[0])
+        answer = await generate("first turn", PROMPTS[1], reuse_prefix=True)
+        turn = (*PROMPTS[1], *answer, 5, 6)
+        async with rt.stream(turn, max_tokens=NUM_TOKENS, ignore_eos=True, reuse_prefix=True) as stream:
+            found["second turn"] = [token.id async for token in stream]
+            found["cached"] = [stream.statistics().cached_tokens]
+    return found
+
+
+async def cancelled_texts(target: nn.Module, draft: nn.Module | None, group: Any) -> dict[str, list[int]]:
+    """Texts of streams that go on while others are cancelled at random moments."""
+    found: dict[str, list[int]] = {}
+    source = None if draft is None else (draft, None)
+    randomness = random.Random(5)
+    async with runtime.open((target, None), source, group=group, max_streams=6) as rt:
+
+        async def generate(i: int) -> None:
+            completion = await rt.generate(PROMPTS[i], max_tokens=40, ignore_eos=True, **SETTINGS[i])
+            found[f"beside cancelled {i}"] = [token.id for token in completion.tokens]
+
+        async def cancelled(num_checkpoints: int, num_tokens: int, reuse_prefix: bool) -> None:
+            prompt = tuple(range(num_checkpoints % 40 + 2))
+            async with rt.stream(prompt, max_tokens=50, ignore_eos=True, reuse_prefix=reuse_prefix) as stream:
+                for _ in range(num_checkpoints):
+                    await trio.lowlevel.checkpoint()
+                for _ in range(num_tokens):
+                    await anext(stream)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate, 0)
+            nursery.start_soon(generate, 1)
+            for i in range(10):
+                nursery.start_soon(cancelled, randomness.randrange(60), randomness.randrange(6), i % 2 == 0)
+    return found
+
+
+async def plain_texts(target: nn.Module, _: nn.Module, group: Any) -> dict[str, list[int]]:
+    """As `texts`, without a drafter."""
+    return await texts(target, None, group)
+
+
+RUNS = {"drafted": texts, "plain": plain_texts, "beside cancelled": cancelled_texts}
+
+
+def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
+    """Rank 0 gives, for each family and each of its runs, the texts of one process and those of the ranks."""
+    # A drafter that comes late is left behind, and that changes what the rejection rule draws.
+    actors.target.target_actor.proposal_wait_s = lambda *_: 1e9
+    actors.target.target_actor.prompt_wait_s = lambda *_: 1e9
+    group = runtime.join_ranks()
+    for name, runs in cases.items():
+        target = family(name, group.size)
+        mx.eval(target)
+        if group.rank > 0:
+            for _ in runs:
+                runtime.follow((target, None), group)
+            continue
+        draft = models.near(family(name, group.size), noise=0.05)
+        for run in runs:
+            alone = trio.run(RUNS[run], family(name, group.size), draft, None)
+            give((name, run, alone, trio.run(RUNS[run], target, draft, group)))
+
+
+def generate_for_ever(give: Give, moment: str) -> None:
+    """Rank 0 generates until a rank fails, and gives its streams' errors. The others give their own."""
+    group = runtime.join_ranks()
+    target = family("llama", group.size, max_position_embeddings=1_000_000)
+    if group.rank > 0:
+        give("joined")
+        try:
+            runtime.follow((target, None), group)
+        except runtime.RankError as error:
+            give(str(error))
+        else:
+            give("closed")
+        return
+
+    async def main() -> None:
+        async with runtime.open((target, None), "ngram", group=group) as rt:
+
+            async def generate(prompt: tuple[int, ...]) -> None:
+                try:
+                    async with rt.stream(prompt, max_tokens=None, ignore_eos=True, prefill_step_size=8) as stream:
+                        async for token in stream:
+                            if moment == "pass" and (prompt[0], token.index) == (1, 0):
+                                give("is there")
+                except runtime.RuntimeBrokenError as error:
+                    give(str(error))
+
+            if moment == "idle":
+                give("is there")
+                broken, token = trio.Event(), trio.lowlevel.current_trio_token()
+                with group.on_error(lambda _: token.run_sync_soon(broken.set)):
+                    await broken.wait()
+            async with trio.open_nursery() as nursery:
+                for start in (1, 2):
+                    nursery.start_soon(generate, (start,) * (900_000 if moment == "prefill" else 3))
+                if moment == "prefill":
+                    give("is there")
+
+    try:
+        trio.run(main)
+    except* runtime.RankError as errors:
+        give(str(errors.exceptions[0]))
+    except* KeyboardInterrupt:
+        give("interrupted")
+
+
+def open_and_end(give: Give, how: str) -> None:
+    """Each rank gives the error that it ends with. Something is wrong with rank 1, or with the model."""
+    group = runtime.join_ranks()
+    seed = group.rank if how == "other model" else 0
+    target = family("llama", seed=seed)
+    if how == "no shards":
+        target = models.gemma2()
+    elif how == "different stages":
+        target = architectures.build("qwen3_next", num_hidden_layers=2)
+    if group.rank > 0:
+        if how == "ends":
+            return
+        if how == "out of step":
+            TextLedger.feed_later = lambda *_: None
+        if how in ("fails", "waits"):
+            MLXSequence.feed = _fail if how == "fails" else _wait
+    runtime.ranks.leading.PASS_TIMEOUT_S = 0.2 if how == "waits" else 60.0
+
+    async def main() -> None:
+        async with runtime.open((target, None), group=group) as rt:
+            await rt.generate(PROMPTS[0])
+
+    try:
+        if group.rank == 0:
+            trio.run(main)
+        else:
+            runtime.follow((target, None), group)
+    except (runtime.RankError, runtime.ModelError, runtime.RuntimeBrokenError) as error:
+        give(str(error))
+
+
+def _wait(*_: Any) -> None:
+    threading.Event().wait()
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("no such kernel")
+
+
+def join_with_another_version(give: Give) -> None:
+    """Rank 1 says that it has another version of mlx."""
+    versions = actors.distributed.joining._versions()
+    if os.environ["MLX_RANK"] == "1":
+        actors.distributed.joining._versions = lambda: versions | {"mlx": "0.1"}
+    join_for(give, 60.0)
+
+
+def join_for(give: Give, timeout_s: float) -> None:
+    """Each rank gives the error of joining, or says that it has joined."""
+    try:
+        runtime.join_ranks(timeout_s)
+    except runtime.RankError as error:
+        give(str(error))
+    else:
+        give("joined")

@@ -1,0 +1,195 @@
+"""A load test of a server of three models of which only two fit in memory: clients switch among them, and leave.
+
+Run it with `python tests/support/switching.py --minutes 10`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+from load import Server, serving
+from models import llama, qwen3, save
+from raw_http import ask, connect, request
+
+import runtime
+
+NAMES = ("llama", "qwen3", "drafted")
+PROMPTS = ("w3 w1 w4", "w1 w5 w9 w2", "w6 w5 w3 w5 w8")
+NUM_TOKENS = 12
+SIZES = {"hidden_size": 256, "intermediate_size": 512}
+
+# What the caches of each model may keep of texts that are over.
+PREFIX_CACHE_BYTES = 2**20
+
+_LOAD_LINE = re.compile(r"outrider: (loading model \w+|model \w+ is unloaded)")
+
+
+@attrs.frozen
+class Models:
+    """Three models on disk, and what each says.
+
+    Attributes:
+        config: the file for `--config`.
+        memory_limit: bytes for two of them.
+        texts: by name and prompt.
+    """
+
+    config: Path
+    memory_limit: int
+    texts: Mapping[tuple[str, str], str]
+
+
+def save_models(folder: Path) -> Models:
+    """Save the models below a folder."""
+    paths = {
+        "llama": save(folder / "llama", llama(1, **SIZES)),
+        "qwen3": save(folder / "qwen3", qwen3(2, **SIZES)),
+        "drafted": save(folder / "drafted", llama(3, **SIZES)),
+    }
+    draft = save(folder / "small", llama(4))
+    tables = [
+        f'[models.{name}]\ntarget = "{Path(path).name}"\nprefix_cache_bytes = {PREFIX_CACHE_BYTES}\n'
+        + ('draft = "small"\n' if name == "drafted" else "")
+        for name, path in paths.items()
+    ]
+    config = folder / "models.toml"
+    config.write_text("\n".join(tables))
+    sizes = [(Path(path) / "model.safetensors").stat().st_size for path in (*paths.values(), draft)]
+    texts = {
+        (name, prompt): runtime.generate_sync(prompt, target=path, max_tokens=NUM_TOKENS, ignore_eos=True).text
+        for name, path in paths.items()
+        for prompt in PROMPTS
+    }
+    return Models(config, int(2.7 * max(sizes)), texts)
+
+
+@attrs.define
+class Observations:
+    """What the clients have seen.
+
+    Attributes:
+        done: how often each plan was completed.
+        problems: what went wrong.
+        resident_bytes: of the server, after each request.
+        memory_bytes: of MLX in the server, likewise.
+    """
+
+    done: Counter[str] = attrs.Factory(Counter)
+    problems: list[str] = attrs.Factory(list)
+    resident_bytes: list[int] = attrs.Factory(list)
+    memory_bytes: list[float] = attrs.Factory(list)
+
+
+@asynccontextmanager
+async def served(models: Models) -> AsyncIterator[Server]:
+    """A server of the models."""
+    async with serving("--config", str(models.config), "--memory-limit", str(models.memory_limit)) as server:
+        yield server
+
+
+async def switch(
+    server: Server, models: Models, *, num_clients: int, goes_on: Callable[[int], bool], seed: int
+) -> Observations:
+    """Have clients ask for the models in turns.
+
+    Args:
+        server: the server.
+        models: its models.
+        num_clients: at once.
+        goes_on: whether a request is sent, by its number.
+        seed: of all random choices.
+    """
+    observed, number = Observations(), 0
+
+    async def come_and_go(client: int) -> None:
+        nonlocal number
+        dice = random.Random(f"{seed} {client}")
+        while goes_on(number):
+            number += 1
+            await _visit(server, models, observed, dice)
+            observed.resident_bytes.append(server.resident_bytes)
+            observed.memory_bytes.append(await memory_bytes(server))
+
+    async with trio.open_nursery() as nursery:
+        for client in range(num_clients):
+            nursery.start_soon(come_and_go, client)
+    return observed
+
+
+async def _visit(server: Server, models: Models, observed: Observations, dice: random.Random) -> None:
+    name, prompt = dice.choice(NAMES), dice.choice(PROMPTS)
+    [plan] = dice.choices(["whole", "stream", "leave", "unknown"], [4, 4, 6, 1])
+    body: dict[str, Any] = {"model": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    if plan == "unknown":
+        answer = await ask(server.port, request("POST", "/v1/completions", {**body, "model": "none"}))
+        if answer.status != 404:
+            observed.problems.append(f"an unknown model got {answer}")
+    elif plan == "leave":
+        with await connect(server.port) as client:
+            await client.send(request("POST", "/v1/completions", {**body, "max_tokens": 400, "stream": True}))
+            # While the model waits for room, while it loads, or in the middle of the text.
+            await trio.sleep(dice.choice([0, 0.05, 0.3, 1]) * dice.random())
+            dice.choice([client.leave, client.reset])()
+    else:
+        answer = await ask(server.port, request("POST", "/v1/completions", {**body, "stream": plan == "stream"}))
+        if answer.status != 200 or answer.text != models.texts[name, prompt]:
+            observed.problems.append(f"{name} got {answer}, not {models.texts[name, prompt]!r}")
+    observed.done[plan] += 1
+
+
+async def memory_bytes(server: Server) -> float:
+    """Bytes of MLX's arrays in the server."""
+    metrics = (await ask(server.port, request("GET", "/metrics"))).body.decode()
+    found = re.search(r"^outrider_memory_bytes (\S+)$", metrics, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def num_loads(server: Server) -> int:
+    """How often the server has loaded a model."""
+    return sum("loading model" in line for line in server.said)
+
+
+def complaints(server: Server) -> list[str]:
+    """What the server has said beside its log of requests and loads."""
+    return [line for line in server.complaints if not _LOAD_LINE.fullmatch(line)]
+
+
+async def main(models: Models, minutes: float, num_clients: int, seed: int) -> bool:
+    """Run the load test and print a report. Returns whether all went well."""
+    async with served(models) as server:
+        ends = time.monotonic() + 60 * minutes
+        observed = await switch(
+            server, models, num_clients=num_clients, goes_on=lambda _: time.monotonic() < ends, seed=seed
+        )
+        print(f"requests: {dict(observed.done)}; loads: {num_loads(server)}")
+        print(f"problems: {observed.problems or 'none'}; complaints: {complaints(server) or 'none'}")
+        print(f"limit: {models.memory_limit >> 10} KiB; MLX at most {max(observed.memory_bytes) / 1024:.0f} KiB")
+        every = max(1, len(observed.resident_bytes) // 20)
+        print("resident MiB over time:", [size >> 20 for size in observed.resident_bytes[::every]])
+        print(f"threads {server.num_threads}, open files {server.num_files}")
+        return not (observed.problems or complaints(server))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as below:
+        saved = save_models(Path(below))
+        is_well = trio.run(main, saved, given.minutes, given.clients, given.seed)
+    sys.exit(0 if is_well else 1)

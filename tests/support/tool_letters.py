@@ -1,0 +1,49 @@
+"""A scripted server whose model calls tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asgi import Letters, simulated_server
+from mlx_lm.tool_parsers import json_tools
+from scripted import ScriptedModel, spike
+from tool_call_cases import tool
+
+USER = {"role": "user", "content": "weather"}
+TOOLS = [tool("weather", city="string"), tool("clock")]
+ASKED: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "max_tokens": 300}
+OSLO = '<tool_call>{"name": "weather", "arguments": {"city": "oslo"}}</tool_call>'
+CLOCK = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+
+class ToolLetters(Letters):
+    """One character for each of 64 ids, with those of JSON; calls are as those of Qwen."""
+
+    ALPHABET = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJ0123 \n.,:</>{}[]"_\\-()=!?#+*'
+    has_tool_calling = True
+    tool_parser = staticmethod(json_tools.parse_tool_call)
+    tool_call_start, tool_call_end = json_tools.tool_call_start, json_tools.tool_call_end
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.told: list[Any] = []  # tools that the template was given
+
+    def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> Any:
+        self.told.append(options.get("tools"))
+        return super().apply_chat_template(messages, **options)
+
+
+def serve_calls(test: Any, says: str, messages: Sequence[Any] = (USER,), **options: Any) -> None:
+    """Run a test with a server whose model says a text to these messages."""
+    tokenizer = ToolLetters(**options)
+    said = tokenizer.encode(says + "\n")
+    start = len(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
+    tokenizer.seen.clear()
+    tokenizer.told.clear()
+
+    def script(history: Sequence[int]) -> Sequence[float]:
+        at = len(history) - start
+        return spike(said[at] if 0 <= at < len(said) else 0)
+
+    simulated_server(test, ScriptedModel(script), ScriptedModel(script), tokenizer=tokenizer)

@@ -1,0 +1,130 @@
+"""Trained drafters of every kind with random weights, and tiny targets for them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from architectures import VOCAB_SIZE, build
+from mlx.utils import tree_flatten
+from models import draw_weights
+
+from actors.trained import eagle3
+from actors.trained.kinds import dflash
+from actors.trained.kinds.medusa import Medusa, MedusaConfig
+
+KINDS = ("eagle3", "medusa", "mtp", "dflash")
+BLOCK_SIZE = 5
+_MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
+
+
+def make(kind: str, folder: Path, *, is_hybrid: bool = False, vocab_size: int = VOCAB_SIZE) -> Any:
+    """Write a drafter. Returns: its target, which is recurrent in part if `is_hybrid`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "mtp":
+        case = _MTP_CASES / ("qwen3_next" if is_hybrid else "mimo")
+        target = draw_weights(mtp_target(case, vocab_size=vocab_size), 3)
+        write_mtp(folder, case, vocab_size=vocab_size)
+        return target
+    target = build("lfm2" if is_hybrid else "llama", vocab_size=vocab_size)
+    {"eagle3": write_eagle3, "medusa": write_medusa, "dflash": write_dflash}[kind](
+        folder, target, vocab_size=vocab_size
+    )
+    return target
+
+
+def write_eagle3(
+    folder: Path, target: Any, *, own_embedding: bool = True, vocab_size: int = VOCAB_SIZE, **changes: Any
+) -> Path:
+    """Write an EAGLE-3 drafter for a target."""
+    hidden_size = target.args.hidden_size if hasattr(target.args, "hidden_size") else 32
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": vocab_size,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 1,
+            "vocab_size": vocab_size,
+            "rms_norm_eps": 1e-5,
+        },
+    } | changes
+    mx.random.seed(4)
+    weights = dict(tree_flatten(eagle3.Eagle3(eagle3.read_config(config)).parameters()))
+    if own_embedding:
+        weights["embed_tokens.weight"] = mx.random.normal((vocab_size, hidden_size))
+    return _written(folder, config, "model", weights)
+
+
+def write_medusa(
+    folder: Path, target: Any, *, num_heads: int = 3, hidden_size: int = 32, vocab_size: int = VOCAB_SIZE
+) -> Path:
+    """Write Medusa's heads for a target."""
+    mx.random.seed(6)
+    weights = {
+        name.removeprefix("heads.").replace("blocks.", "").replace("output.", "1."): value
+        for name, value in tree_flatten(Medusa(MedusaConfig(num_heads, 1, hidden_size, vocab_size)).parameters())
+    }
+    return _written(folder, {"medusa_num_heads": num_heads, "medusa_num_layers": 1}, "medusa_lm_head", weights)
+
+
+def write_dflash(
+    folder: Path, target: Any, *, hidden_size: int = 32, vocab_size: int = VOCAB_SIZE, **changes: Any
+) -> Path:
+    """Write a DFlash drafter for a target."""
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
+        "mask_token_id": vocab_size - 1,
+        "block_size": BLOCK_SIZE,
+        "draft_vocab_size": vocab_size,
+        "transformer_layer_config": {
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 48,
+            "rms_norm_eps": 1e-5,
+        },
+    } | changes
+    mx.random.seed(7)
+    weights = dict(tree_flatten(dflash.DFlash(dflash.read_config(config)).parameters()))
+    return _written(folder, config, "model", weights)
+
+
+def mtp_target(case: Path, **changes: Any) -> Any:
+    """A target of the family of a case, with random weights that are not evaluated."""
+    config = json.loads((case / "config.json").read_text()) | changes
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    return module.Model(module.ModelArgs.from_dict(config))
+
+
+def write_mtp(folder: Path, case: Path, weights: dict[str, mx.array] | None = None, **changes: Any) -> Path:
+    """A folder with the MTP layer of a case alone, as a drafter."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((case / "config.json").read_text()) | {"model_type": f"{case.name}_mtp"} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights is None:
+        shutil.copy(case / "model.safetensors", folder)
+    else:
+        mx.save_safetensors(str(folder / "mtp.safetensors"), weights)
+    return folder
+
+
+def _written(folder: Path, config: dict[str, Any], name: str, weights: dict[str, mx.array]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / f"{name}.safetensors"), weights)
+    return folder

@@ -1,0 +1,189 @@
+"""A runtime whose draft model has another vocabulary: the texts are the target's, and drafts are accepted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import pytest
+from mlx.nn.layers.base import Module
+from models import greedy
+from other_vocabularies import byte_level, sentencepiece
+
+import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.translated.translated_model import TranslatedModel
+from runtime.loading.demo import DEMO_PROMPTS, STREAM_PROMPTS
+from runtime.loading.vocabularies import vocabulary_map
+
+VOCABULARIES = {"byte-level": lambda: byte_level(2500), "SentencePiece": sentencepiece}
+NUM_TOKENS = 24
+
+Pair = tuple[tuple[Module, Any], tuple[Module, Any]]
+
+
+@pytest.fixture(scope="module")
+def pairs(demo_pair: Pair) -> dict[str, Pair]:
+    """The demo draft model, which is quick, drafting for itself in other vocabularies."""
+    _, (model, tokenizer) = demo_pair
+    return {
+        name: ((model, tokenizer), (make().given_to(model), make().tokenizer)) for name, make in VOCABULARIES.items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target waits for each draft, however long it takes."""
+    monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 1e9)
+
+
+def encoded(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer.encode(prompt) for prompt in DEMO_PROMPTS]
+
+
+@pytest.mark.parametrize("lookahead", [2, "auto"])
+@pytest.mark.parametrize("name", VOCABULARIES)
+async def test_greedy_texts_are_the_targets_and_drafts_are_accepted(
+    pairs: dict[str, Pair], name: str, lookahead: Any
+) -> None:
+    (target, tokenizer), draft = pairs[name]
+    async with runtime.open((target, tokenizer), draft) as rt:
+        accepted = proposed = 0
+        for prompt in encoded(tokenizer)[:2]:
+            completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
+            assert [token.id for token in completion.tokens] == greedy(target, prompt, NUM_TOKENS, clear_lead=0.0)
+            assert completion.statistics.draft_failures == 0
+            accepted, proposed = accepted + completion.statistics.accepted, proposed + completion.statistics.proposed
+    if lookahead == 2:
+        assert accepted > 0.5 * proposed > 0
+
+
+def test_the_same_tokens_by_other_ids_have_the_same_logits(demo_pair: Pair) -> None:
+    _, (model, tokenizer) = demo_pair
+    every = byte_level()
+    found = vocabulary_map(tokenizer, 4096, every.tokenizer, 4096)
+    assert found is not None
+    own, other = MLXModel(model, CacheOptions()), MLXModel(every.given_to(model), CacheOptions())
+    prompt = tuple(encoded(tokenizer)[0])
+    expected, rows = (
+        each.open_sequence(beside_another=False).feed(prompt, 8) for each in (own, TranslatedModel(other, found))
+    )
+    assert expected is not None
+    assert rows is not None
+    assert mx.allclose(rows, expected, atol=1e-3).item()
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+async def test_seeded_texts_are_the_targets(pairs: dict[str, Pair], name: str) -> None:
+    target, draft = pairs[name]
+    settings: dict[str, Any] = {"temperature": 0.7, "seed": 3, "acceptance": "match", "ignore_eos": True}
+    async with runtime.open(target, draft) as rt:
+        plain, drafted = [
+            await rt.generate(DEMO_PROMPTS[1], max_tokens=NUM_TOKENS, lookahead=lookahead, **settings)
+            for lookahead in (0, 2)
+        ]
+    assert drafted.text == plain.text
+    assert drafted.statistics.accepted > 0
+
+
+async def test_drafts_are_accepted_under_the_rejection_rule(pairs: dict[str, Pair]) -> None:
+    target, draft = pairs["byte-level"]
+    async with runtime.open(target, draft) as rt:
+        completion = await rt.generate(
+            DEMO_PROMPTS[1],
+            max_tokens=NUM_TOKENS,
+            lookahead=2,
+            temperature=0.7,
+            seed=3,
+            acceptance="rejection",
+            ignore_eos=True,
+        )
+    assert completion.statistics.draft_failures == 0
+    assert completion.statistics.accepted > 0
+
+
+async def test_streams_at_once_have_the_texts_that_they_have_alone(pairs: dict[str, Pair]) -> None:
+    (target, tokenizer), draft = pairs["SentencePiece"]
+    prompts = encoded(tokenizer)
+    async with runtime.open((target, tokenizer), draft) as rt:
+        completions = await rt.generate_many(prompts, max_tokens=16, lookahead=2, ignore_eos=True)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert [token.id for token in completion.tokens] == greedy(target, prompt, 16, clear_lead=0.0)
+        assert completion.statistics.draft_failures == 0
+
+
+async def test_a_cancelled_text_leaves_nothing_and_its_beginning_is_used_again(pairs: dict[str, Pair]) -> None:
+    (target, tokenizer), draft = pairs["byte-level"]
+    prompt = encoded(tokenizer)[0]
+    async with runtime.open((target, tokenizer), draft) as rt:
+        async with rt.stream(prompt, max_tokens=200, lookahead=3, ignore_eos=True, reuse_prefix=True) as stream:
+            async for token in stream:
+                if token.index == 10:
+                    break
+        longer = [*prompt, *greedy(target, prompt, 6, clear_lead=0.0)]
+        again = await rt.generate(longer, max_tokens=16, lookahead=3, ignore_eos=True, reuse_prefix=True)
+        assert [token.id for token in again.tokens] == greedy(target, longer, 16, clear_lead=0.0)
+        assert again.statistics.cached_tokens > 0
+        assert again.statistics.draft_failures == 0
+        assert again.statistics.proposed > 0
+
+
+async def test_a_saved_conversation_goes_on_and_the_drafter_reads_it_again(
+    pairs: dict[str, Pair], tmp_path: Path
+) -> None:
+    target, draft = pairs["byte-level"]
+    settings: dict[str, Any] = {"max_tokens": 8, "temperature": 0.0, "lookahead": 2, "ignore_eos": True}
+    async with runtime.open(target, draft) as rt:
+        conversation = rt.conversation("def f(x):\n", **settings)
+        await conversation.generate("    return x")
+        await conversation.save(tmp_path / "session")
+        expected = await conversation.generate("\n\n\nclass A:\n")
+    async with runtime.open(target, draft) as rt:
+        found = await (await rt.load(tmp_path / "session")).generate("\n\n\nclass A:\n")
+    assert found.text == expected.text
+    assert found.statistics.proposed > 0
+    assert found.statistics.cached_tokens > 0
+
+
+async def test_one_can_be_attached_and_is_said_to_be_of_another_vocabulary(
+    pairs: dict[str, Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    (target, tokenizer), draft = pairs["byte-level"]
+    async with runtime.open((target, tokenizer)) as rt:
+        with caplog.at_level(logging.INFO, "outrider"):
+            await rt.attach_draft(draft)
+        assert "can propose 2,500 of the target's 4,096 tokens" in caplog.text
+        completion = await rt.generate(DEMO_PROMPTS[0], max_tokens=8, lookahead=2, ignore_eos=True)
+        assert completion.statistics.proposed > 0
+
+
+async def test_a_text_that_outgrows_the_drafter_goes_on_without_it(demo_pair: Pair) -> None:
+    _, (target, tokenizer) = demo_pair
+    other = byte_level(300)  # little more than bytes
+    small = other.given_to(target)
+    small.args.max_position_embeddings = 130
+    prompt = encoded(tokenizer)[0]
+    async with runtime.open((target, tokenizer), (small, other.tokenizer)) as rt:
+        completion = await rt.generate(prompt, max_tokens=60, lookahead=1, ignore_eos=True)
+    assert [token.id for token in completion.tokens] == greedy(target, prompt, 60, clear_lead=0.0)
+    assert completion.statistics.draft_failures == 1
+
+
+def test_longer_tokens_of_the_draft_model_stand_for_what_the_target_begins_them_with(demo_pair: Pair) -> None:
+    _, (model, tokenizer) = demo_pair
+    smaller = byte_level(1200)
+    found = vocabulary_map(smaller.tokenizer, 1200, tokenizer, 4096)
+    assert found is not None
+    assert len(found.shared) + len(found.beginnings) == 4096
+    text = smaller.tokenizer.encode("".join(STREAM_PROMPTS))
+    num_foreseen = []
+    for vocabularies in (found, attrs.evolve(found, beginnings={})):
+        sequence = TranslatedModel(MLXModel(model, CacheOptions()), vocabularies).open_sequence(beside_another=False)
+        rows = sequence.feed(tuple(text[:-1]), len(text) - 1)
+        assert rows is not None
+        num_foreseen.append(int(mx.sum(mx.argmax(rows, axis=-1) == mx.array(text[1:])).item()))
+    assert num_foreseen[0] > num_foreseen[1]
