@@ -217,6 +217,7 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_can_be_left(tab: Tab, se
     tab["model"].select_option("tiny/second")
     tab.ask("Who?")
     left = server.next()
+    assert left.body["model"] == "tiny/second"
     tab.expect_state("loading")
     expect(tab["state-word"]).to_have_text("Loading the model")
     tab["stop"].click()
@@ -235,6 +236,23 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_can_be_left(tab: Tab, se
     exchange.finish()
     tab.expect_state("done")
     assert [message["content"] for message in exchange.body["messages"]] == ["Who?", "I", "And you?"]
+
+
+def test_a_question_goes_to_the_model_that_was_just_chosen(tab: Tab, server: ScriptedServer) -> None:
+    server.others = [{"id": "tiny/second", "has_chat_template": True, "draft": None}]
+    tab.load()
+    tab.page.route("**/v1/models", lambda route: None)  # held
+    with tab.page.expect_request("**/v1/models"):
+        tab["model"].select_option("tiny/second")
+    tab.ask("Who?")  # before the server has told of its models again
+    tab.expect_state("connecting")
+    tab.page.unroute("**/v1/models")  # which lets the held ones go on
+    exchange = server.next()
+    assert exchange.body["model"] == "tiny/second"
+    exchange.start()
+    exchange.write("Me")
+    exchange.finish()
+    tab.expect_state("done")
 
 
 @pytest.mark.slow

@@ -484,6 +484,7 @@ $("view").addEventListener("click", () => {
 });
 $("model").addEventListener("change", () => {
   browser.keep("model", $("model").value);
+  known = null; // a question asked before the server has answered is for the model that was just chosen
   greet();
 });
 $("copy").addEventListener("click", async () => {
