@@ -6,6 +6,7 @@ import pytest
 
 from protocol.errors import ProtocolError
 from protocol.rank_messages import (
+    Answer,
     Beat,
     Broken,
     CloseTarget,
@@ -14,6 +15,8 @@ from protocol.rank_messages import (
     OpenTarget,
     Operation,
     Operations,
+    Recorded,
+    TensorChunk,
     Welcome,
     decode,
     encode,
@@ -26,9 +29,15 @@ from protocol.rank_messages import (
         Hello(1, 3, {"mlx": "0.32.4"}),
         Welcome(),
         Beat(),
+        Beat("feed_together", 61.5),
         OpenTarget({"rewind": "auto", "kv_bits": None}),
         Loaded({"config.json": "1f"}),
         Operations((Operation("rewind", 3, (17,)), Operation("feed", 3, (5, 1), ((3, 17, 123456),)))),
+        TensorChunk("target.rank-1.0", "F32", (1, 2), b"\n\x00[]\n12"),
+        TensorChunk("empty", "U8", (0,), b""),
+        Recorded({"layers": [{"kind": "KVCache", "state": [{"tensor": "target.rank-1.0"}, 3]}]}),
+        Answer(None),
+        Answer("it has\ntwo lines"),
         CloseTarget(),
         Broken("rank 1 hangs"),
     ],
@@ -39,7 +48,19 @@ def test_a_message_comes_back_from_its_bytes(message):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", b"7", b"[]", b'["Nothing"]', b'["Beat", 1]', b'["Hello", 1]', b'["Operations", 1]', b'{"a": 1}'],
+    [
+        b"",
+        b"\xff",
+        b"7",
+        b"[]",
+        b'["Nothing"]',
+        b'["Beat", 1]',
+        b'["Hello", 1]',
+        b'["Operations", 1]',
+        b'{"a": 1}',
+        b'["TensorChunk","a","U8",[-1]]',
+        b'["TensorChunk","a","U8"]\n1',
+    ],
 )
 def test_other_bytes_are_refused(data):
     with pytest.raises(ProtocolError, match="no message of Outrider's"):
