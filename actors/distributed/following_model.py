@@ -135,7 +135,8 @@ class FollowingModel:
     def _record(self, state: int, is_first: bool) -> None:
         """Copy the next layer of a state, and send it to rank 0, unless all were sent: other ranks may have more."""
         if is_first:
-            self._recorders[state] = Recorder(self._states[state], "target", rank=self._group.rank)
+            assert self._group.mlx is not None
+            self._recorders[state] = Recorder(self._states[state], "target", rank=self._group.mlx.rank())
         if (recorder := self._recorders.get(state)) is not None and send_step(recorder, self._group, self._identity()):
             del self._recorders[state]
 

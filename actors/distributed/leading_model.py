@@ -45,6 +45,11 @@ class Announcer:
         self._is_inside = False
         self._held_back: list[Operation] = []
 
+    @property
+    def followers(self) -> list[int]:
+        """The other ranks of the target, in the order of their parts."""
+        return list(range(1, self.group.size))
+
     def next_number(self) -> int:
         """A number for a sequence or a state, which no other has had."""
         return next(self._numbers)
@@ -108,15 +113,14 @@ class TakenParts:
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
         """See `OtherParts.copied`."""
-        group = self._announcer.group
-        parts = {rank: CollectedPart(rank) for rank in range(1, group.size)}
+        parts = {rank: CollectedPart(rank) for rank in self._announcer.followers}
         for step in count():
             waiting = {rank for rank, part in parts.items() if not part.is_complete}
             if not waiting:
                 break
             with self._announcer.announced("record", None, self.number, step):
                 while waiting:
-                    rank, message = received(group, waiting)
+                    rank, message = received(self._announcer.group, waiting)
                     if parts[rank].add(message):
                         waiting.discard(rank)
             yield None
@@ -207,19 +211,22 @@ class LeadingSequence(MLXSequence):
 
     def put_state(self, state: SequenceState) -> None:
         """See `MLXSequence.put_state`. The other ranks put their parts, which they have kept or are sent now."""
-        announcer, group, others = self._announcer, self._announcer.group, state.others
+        announcer, others = self._announcer, state.others
+        followers = announcer.followers
         records: tuple[SequenceRecord, ...] = ()
         kept: tuple[int, ...] = ()
         if isinstance(others, TakenParts):
             kept = (others.number,)
-        elif isinstance(others, tuple) and len(others) == group.size - 1:
+        elif isinstance(others, tuple) and len(others) == len(followers):
             records = others
         else:
-            saved_on = len(others) + 1 if isinstance(others, tuple) else 1
-            raise MisfitError(f"its number of parts is {saved_on}, and the target is sharded over {group.size} ranks")
+            num_parts = len(others) + 1 if isinstance(others, tuple) else 1
+            raise MisfitError(
+                f"its number of parts is {num_parts}, and the target is sharded over {len(followers) + 1} ranks"
+            )
         with announcer.announced("put_state", self.number, state.tokens, *kept):
-            for rank, record in enumerate(records, 1):
-                send_record(record, group, to=rank)
+            for rank, record in zip(followers, records, strict=False):
+                send_record(record, announcer.group, to=rank)
             errors = []
             try:
                 with never_computed():
@@ -228,7 +235,7 @@ class LeadingSequence(MLXSequence):
             except (MisfitError, RewindError) as error:
                 errors = [str(error)]
             # In any case: all ranks have to be in step afterwards.
-            errors += errors_of(group)
+            errors += errors_of(announcer.group, followers)
         if errors:
             self.forget()
             raise MisfitError(errors[0])
@@ -258,7 +265,7 @@ class LeadingModel(MLXModel):
     @property
     def num_ranks(self) -> int:
         """See `MLXModel.num_ranks`."""
-        return self._announcer.group.size
+        return 1 + len(self._announcer.followers)
 
     def open_sequence(self, *, beside_another: bool) -> LeadingSequence:
         """See `Model.open_sequence`."""

@@ -74,12 +74,12 @@ def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
         raise group.fail(f"rank {missing} has sent nothing of a saved text for {WAIT_S:g} s") from None
 
 
-def errors_of(group: RankGroup) -> list[str]:
-    """Wait for the `Answer` of every other rank. Returns: the errors among them, which name their rank.
+def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
+    """Wait for the `Answer` of each of some ranks. Returns: the errors among them, which name their rank.
 
     Raises: RankError: as `received`.
     """
-    errors, waiting = [], set(range(1, group.size))
+    errors, waiting = [], set(ranks)
     while waiting:
         rank, answer = received(group, waiting)
         assert isinstance(answer, Answer)
