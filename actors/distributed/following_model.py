@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -137,7 +138,7 @@ class FollowingModel:
         if is_first:
             assert self._group.mlx is not None
             self._recorders[state] = Recorder(self._states[state], "target", rank=self._group.mlx.rank())
-        if (recorder := self._recorders.get(state)) is not None and send_step(recorder, self._group, self._identity()):
+        if (recorder := self._recorders.get(state)) is not None and send_step(recorder, self._group, self._identity):
             del self._recorders[state]
 
     def _put_state(self, number: int, tokens: list[int], state: Callable[[tuple[int, ...]], SequenceState]) -> None:
@@ -158,9 +159,10 @@ class FollowingModel:
         """
         record = receive_record(self._group)
         saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
-        if saved != self._identity():
+        if saved != self._identity:
             raise MisfitError("its part is that of another rank, or of another model")
         return recall(record, tokens)
 
+    @cached_property
     def _identity(self) -> dict[str, Any]:
         return attrs.asdict(fingerprint(self._model.module))
