@@ -8,6 +8,7 @@ texts.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import attrs
@@ -17,6 +18,10 @@ from protocol.errors import ProtocolError
 
 # A longer message is not one of ours.
 MAX_MESSAGE_BYTES = 64 * 1024**2
+
+
+def _as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(numbers)
 
 
 @attrs.frozen
@@ -112,7 +117,7 @@ class TensorChunk:
     name: str = attrs.field(validator=instance_of(str))
     dtype: str = attrs.field(validator=instance_of(str))
     shape: tuple[int, ...] = attrs.field(
-        converter=tuple, validator=deep_iterable(attrs.validators.and_(instance_of(int), ge(0)))
+        converter=_as_tuple, validator=deep_iterable(attrs.validators.and_(instance_of(int), ge(0)))
     )
     data: bytes
 
@@ -185,7 +190,8 @@ def decode(data: bytes) -> RankMessage:
         name, *fields = json.loads(header)
         kind = _KINDS[name]
         if kind is TensorChunk:
-            return TensorChunk(*fields, data=rest)
+            tensor, dtype, shape = fields
+            return TensorChunk(tensor, dtype, shape, rest)
         if kind is Operations:
             (operations,) = fields
             return Operations(

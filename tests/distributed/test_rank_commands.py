@@ -22,8 +22,8 @@ from served_command import until
 import runtime
 from runtime.cli.main import main
 
-# Takes a second or two, and the server has to be seen draining meanwhile.
-NUM_TOKENS = 600
+# Takes so long that the server is seen draining meanwhile.
+NUM_TOKENS = 200
 
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
@@ -65,7 +65,8 @@ def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     model = save(tmp_path / "model", llama(**config))
     asked: dict[str, Any] = {"prompt": "w1 w2 w3", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-    with ranks(rank_programs.command, 2, "serve", "--target", model, "--port", "0", "--draft", "ngram") as started:
+    arguments = ("serve", "--target", model, "--port", "0", "--draft", "ngram", "--grace-seconds", str(HANGS_S))
+    with ranks(rank_programs.command, 2, *arguments) as started:
         until(lambda: "served at" in started[0].errors.read_text())
         (url,) = re.findall(r"served at (http://\S+)", started[0].errors.read_text())
         with httpx.stream("POST", f"{url}v1/completions", json=asked, timeout=HANGS_S) as answer:

@@ -171,7 +171,7 @@ def save_and_go_on(give: Give, name: str, folder: str) -> None:
                 conversation = rt.conversation(**settings)
                 await conversation.generate("The cat sat on the mat.")
                 await conversation.save(where / "conversation")
-                found["conversation"] = said(await conversation.generate("And then?"))
+                found["conversation"] = said(await conversation.generate("And then?"))[0]
             before = await rt.generate(LONG_PROMPT, **settings, reuse_prefix=True)
             found["prompt"] = (*LONG_PROMPT, *said(before)[0], 5, 6)
             found["prefix"] = said(await rt.generate(found["prompt"], **settings))[0]
@@ -192,7 +192,8 @@ def save_and_go_on(give: Give, name: str, folder: str) -> None:
             found: dict[str, Any] = {"stream": [token.id async for token in resumed]}
             found["cached"] = {"stream": resumed.statistics().cached_tokens}
             if tokenizer is not None:
-                found["conversation"] = said(await (await rt.load(where / "conversation")).generate("And then?"))
+                loaded = await rt.load(where / "conversation")
+                found["conversation"], found["cached"]["conversation"] = said(await loaded.generate("And then?"))
             completion = await rt.generate(prompt, **settings, reuse_prefix=True)
             found["prefix"], found["cached"]["prefix"] = said(completion)
         return found, errors
