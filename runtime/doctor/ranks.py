@@ -117,13 +117,13 @@ def plan(found: ExaminedRanks, diagnosis: Diagnosis) -> str | None:
 
     Returns: None where there is one rank, or the target is no tensor-parallel one, of which alone the simulator knows.
     """
-    exchange, links = diagnosis.target.exchange, found.links
-    if links is None or exchange is None or set(exchange[1].collectives) != {"all_sum"}:
+    exchange, exchanged, links = diagnosis.target.exchange, diagnosis.target.exchange_seconds, found.links
+    if links is None or exchange is None or exchanged is None or set(exchange[1].collectives) != {"all_sum"}:
         return None
     num_ranks, num_sums = len(links.descriptions), exchange[1].collectives["all_sum"]
     alone = {
         # At least a tenth: what a rank waits for the others in a pass may be less than in the exchange alone.
-        width: num_ranks * max(seconds - Times.of(exchange[width].seconds).median, seconds / 10)
+        width: num_ranks * max(seconds - exchanged[width], seconds / 10)
         for width, seconds in diagnosis.target.passes.seconds.items()
     }
     draft = diagnosis.draft
