@@ -144,7 +144,8 @@ def _ask(group: RankGroup, question: Measure) -> dict[int, Measured]:
     group.send(question)
     answers: dict[int, Measured] = {}
     while len(answers) < group.size - 1:
-        rank, answers[rank] = _answer(group)
+        rank, answer = _answer(group)
+        answers[rank] = answer
     return answers
 
 
