@@ -67,7 +67,8 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path):
     about = found["links"]
     times = r"\d+\.\d\d ms \(\d+\.\d\d–\d+\.\d\d\)"
     assert re.fullmatch(f"an announcement and its answer take {times}", about["control, rank 1"])
-    assert re.fullmatch(f"of 4 bytes: {times}", about["all_sum"])
+    assert re.fullmatch(times, about["all_sum of 4 bytes"])
+    assert re.fullmatch(rf"{times}, \S+ Gbit/s", about["all_sum of 4.2 MB"])
     for name in ("rank 0 to rank 1", "rank 1 to rank 0"):
         assert re.fullmatch(rf"{times} one way for a small message, \S+ Gbit/s for 4.2 MB", about[name])
     flags = about["to plan with"].removeprefix("outrider simulate … ")

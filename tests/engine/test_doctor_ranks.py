@@ -59,12 +59,18 @@ def test_there_is_no_plan_of_what_the_simulator_does_not_know(collectives: dict[
     assert plan(attrs.evolve(RANKS, links=None), diagnosis({"all_sum": 56}, None)) is None
 
 
+def test_slow_links_are_figures_that_simulate_reads() -> None:
+    slow = attrs.evolve(ALL_SUM, small=Times(0.5, 0.5, 0.5), large=Times(100.5, 100.5, 100.5))
+    (_, links) = report_on_ranks(attrs.evolve(RANKS, links=attrs.evolve(RANKS.links, all_sum=slow)))
+    assert dict(links[1])["to plan with"].endswith("--link-latency 250000 --link-bandwidth 0.000336")
+
+
 def test_the_report_names_ranks_and_links() -> None:
     assert [(title, dict(rows)) for title, rows in report_on_ranks(RANKS)] == [
         (
             "ranks",
             {
-                "backends": "ring (in use), mpi",
+                "backends": "ring (in use), mpi; not in this MLX: nccl, jaccl",
                 "versions": "mlx 1, mlx-lm 2; the same on all",
                 "rank 0": "first",
                 "rank 1": "second",
@@ -74,8 +80,8 @@ def test_the_report_names_ranks_and_links() -> None:
             "links",
             {
                 "control, rank 1": "an announcement and its answer take 0.20 ms (0.10–0.30)",
-                "all_sum": "of 4 bytes: 0.20 ms (0.15–0.30)",
-                "": "of 4.2 MB: 4.39 ms (4.00–5.00), 7.64 Gbit/s",
+                "all_sum of 4 bytes": "0.20 ms (0.15–0.30)",
+                "all_sum of 4.2 MB": "4.39 ms (4.00–5.00), 7.64 Gbit/s",
                 "rank 0 to rank 1": "0.08 ms (0.07–0.09) one way for a small message, 8 Gbit/s for 4.2 MB",
                 "rank 1 to rank 0": "0.08 ms (0.07–0.09) one way for a small message, 8 Gbit/s for 4.2 MB",
                 "to plan with": "outrider simulate … --all-reduce ring --link-latency 100 --link-bandwidth 8",

@@ -242,6 +242,8 @@ def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
             actors.distributed.links._time_sums = lambda *_: os._exit(0)
         elif how == "fails":
             actors.distributed.following_model.time_exchange = _fail
+    os.environ["COLUMNS"] = "1000"  # so that nothing is folded
+    actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         status = outrider(arguments)
