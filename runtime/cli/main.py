@@ -229,7 +229,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="""examples:
   outrider doctor org/model --draft org/small
   outrider doctor --target org/model --kv-bits 8
-  mlx.launch --hostfile hosts.json -- outrider doctor --distributed --target org/model
+  mlx.launch --hostfile hosts.json -- outrider doctor --distributed
   outrider doctor --blas openblas""",
     )
     parser.set_defaults(command=doctor)
