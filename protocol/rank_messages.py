@@ -150,6 +150,32 @@ class CloseTarget:
 
 
 @attrs.frozen
+class Measure:
+    """Rank 0 begins a measurement of the links, in which each rank takes its part; see `actors.distributed.links`.
+
+    Attributes:
+        name: of the measurement.
+        arguments: its numbers.
+    """
+
+    name: str = attrs.field(validator=instance_of(str))
+    arguments: list[int] = attrs.field(factory=list, validator=deep_iterable(instance_of(int), instance_of(list)))
+
+
+@attrs.frozen
+class Measured:
+    """What a rank has to say of a measurement.
+
+    Attributes:
+        seconds: of each repetition, if this rank was the one to time it.
+        description: of the rank, by name, if that was asked for.
+    """
+
+    seconds: list[float] = attrs.field(factory=list, validator=deep_iterable(instance_of(float), instance_of(list)))
+    description: dict[str, str] = attrs.field(factory=dict, validator=deep_mapping(instance_of(str), instance_of(str)))
+
+
+@attrs.frozen
 class Broken:
     """The group cannot go on.
 
@@ -161,7 +187,19 @@ class Broken:
 
 
 RankMessage = (
-    Hello | Welcome | Beat | OpenTarget | Loaded | Operations | TensorChunk | Recorded | Answer | CloseTarget | Broken
+    Hello
+    | Welcome
+    | Beat
+    | OpenTarget
+    | Loaded
+    | Operations
+    | TensorChunk
+    | Recorded
+    | Answer
+    | CloseTarget
+    | Measure
+    | Measured
+    | Broken
 )
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(RankMessage)}

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from actors.distributed.exchange import time_exchange
 from actors.distributed.leading_model import shared_tokens
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import never_computed
@@ -77,6 +78,10 @@ class FollowingModel:
             case "drop_state", (state,):
                 del self._states[state]
                 self._recorders.pop(state, None)
+            case "anatomy", ():
+                self._model.anatomy()
+            case "time_exchange", (width, repeats):
+                time_exchange(self._model.open_sequence(beside_another=False), width, repeats)
             case "agree_on_sharing", (obstacle,):
                 if (own := self._model.sharing_obstacle()) != obstacle:
                     raise RankError(

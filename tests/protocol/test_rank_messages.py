@@ -12,6 +12,8 @@ from protocol.rank_messages import (
     CloseTarget,
     Hello,
     Loaded,
+    Measure,
+    Measured,
     OpenTarget,
     Operation,
     Operations,
@@ -39,6 +41,9 @@ from protocol.rank_messages import (
         Answer(None),
         Answer("it has\ntwo lines"),
         CloseTarget(),
+        Measure("link", [0, 1, 4096, 6]),
+        Measured([0.5, 0.25]),
+        Measured(description={"host": "here"}),
         Broken("rank 1 hangs"),
     ],
 )
@@ -60,6 +65,8 @@ def test_a_message_comes_back_from_its_bytes(message):
         b'{"a": 1}',
         b'["TensorChunk","a","U8",[-1]]',
         b'["TensorChunk","a","U8"]\n1',
+        b'["Measure", "sum", 4]',
+        b'["Measured", ["1"]]',
     ],
 )
 def test_other_bytes_are_refused(data):

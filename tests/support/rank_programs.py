@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ import mlx.nn as nn
 import models
 import trio
 
+import actors.distributed.following_model
 import actors.distributed.joining
+import actors.distributed.links
 import actors.target.target_actor
 import runtime
+import runtime.doctor.ranks
 import runtime.ranks.leading
 from actors.mlx.sequence import MLXSequence
 from protocol.text_ledger import TextLedger
-from runtime.cli.main import main as run_command
+from runtime.cli.main import main as outrider
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
 
@@ -216,14 +221,6 @@ def said(completion: Any) -> tuple[list[int], int]:
     return [token.id for token in completion.tokens], completion.statistics.cached_tokens
 
 
-# --- commands -------------------------------------------------------------------------------------
-
-
-def command(give: Give, *arguments: str) -> None:
-    """Each rank gives the exit status of a command."""
-    give(run_command(arguments))
-
-
 # --- failures -------------------------------------------------------------------------------------
 
 
@@ -313,9 +310,9 @@ def _fail(*_: Any) -> None:
 
 def join_with_another_version(give: Give) -> None:
     """Rank 1 says that it has another version of mlx."""
-    versions = actors.distributed.joining._versions()
+    versions = actors.distributed.joining.versions()
     if os.environ["MLX_RANK"] == "1":
-        actors.distributed.joining._versions = lambda: versions | {"mlx": "0.1"}
+        actors.distributed.joining.versions = lambda: versions | {"mlx": "0.1"}
     join_for(give, 60.0)
 
 
@@ -327,3 +324,30 @@ def join_for(give: Give, timeout_s: float) -> None:
         give(str(error))
     else:
         give("joined")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def serve(give: Give, *arguments: str) -> None:
+    """Each rank gives the exit status of the server, which writes to the rank's standard error."""
+    give(outrider(["serve", *arguments]))
+
+
+def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
+    """Each rank runs a command, and gives its exit status, its output and its errors. Something may go wrong on rank 1.
+
+    Args:
+        how: "ends" for a rank that ends while links are measured, "fails" for one whose part of a pass fails.
+    """
+    if os.environ["MLX_RANK"] == "1":
+        if how == "ends":
+            actors.distributed.links._time_sums = lambda *_: os._exit(0)
+        elif how == "fails":
+            actors.distributed.following_model.time_exchange = _fail
+    os.environ["COLUMNS"] = "1000"  # so that nothing is folded
+    actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = outrider(arguments)
+    give((status, out.getvalue(), err.getvalue()))
