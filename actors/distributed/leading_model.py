@@ -325,11 +325,6 @@ class LeadingModel(MLXModel):
         with self._announcer.announced("agree_on_sharing", None, obstacle):
             return obstacle
 
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that it is sharded over."""
-        return self._announcer.group.size
-
     def anatomy(self) -> Anatomy:
         """See `MLXModel.anatomy`. Weights and caches are those of this rank."""
         with self._announcer.announced("anatomy"):
