@@ -10,7 +10,7 @@ import json
 from typing import Any, get_args
 
 import attrs
-from attrs.validators import deep_mapping, instance_of
+from attrs.validators import deep_iterable, deep_mapping, instance_of
 
 from protocol.errors import ProtocolError
 
@@ -105,7 +105,7 @@ class Measure:
     """
 
     name: str = attrs.field(validator=instance_of(str))
-    arguments: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    arguments: list[int] = attrs.field(factory=list, validator=deep_iterable(instance_of(int), instance_of(list)))
 
 
 @attrs.frozen
@@ -117,8 +117,8 @@ class Measured:
         description: of the rank, by name, if that was asked for.
     """
 
-    seconds: tuple[float, ...] = attrs.field(default=(), converter=tuple)
-    description: dict[str, str] = attrs.field(factory=dict)
+    seconds: list[float] = attrs.field(factory=list, validator=deep_iterable(instance_of(float), instance_of(list)))
+    description: dict[str, str] = attrs.field(factory=dict, validator=deep_mapping(instance_of(str), instance_of(str)))
 
 
 @attrs.frozen

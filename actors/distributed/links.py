@@ -144,7 +144,8 @@ def _ask(group: RankGroup, question: Measure) -> dict[int, Measured]:
     group.send(question)
     answers: dict[int, Measured] = {}
     while len(answers) < group.size - 1:
-        rank, answers[rank] = _answer(group)
+        rank, answer = _answer(group)
+        answers[rank] = answer
     return answers
 
 
@@ -169,12 +170,12 @@ def _time_control(group: RankGroup) -> dict[int, list[float]]:
 
 
 def _lead_sums(group: RankGroup, num_bytes: int, repeats: int) -> list[float]:
-    group.send(Measure("sum", (num_bytes, repeats)))
+    group.send(Measure("sum", [num_bytes, repeats]))
     return _time_sums(group, num_bytes, repeats)
 
 
 def _lead_link(group: RankGroup, sender: int, receiver: int, num_bytes: int, repeats: int) -> Sequence[float]:
-    group.send(Measure("link", (sender, receiver, num_bytes, repeats)))
+    group.send(Measure("link", [sender, receiver, num_bytes, repeats]))
     own = _time_link(group, sender, receiver, num_bytes, repeats)
     return own if sender == group.rank else _answer(group)[1].seconds
 
@@ -198,17 +199,17 @@ def take_part(group: RankGroup, description: dict[str, str]) -> None:
         if not isinstance(asked, Measure):
             raise RankError(f"rank {group.rank} takes part in measurements, and rank 0 sent {type(asked).__name__}")
         match asked.name, asked.arguments:
-            case "description", ():
+            case "description", []:
                 group.send(Measured(description=description))
-            case "answer", ():
+            case "answer", []:
                 group.send(Measured())
-            case "sum", (num_bytes, repeats):
+            case "sum", [num_bytes, repeats]:
                 _time_sums(group, num_bytes, repeats)
-            case "link", (sender, receiver, num_bytes, repeats):
+            case "link", [sender, receiver, num_bytes, repeats]:
                 seconds = _time_link(group, sender, receiver, num_bytes, repeats)
                 if group.rank == sender:
                     group.send(Measured(seconds))
-            case "end", ():
+            case "end", []:
                 return
             case _:
                 raise RankError(f"rank {group.rank} does not know the measurement {asked.name}{asked.arguments}")

@@ -22,7 +22,6 @@ from typing import Any
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
-from protocol.settings import NGRAM
 from runtime.cli import bench_command, chat_command, doctor_command, generate_command, ranks, serve_command
 from runtime.cli.arguments.models import PREFIX_CACHE, add_models, models_of
 from runtime.cli.arguments.settings import add_settings
@@ -230,7 +229,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="""examples:
   outrider doctor org/model --draft org/small
   outrider doctor --target org/model --kv-bits 8
-  mlx.launch --hostfile hosts.json -- outrider doctor --distributed --target org/model
+  mlx.launch --hostfile hosts.json -- outrider doctor --distributed
   outrider doctor --blas openblas""",
     )
     parser.set_defaults(command=doctor)
@@ -295,9 +294,7 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
         return  # a command that computes nothing
     blas.check_environment()
     if arguments.blas is not None:
-        # Prompt lookup computes nothing.
-        is_alone = all(draft in (None, NGRAM) for draft in models_of(arguments).drafts)
-        blas.load_before_mlx(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
+        blas.load_before_mlx(arguments.blas)
 
 
 # --- the commands ---------------------------------------------------------------------------------

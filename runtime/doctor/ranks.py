@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from actors.distributed.joining import versions
 from actors.distributed.links import (
+    BACKENDS,
     LARGE_BYTES,
     SMALL_BYTES,
     Links,
@@ -129,10 +130,10 @@ def plan(found: ExaminedRanks, diagnosis: Diagnosis) -> str | None:
     draft = diagnosis.draft
     cost_ratio = _USUAL_COST_RATIO if draft is None else draft.passes.seconds[1] / alone[1]
     numbers = sorted({max(1, num_ranks // 2), num_ranks, 2 * num_ranks})
-    table = ",".join(f"{width}:{seconds * 1e3:.4g}" for width, seconds in alone.items())
+    table = ",".join(f"{width}:{_figure(seconds * 1e3)}" for width, seconds in alone.items())
     return (
         f"outrider simulate --ranks {','.join(map(str, numbers))} --acceptance {USUAL_ACCEPTANCE:g} "
-        f"--cost-ratio {cost_ratio:.2g} --pass-time {alone[1] * 1e3:.4g} --verify-table {table} "
+        f"--cost-ratio {_figure(cost_ratio)} --pass-time {_figure(alone[1] * 1e3)} --verify-table {table} "
         # Two all-reduces a layer, of hidden states with two bytes a number, is what the simulator takes them to be.
         f"--layers {max(1, num_sums // 2)} --hidden-size {max(1, exchange[1].num_bytes // num_sums // 2)} "
         f"{_link_flags(found, links)}"
@@ -140,11 +141,9 @@ def plan(found: ExaminedRanks, diagnosis: Diagnosis) -> str | None:
 
 
 def _ranks(found: ExaminedRanks) -> Iterator[tuple[str, str]]:
-    yield (
-        "backends",
-        ", ".join(f"{name} (in use)" if name == found.backend else name for name in found.backends)
-        or "none: this MLX cannot run on several ranks",
-    )
+    present = [f"{name} (in use)" if name == found.backend else name for name in found.backends]
+    missing = [name for name in BACKENDS if name not in found.backends]
+    yield "backends", ", ".join(present or ["none"]) + (f"; not in this MLX: {', '.join(missing)}" if missing else "")
     of_all = "" if found.links is None else "; the same on all"
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items()) + of_all
     for rank, description in enumerate([found.description] if found.links is None else found.links.descriptions):
@@ -157,9 +156,9 @@ def _links(found: ExaminedRanks, links: Links) -> Iterator[tuple[str, str]]:
     for rank, times in enumerate(links.control, start=1):
         yield f"control, rank {rank}", f"an announcement and its answer take {_milliseconds(times)}"
     small, large = links.all_sum.small, links.all_sum.large
-    yield "all_sum", f"of {SMALL_BYTES} bytes: {_milliseconds(small)}"
+    yield f"all_sum of {SMALL_BYTES} bytes", _milliseconds(small)
     rate = _gigabits(LARGE_BYTES, large.median)
-    yield "", f"of {LARGE_BYTES / 1e6:.1f} MB: {_milliseconds(large)}, {rate:.3g} Gbit/s"
+    yield f"all_sum of {LARGE_BYTES / 1e6:.1f} MB", f"{_milliseconds(large)}, {_figure(rate)} Gbit/s"
     for rank, link in enumerate(links.links):
         yield f"rank {rank} to rank {(rank + 1) % len(links.links)}", _link(link)
     yield "to plan with", f"outrider simulate … {_link_flags(found, links)}"
@@ -171,7 +170,7 @@ def _link(link: SmallAndLarge) -> str:
     sending = max(link.large.median - one_way.median, link.large.median / 10)
     return (
         f"{_milliseconds(one_way)} one way for a small message, "
-        f"{_gigabits(LARGE_BYTES, sending):.3g} Gbit/s for {LARGE_BYTES / 1e6:.1f} MB"
+        f"{_figure(_gigabits(LARGE_BYTES, sending))} Gbit/s for {LARGE_BYTES / 1e6:.1f} MB"
     )
 
 
@@ -180,7 +179,7 @@ def _link_flags(found: ExaminedRanks, links: Links) -> str:
     all_reduce = _ALL_REDUCES.get(found.backend or "", "ring")
     times = links.all_sum.small.median, links.all_sum.large.median
     latency, bandwidth = links_of(all_reduce, len(links.descriptions), *times, LARGE_BYTES)
-    return f"--all-reduce {all_reduce} --link-latency {latency:.3g} --link-bandwidth {bandwidth:.3g}"
+    return f"--all-reduce {all_reduce} --link-latency {_figure(latency)} --link-bandwidth {_figure(bandwidth)}"
 
 
 def _milliseconds(times: Times) -> str:
@@ -189,3 +188,8 @@ def _milliseconds(times: Times) -> str:
 
 def _gigabits(num_bytes: int, seconds: float) -> float:
     return num_bytes * 8 / seconds / 1e9
+
+
+def _figure(value: float) -> str:
+    """A number with three digits, and all of those before the point."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

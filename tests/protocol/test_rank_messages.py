@@ -32,8 +32,8 @@ from protocol.rank_messages import (
         Loaded({"config.json": "1f"}),
         Operations((Operation("rewind", 3, (17,)), Operation("feed", 3, (5, 1), ((3, 17, 123456),)))),
         CloseTarget(),
-        Measure("link", (0, 1, 4096, 6)),
-        Measured((0.5, 0.25)),
+        Measure("link", [0, 1, 4096, 6]),
+        Measured([0.5, 0.25]),
         Measured(description={"host": "here"}),
         Broken("rank 1 hangs"),
     ],
@@ -55,6 +55,7 @@ def test_a_message_comes_back_from_its_bytes(message):
         b'["Operations", 1]',
         b'{"a": 1}',
         b'["Measure", "sum", 4]',
+        b'["Measured", ["1"]]',
     ],
 )
 def test_other_bytes_are_refused(data):
