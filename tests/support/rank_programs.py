@@ -20,7 +20,7 @@ import trio
 import actors.distributed.following_model
 import actors.distributed.joining
 import actors.distributed.links
-import actors.target.target_actor
+import actors.target.drafter_link
 import runtime
 import runtime.doctor.ranks
 import runtime.ranks.leading
@@ -113,8 +113,8 @@ RUNS = {"drafted": texts, "plain": plain_texts, "beside cancelled": cancelled_te
 def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
     """Rank 0 gives, for each family and each of its runs, the texts of one process and those of the ranks."""
     # A drafter that comes late is left behind, and that changes what the rejection rule draws.
-    actors.target.target_actor.proposal_wait_s = lambda *_: 1e9
-    actors.target.target_actor.prompt_wait_s = lambda *_: 1e9
+    actors.target.drafter_link.proposal_wait_s = lambda *_: 1e9
+    actors.target.drafter_link.prompt_wait_s = lambda *_: 1e9
     group = runtime.join_ranks()
     for name, runs in cases.items():
         target = family(name, group.size)
