@@ -93,21 +93,41 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path):
     assert main([*shlex.split(about["plan"])[1:], "--tokens", "20", "--lookahead", "1"]) == 0
 
 
+def test_bench_compares_lookaheads_over_the_ranks(tmp_path: Path):
+    model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
+    arguments = "bench", "--target", model, "--draft", model, "--repeats", "1", "-p", "w1 w2 w3", "-m", "16"
+    with ranks(rank_programs.command, 2, (*arguments, "--lookahead", "2,auto")) as (first, second):
+        status, printed, errors = first.result()
+        assert (status, errors) == (0, "")
+        assert second.result() == (0, "", "")
+        assert [first.join(), second.join()] == [0, 0]
+    rows = [line for line in printed.splitlines() if line.startswith("outrider lookahead")]
+    assert [row.split("  ")[0] for row in rows] == [f"outrider lookahead {k}" for k in ("0", "2", "auto")]
+    # As many texts as there are, and each is the plain one.
+    assert all(row.endswith("1/1") for row in rows)
+    assert "mlx-lm's own decoding is left out" in printed
+    assert "mlx-lm plain" not in printed
+
+
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("arguments", "how", "expected"),
     [
-        ("ends", "rank 1 has ended, or cannot be reached any more"),
-        ("fails", "rank 1 failed in time_exchange: ValueError: no such kernel"),
+        (("doctor", "--distributed"), "ends", "rank 1 has ended, or cannot be reached any more"),
+        (("doctor", "--distributed"), "fails", "rank 1 failed in time_exchange: ValueError: no such kernel"),
+        (
+            ("bench", "--draft", "ngram", "--lookahead", "2"),
+            "decodes",
+            "rank 1 failed in feed_lazy: ValueError: no such kernel",
+        ),
     ],
 )
-def test_a_rank_that_fails_while_doctor_examines_is_named(tmp_path: Path, how: str, expected: str):
+def test_a_rank_that_fails_is_named(tmp_path: Path, arguments: tuple[str, ...], how: str, expected: str):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
-    with ranks(rank_programs.command, 2, ("doctor", "--distributed", "--target", model), how) as (first, second):
+    with ranks(rank_programs.command, 2, (*arguments, "--target", model), how) as (first, second):
         status, _, errors = first.result()
         assert status == 1
-        assert errors.startswith("outrider: error: the ranks cannot go on: ")
         assert expected in errors
-        if how == "fails":
+        if how != "ends":
             assert second.result()[0] == 1
         assert [first.join(), second.join()] == [0, 0]
 
@@ -145,7 +165,13 @@ def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(
     ("arguments", "expected"),
     [
         (["doctor"], "doctor examines models on one machine, got several ranks; give --distributed"),
-        (["bench"], "bench runs on one machine, got several ranks; run it without mlx.launch"),
+        (
+            ["distill", "--target", "m", "--data", "d", "--out", "o"],
+            "distill runs on one machine, got several ranks; run it without mlx.launch",
+        ),
+        (["bench", "--streams", "2"], "--streams compares with mlx-lm's BatchGenerator"),
+        (["bench", "--num-draft-tokens", "2"], "--num-draft-tokens is for mlx-lm's speculative decoding"),
+        (["bench", "--dtype", "float32"], "--dtype would cast rank 0's part of the target alone"),
         (["serve", "--config", "models.toml"], "--config names several models, and ranks share one target"),
     ],
 )

@@ -338,13 +338,16 @@ def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
     """Each rank runs a command, and gives its exit status, its output and its errors. Something may go wrong on rank 1.
 
     Args:
-        how: "ends" for a rank that ends while links are measured, "fails" for one whose part of a pass fails.
+        how: "ends" for a rank that ends while links are measured, "fails" for one that fails as the exchange of a pass
+            is, and "decodes" for one that fails in plain decoding.
     """
     if os.environ["MLX_RANK"] == "1":
         if how == "ends":
             actors.distributed.links._time_sums = lambda *_: os._exit(0)
         elif how == "fails":
             actors.distributed.following_model.time_exchange = _fail
+        elif how == "decodes":
+            MLXSequence.feed_lazy = _fail
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded
     actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
     out, err = io.StringIO(), io.StringIO()
