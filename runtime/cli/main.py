@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_one_of_several():
             ranks.join(arguments)
             if arguments.group.rank > 0:
-                return exit_status(ranks.follow(models_of(arguments)))
+                return exit_status(ranks.follow(arguments, models_of(arguments)))
         status: int = arguments.command(arguments)
         return status
     except OutriderError as error:
@@ -224,10 +224,12 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         usage="outrider doctor [MODEL] [options]",
         help="examine a model or a pair on this machine",
         description="Examine a model or a pair on this machine: its caches and how they rewind, whether the "
-        "vocabularies match, how long forward passes take, and what speed to expect.",
+        "vocabularies match, how long forward passes take, and what speed to expect. With --distributed, examine the "
+        "ranks of a target that is sharded over several machines.",
         epilog="""examples:
   outrider doctor org/model --draft org/small
   outrider doctor --target org/model --kv-bits 8
+  mlx.launch --hostfile hosts.json -- outrider doctor --distributed
   outrider doctor --blas openblas""",
     )
     parser.set_defaults(command=doctor)
@@ -237,6 +239,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         draft_help="path or hub id of a draft model",
         target_first=True,
     )
+    doctor_command.add_arguments(parser)
     _add_blas(parser)
 
 
@@ -328,13 +331,13 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """The command `doctor`: examine a model or a pair.
+    """The command `doctor`: examine a model, a pair or the ranks.
 
     Returns: the exit status.
 
-    Raises: OutriderError: a model cannot be loaded or fails.
+    Raises: OutriderError: a model cannot be loaded or fails, or a rank ends, hangs or fails.
     """
-    return exit_status(doctor_command.doctor(models_of(arguments)))
+    return exit_status(doctor_command.doctor(arguments, models_of(arguments)))
 
 
 def bench(arguments: argparse.Namespace) -> int:

@@ -156,7 +156,7 @@ class SessionSaver:
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
         saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
-            (self.target, session.target, drafted and self.target.beside_another)
+            (self.target, session.target, drafted and self.target.drafter.has_model)
         ]
         if self.draft is not None:
             saved_states.append((self.draft, session.draft, True))

@@ -10,7 +10,7 @@ import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
 
-from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, warm_up
+from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, WIDE_WIDTHS, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
@@ -75,6 +75,19 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     # A job that shares the device takes its own time and as much of the other's as they overlap.
     assert prices.draft_slowdown.value == pytest.approx(1 + kappa, rel=0.25)
     assert prices.contention == pytest.approx(kappa, abs=0.25)
+
+
+@pytest.mark.parametrize(
+    ("slope", "context_length", "widest"), [(0.0, None, 64), (0.25, None, 16), (1.0, None, 8), (0.0, 128, 16)]
+)
+def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(
+    slope: float, context_length: int | None, widest: int
+) -> None:
+    pair = ScriptedModel(truthful, context_length=context_length), ScriptedModel(truthful)
+    prices = run(lambda: warmed_up(*pair, slope=slope))
+    assert [rows for rows, _ in prices.verify.table()] == [w for w in (*TARGET_WIDTHS, *WIDE_WIDTHS) if w <= widest]
+    assert prices.verify(widest) == pytest.approx(1.0 + slope * (widest - 1), rel=0.02)
+    assert nothing_is_open(*pair)
 
 
 @pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0])

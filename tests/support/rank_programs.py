@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -15,12 +17,16 @@ import mlx.nn as nn
 import models
 import trio
 
+import actors.distributed.following_model
 import actors.distributed.joining
-import actors.target.target_actor
+import actors.distributed.links
+import actors.target.drafter_link
 import runtime
+import runtime.doctor.ranks
 import runtime.ranks.leading
 from actors.mlx.sequence import MLXSequence
 from protocol.text_ledger import TextLedger
+from runtime.cli.main import main as outrider
 
 Give = Callable[[Any], None]
 
@@ -107,8 +113,8 @@ RUNS = {"drafted": texts, "plain": plain_texts, "beside cancelled": cancelled_te
 def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
     """Rank 0 gives, for each family and each of its runs, the texts of one process and those of the ranks."""
     # A drafter that comes late is left behind, and that changes what the rejection rule draws.
-    actors.target.target_actor.proposal_wait_s = lambda *_: 1e9
-    actors.target.target_actor.prompt_wait_s = lambda *_: 1e9
+    actors.target.drafter_link.proposal_wait_s = lambda *_: 1e9
+    actors.target.drafter_link.prompt_wait_s = lambda *_: 1e9
     group = runtime.join_ranks()
     for name, runs in cases.items():
         target = family(name, group.size)
@@ -209,9 +215,9 @@ def _fail(*_: Any) -> None:
 
 def join_with_another_version(give: Give) -> None:
     """Rank 1 says that it has another version of mlx."""
-    versions = actors.distributed.joining._versions()
+    versions = actors.distributed.joining.versions()
     if os.environ["MLX_RANK"] == "1":
-        actors.distributed.joining._versions = lambda: versions | {"mlx": "0.1"}
+        actors.distributed.joining.versions = lambda: versions | {"mlx": "0.1"}
     join_for(give, 60.0)
 
 
@@ -223,3 +229,25 @@ def join_for(give: Give, timeout_s: float) -> None:
         give(str(error))
     else:
         give("joined")
+
+
+def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
+    """Each rank runs a command, and gives its exit status, its output and its errors. Something may go wrong on rank 1.
+
+    Args:
+        how: "ends" for a rank that ends while links are measured, "fails" for one that fails as the exchange of a pass
+            is, and "decodes" for one that fails in plain decoding.
+    """
+    if os.environ["MLX_RANK"] == "1":
+        if how == "ends":
+            actors.distributed.links._time_sums = lambda *_: os._exit(0)
+        elif how == "fails":
+            actors.distributed.following_model.time_exchange = _fail
+        elif how == "decodes":
+            MLXSequence.feed_lazy = _fail
+    os.environ["COLUMNS"] = "1000"  # so that nothing is folded
+    actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = outrider(arguments)
+    give((status, out.getvalue(), err.getvalue()))
