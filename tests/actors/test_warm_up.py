@@ -78,7 +78,7 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
 
 
 @pytest.mark.parametrize(
-    ("slope", "context_length", "widest"), [(0.0, None, 64), (0.25, None, 16), (1.0, None, 8), (0.0, 128, 16)]
+    ("slope", "context_length", "widest"), [(0.0, None, 64), (0.25, None, 32), (0.33, None, 16), (1.0, None, 8), (0.0, 128, 16)]
 )
 def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(
     slope: float, context_length: int | None, widest: int
@@ -142,8 +142,8 @@ def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
             await warmed_up(*pair, kappa=kappa, until=until)
             return trio.current_time() - until
 
-        # It waits for the running passes, and for no other.
-        assert run(cancelled) <= 2 * (1.0 + (max(TARGET_WIDTHS) - 1) * 0.25)
+        # It waits for the running passes, and for no other. The widest is over 32 tokens.
+        assert run(cancelled) <= 2 * (1.0 + 31 * 0.25)
         assert nothing_is_open(*pair)
 
 
