@@ -1,7 +1,7 @@
 """Warm-up: the first measurement of the prices, before anybody waits for a token.
 
-It takes some two or three dozen passes of the target and up to sixty draft steps. The averages of `protocol.prices` begin with
-its results.
+It takes some two or three dozen passes of the target and up to sixty draft steps. The averages of `protocol.prices`
+begin with its results.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
 
 
 @pytest.mark.parametrize(
-    ("slope", "context_length", "widest"), [(0.0, None, 64), (0.25, None, 32), (0.33, None, 16), (1.0, None, 8), (0.0, 128, 16)]
+    ("slope", "context_length", "widest"),
+    [(0.0, None, 64), (0.25, None, 32), (0.33, None, 16), (1.0, None, 8), (0.0, 128, 16)],
 )
 def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(
     slope: float, context_length: int | None, widest: int
