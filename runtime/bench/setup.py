@@ -174,7 +174,7 @@ async def load_models(
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     if group is not None:
         for draft in (None, *sources.values()):
-            check_group(group, target, draft, prefix_cache_dir=None)
+            check_group(group, target, draft)
         if request.dtype is not None:
             raise SettingsError("dtype does not go with ranks: each has its part as it is in the files; leave it out")
         circumstances.num_ranks = group.size

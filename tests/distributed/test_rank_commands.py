@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import rank_programs
 from command_line import HANGS_S, environment
 from doctor_reports import sections
 from models import llama, save
 from ranks import free_ports, kernels_of, ranks
+from served_command import until
 
 import runtime
 from runtime.cli.main import main
+
+# Takes so long that the server is seen draining meanwhile.
+NUM_TOKENS = 200
 
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
@@ -122,6 +130,35 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, arguments: tuple[str, ...], 
         if how != "ends":
             assert second.result()[0] == 1
         assert [first.join(), second.join()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, (0, 1)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
+    ids=["SIGTERM to all", "SIGTERM to rank 0", "Ctrl-C in the terminal of all"],
+)
+def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(
+    number: signal.Signals, told: tuple[int, ...], tmp_path: Path
+):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    model = save(tmp_path / "model", llama(**config))
+    asked: dict[str, Any] = {"prompt": "w1 w2 w3", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+    arguments = ("--target", model, "--port", "0", "--draft", "ngram", "--grace-seconds", str(HANGS_S))
+    with ranks(rank_programs.serve, 2, *arguments) as started:
+        until(lambda: "served at" in started[0].errors.read_text())
+        (url,) = re.findall(r"served at (http://\S+)", started[0].errors.read_text())
+        with httpx.stream("POST", f"{url}v1/completions", json=asked, timeout=HANGS_S) as answer:
+            lines = answer.iter_lines()
+            said = [next(lines)]
+            for rank in told:
+                os.kill(started[rank].process.pid, number)
+            until(lambda: httpx.get(f"{url}health", timeout=HANGS_S).json()["status"] == "draining")
+            said += lines
+        events = [line.removeprefix("data: ") for line in said if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert [rank.result() for rank in started] == [0, 0]
+        assert [rank.join() for rank in started] == [0, 0]
 
 
 @pytest.mark.parametrize(
