@@ -7,11 +7,12 @@ other ranks follow. Tensors do not travel in messages: the forward passes exchan
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 from attrs.validators import deep_mapping, instance_of
 
+from protocol.draft_rank_messages import Array, DraftRankMessage, TextState
 from protocol.errors import ProtocolError
 
 # A longer message is not one of ours.
@@ -49,9 +50,21 @@ class OpenTarget:
 
     Attributes:
         cache_options: of the target's caches, by name.
+        draft_rank: the rank that holds no part of the target and drafts; None if there is none.
     """
 
     cache_options: dict[str, Any]
+    draft_rank: int | None = None
+
+
+@attrs.frozen
+class Present:
+    """A rank is ready for MLX's group to be made: an answer to `OpenTarget`, if it was not made before."""
+
+
+@attrs.frozen
+class ConnectRanks:
+    """All ranks of the target are ready: each makes MLX's group now."""
 
 
 @attrs.frozen
@@ -106,11 +119,24 @@ class Broken:
     reason: str
 
 
-RankMessage = Hello | Welcome | Beat | OpenTarget | Loaded | Operations | CloseTarget | Broken
+RankMessage = (
+    Hello
+    | Welcome
+    | Beat
+    | OpenTarget
+    | Present
+    | ConnectRanks
+    | Loaded
+    | Operations
+    | CloseTarget
+    | Broken
+    | DraftRankMessage
+)
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Welcome, Beat, OpenTarget, Loaded, Operations, CloseTarget, Broken)
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(RankMessage)}
+
+# The key of an object that stands for an array in a line of JSON.
+_ARRAY = "__array__"
 
 
 def encode(message: RankMessage) -> bytes:
@@ -119,7 +145,17 @@ def encode(message: RankMessage) -> bytes:
         fields: list[Any] = [[[o.name, o.sequence, o.arguments, o.texts] for o in message.operations]]
     else:
         fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
-    return json.dumps([type(message).__name__, *fields], separators=(",", ":")).encode()
+    arrays: list[bytes | memoryview] = []
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, TextState):
+            return attrs.astuple(value)
+        assert isinstance(value, Array), value
+        arrays.append(value.data)
+        return {_ARRAY: [value.dtype, value.shape, len(value.data)]}
+
+    line = json.dumps([type(message).__name__, *fields], separators=(",", ":"), default=stand_in).encode()
+    return b"".join((line, b"\n", *arrays)) if arrays else line
 
 
 def decode(data: bytes) -> RankMessage:
@@ -128,7 +164,18 @@ def decode(data: bytes) -> RankMessage:
     Raises: ProtocolError: these are not the bytes of a message.
     """
     try:
-        name, *fields = json.loads(data)
+        line, _, arrays = data.partition(b"\n")
+        begin = 0
+
+        def array(found: dict[str, Any]) -> Any:
+            nonlocal begin
+            if _ARRAY not in found:
+                return found
+            dtype, shape, num_bytes = found[_ARRAY]
+            begin, end = begin + num_bytes, begin + num_bytes
+            return Array(dtype, shape, arrays[end - num_bytes : end])
+
+        name, *fields = json.loads(line, object_hook=array)
         kind = _KINDS[name]
         if kind is Operations:
             (operations,) = fields

@@ -66,7 +66,7 @@ class Announcer:
         )
         if not holds_back:
             held_back, self._held_back = self._held_back, []
-            self.group.send(Operations(tuple(held_back)))
+            self.group.send(Operations(tuple(held_back)), to_target=True)
         self._is_inside = True
         try:
             yield True

@@ -53,5 +53,5 @@ def follow(models: Models) -> CommandOutcome:
     from runtime.ranks.following import follow as follow_target
 
     models.use_device()
-    follow_target(models.target, models.options["group"])
+    follow_target(models.target, models.options["group"], models.draft)
     return CommandOutcome(finish_reason="complete")

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import pytest
 
+from protocol.draft_rank_messages import (
+    Array,
+    CloseDrafter,
+    DraftAnswer,
+    DrafterNotOpened,
+    DrafterOpened,
+    DraftFailure,
+    DraftRequest,
+    GivenFeatures,
+    OpenDrafter,
+    TextState,
+)
 from protocol.errors import ProtocolError
 from protocol.rank_messages import (
     Beat,
     Broken,
     CloseTarget,
+    ConnectRanks,
     Hello,
     Loaded,
     OpenTarget,
     Operation,
     Operations,
+    Present,
     Welcome,
     decode,
     encode,
@@ -27,10 +41,25 @@ from protocol.rank_messages import (
         Welcome(),
         Beat(),
         OpenTarget({"rewind": "auto", "kv_bits": None}),
+        OpenTarget({}, 2),
+        Present(),
+        ConnectRanks(),
         Loaded({"config.json": "1f"}),
         Operations((Operation("rewind", 3, (17,)), Operation("feed", 3, (5, 1), ((3, 17, 123456),)))),
         CloseTarget(),
         Broken("rank 1 hangs"),
+        OpenDrafter({"rewind": "auto"}, 80),
+        DrafterOpened(80, None, (0, 2)),
+        DrafterOpened(80, 128, None),
+        DrafterNotOpened("ModelError", "there is no config.json"),
+        GivenFeatures(3, 17, Array("F32", (1, 2), b"\n\n{}\0\0\0\n")),
+        DraftRequest(5, "rewind", 3, (17,)),
+        DraftAnswer(
+            5, [[Array("U8", (2,), b"\n1")], None, Array("U8", (0,), b"")], TextState(17, 16, False, 1, None, 4)
+        ),
+        DraftAnswer(5, None, None),
+        DraftFailure(5, "RewindError", "it holds 3 tokens"),
+        CloseDrafter(),
     ],
 )
 def test_a_message_comes_back_from_its_bytes(message):
@@ -39,7 +68,18 @@ def test_a_message_comes_back_from_its_bytes(message):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", b"7", b"[]", b'["Nothing"]', b'["Beat", 1]', b'["Hello", 1]', b'["Operations", 1]', b'{"a": 1}'],
+    [
+        b"",
+        b"\xff",
+        b"7",
+        b"[]",
+        b'["Nothing"]',
+        b'["Beat", 1]',
+        b'["Hello", 1]',
+        b'["Operations", 1]',
+        b'{"a": 1}',
+        b'{"__array__": 1}',
+    ],
 )
 def test_other_bytes_are_refused(data):
     with pytest.raises(ProtocolError, match="no message of Outrider's"):
