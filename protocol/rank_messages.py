@@ -172,8 +172,11 @@ def decode(data: bytes) -> RankMessage:
             if _ARRAY not in found:
                 return found
             dtype, shape, num_bytes = found[_ARRAY]
-            begin, end = begin + num_bytes, begin + num_bytes
-            return Array(dtype, shape, arrays[end - num_bytes : end])
+            data = arrays[begin : begin + num_bytes]
+            if len(data) != num_bytes:
+                raise ValueError(f"{len(data)} bytes are left for an array of {num_bytes}")
+            begin += num_bytes
+            return Array(dtype, shape, data)
 
         name, *fields = json.loads(line, object_hook=array)
         kind = _KINDS[name]

@@ -89,14 +89,16 @@ class DraftingModel:
                 return sequence.prepare(num_tokens, settled).value
             case "give_nothing", (num_tokens,):
                 assert isinstance(sequence, FeatureInput)
-                return sequence.give_nothing(num_tokens)
+                sequence.give_nothing(num_tokens)
+                return None
             case "num_bytes", ():
                 return sequence.num_bytes
             case (("rewind" | "check" | "reusable_length" | "reuse" | "forget" | "add_prefix_checkpoint"), _):
                 return getattr(sequence, name)(*arguments)
             case "close", ():
                 del self._texts[number]
-                return sequence.close()
+                sequence.close()
+                return None
             case _:
                 raise ProtocolError(f"a drafting rank does not know the operation {name}{arguments}")
 

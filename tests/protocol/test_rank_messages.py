@@ -79,6 +79,7 @@ def test_a_message_comes_back_from_its_bytes(message):
         b'["Operations", 1]',
         b'{"a": 1}',
         b'{"__array__": 1}',
+        b'["GivenFeatures", 3, 17, {"__array__": ["U8", [9], 9]}]\nshort',
     ],
 )
 def test_other_bytes_are_refused(data):
