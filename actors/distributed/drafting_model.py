@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import attrs
+import mlx.core as mx
 
 from actors.distributed.draft_values import (
     MAX_DRAWN_FROM,
@@ -85,6 +86,9 @@ class DraftingModel:
             case "feed", (tokens, num_logits):
                 logits = sequence.feed(tuple(tokens), num_logits)
                 return None if logits is None else array_message(logits)
+            case "time_pass", (tokens,):
+                mx.eval(sequence.feed(tuple(tokens), len(tokens)))
+                return None
             case "prepare", (num_tokens, settled):
                 return sequence.prepare(num_tokens, settled).value
             case "give_nothing", (num_tokens,):

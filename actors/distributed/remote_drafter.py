@@ -206,6 +206,10 @@ class RemoteSequence(RecordsNothing, TakesSteps):
             return RewoundToCheckpoint(length, plan.keep)
         return [(token, confidence) for token, confidence in guessed]
 
+    def time_pass(self, tokens: tuple[int, ...]) -> None:
+        """See `TakesSteps.time_pass`."""
+        self._ask("time_pass", tokens)
+
     def _news_of(self, shared: DraftedText) -> list[Any] | None:
         """What the rank does not know yet of a session; None if it knows the session."""
         if self._opened is shared.opened:

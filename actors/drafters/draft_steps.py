@@ -101,6 +101,10 @@ class TakesSteps(ABC):
     ) -> list[tuple[int, float]] | RewoundToCheckpoint:
         """See `catch_up`."""
 
+    @abstractmethod
+    def time_pass(self, tokens: tuple[int, ...]) -> None:
+        """Process tokens and compute the logits after each, which stay there; to measure what that takes."""
+
 
 @attrs.frozen
 class DraftSteps:
