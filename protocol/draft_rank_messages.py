@@ -19,6 +19,10 @@ from typing import Any
 import attrs
 
 
+def _tuple(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
 def _optional_tuple(values: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 
@@ -34,7 +38,7 @@ class Array:
     """
 
     dtype: str
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_tuple)
     data: bytes | memoryview = attrs.field(eq=bytes, repr=False)
 
 

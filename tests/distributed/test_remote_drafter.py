@@ -54,7 +54,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 3},
     "rejection": {"temperature": 0.9, "seed": 5, "acceptance": "rejection", "top_p": 0.9},
     "penalties": {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}},
-    "processor": {"logits_processors": (lambda tokens, logits: logits * 0.5,), "temperature": 1.0, "seed": 7},
+    # User code, which runs here; the logits come to it.
+    "processor": {
+        "logits_processors": (runtime.stateless(lambda _, logits: logits * 0.5),),
+        "temperature": 1.0,
+        "seed": 7,
+    },
 }
 
 
@@ -68,15 +73,16 @@ async def opened(draft: Any, *, is_elsewhere: bool) -> AsyncIterator[tuple[runti
         yield rt, rank
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("draft", DRAFTERS)
+@pytest.mark.parametrize(
+    ("draft", "name"), [*(("llama", name) for name in SETTINGS), ("mamba", "greedy"), ("mamba", "rejection")]
+)
 async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name: str, autojump_clock: Any) -> None:
     found = []
     for is_elsewhere in (False, True):
         async with opened(DRAFTERS[draft](), is_elsewhere=is_elsewhere) as (rt, _):
             completions = [
                 await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True, **SETTINGS[name])
-                for prompt in PROMPTS
+                for prompt in PROMPTS[:2]
             ]
         assert all(completion.statistics.draft_failures == 0 for completion in completions)
         assert sum(completion.statistics.proposed for completion in completions) > 0
@@ -100,7 +106,7 @@ async def test_a_draft_step_is_one_request(autojump_clock: Any) -> None:
 async def test_a_text_is_reused_where_it_is(autojump_clock: Any) -> None:
     async with opened(DRAFTERS["llama"](), is_elsewhere=True) as (rt, rank):
         assert rank is not None
-        for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4], [*PROMPTS[2][:4], 8, 9]):
+        for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4], [*PROMPTS[2], 8, 9]):
             completion = await rt.generate(prompt, max_tokens=8, lookahead=2, ignore_eos=True, reuse_prefix=True)
             assert ids(completion.tokens) == greedy(models.llama(), prompt, 8)
             assert completion.statistics.draft_failures == 0
@@ -133,7 +139,7 @@ async def test_a_lost_rank_costs_no_token(autojump_clock: Any, caplog: Any) -> N
         assert "the drafter is lost: rank 1 takes no message (the other end has gone)" in caplog.text
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 async def test_a_trained_drafter_is_given_its_features_elsewhere(kind: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path)
     async with drafted(tmp_path, target, is_elsewhere=True, max_batch=4) as rt:
@@ -149,7 +155,7 @@ async def test_it_drafts_what_it_would_draft_here(kind: str, tmp_path: Path, aut
     found = []
     for is_elsewhere in (False, True):
         target = make(kind, tmp_path)
-        price = priced(draft=1.0, verify=4.0)
+        price = priced(draft=1.0, verify=4.0, load=0.0)
         async with drafted(tmp_path, target, price=price, is_elsewhere=is_elsewhere, max_batch=1) as rt:
             for acceptance in ("match", "rejection"):
                 completion = await rt.generate(PROMPTS[0], seed=2, acceptance=acceptance, **settings)
