@@ -59,7 +59,7 @@ class DraftLink:
         try:
             self._connection.send(message)
         except OSError as error:
-            raise self.lose(f"rank {self.rank} takes no message ({error})") from error
+            raise self.lose(f"rank {self.rank} has ended, or cannot be reached any more ({error})") from error
 
     def receive(self) -> Any:
         """Wait for the next message. To be called by one thread at a time.
