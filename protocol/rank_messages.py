@@ -10,7 +10,7 @@ import json
 from typing import Any, get_args
 
 import attrs
-from attrs.validators import deep_mapping, instance_of
+from attrs.validators import deep_iterable, deep_mapping, instance_of
 
 from protocol.draft_rank_messages import Array, DraftRankMessage, TextState
 from protocol.errors import ProtocolError
@@ -109,6 +109,32 @@ class CloseTarget:
 
 
 @attrs.frozen
+class Measure:
+    """Rank 0 begins a measurement of the links, in which each rank takes its part; see `actors.distributed.links`.
+
+    Attributes:
+        name: of the measurement.
+        arguments: its numbers.
+    """
+
+    name: str = attrs.field(validator=instance_of(str))
+    arguments: list[int] = attrs.field(factory=list, validator=deep_iterable(instance_of(int), instance_of(list)))
+
+
+@attrs.frozen
+class Measured:
+    """What a rank has to say of a measurement.
+
+    Attributes:
+        seconds: of each repetition, if this rank was the one to time it.
+        description: of the rank, by name, if that was asked for.
+    """
+
+    seconds: list[float] = attrs.field(factory=list, validator=deep_iterable(instance_of(float), instance_of(list)))
+    description: dict[str, str] = attrs.field(factory=dict, validator=deep_mapping(instance_of(str), instance_of(str)))
+
+
+@attrs.frozen
 class Broken:
     """The group cannot go on.
 
@@ -129,6 +155,8 @@ RankMessage = (
     | Loaded
     | Operations
     | CloseTarget
+    | Measure
+    | Measured
     | Broken
     | DraftRankMessage
 )

@@ -26,6 +26,8 @@ logger = logging.getLogger("outrider")
 # Every rank sends a heartbeat so often, and counts another one as hanging after so many seconds without any.
 BEAT_S = 0.5
 SILENCE_S = 3.5
+# Longest time that MLX may take to connect ranks that are all there, in seconds.
+CONNECT_TIMEOUT_S = 60.0
 
 # In errors of MLX's that may leave the ranks out of step, wherever they come up: those of its distributed engine, and
 # that of a device which has dropped computations that were submitted, with the collectives among them.
@@ -90,12 +92,12 @@ class RankGroup:
                 f"got draft_rank={draft_rank}; start them again"
             )
 
-    def connect_mlx(self, timeout_s: float, draft_rank: int | None = None) -> None:
-        """Make MLX's group of the target's ranks, if it was not made before.
+    def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Make MLX's group of the target's ranks, if it was not made before. All of them call this at the same time.
 
         Args:
-            timeout_s: longest time to wait for the others.
             draft_rank: the rank that holds no part of the target; None if all do.
+            timeout_s: longest time to wait for the others.
 
         Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """

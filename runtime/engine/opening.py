@@ -22,6 +22,7 @@ from actors.model import Model
 from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
+from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
@@ -49,7 +50,7 @@ from runtime.loading.model_sources import (
 from runtime.loading.tokenizers import check_template_args, copy_of
 from runtime.persistence.prefix_files import check_folder
 from runtime.ranks.draft_rank import load_drafter_onto
-from runtime.ranks.leading import check_group, ending_all, is_sharded, leading, target_worker
+from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
 
@@ -185,9 +186,7 @@ async def open(
         draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
             role: await (draft_stack if role == "draft" else stack).enter_async_context(
-                ThreadWorker(role, events, may_be_given_up=role == "draft")
-                if group is None or role == "draft" or not is_sharded(group, draft_rank)
-                else target_worker(group, events)
+                worker_for(role, events, group, draft_rank)
             )
             for role in sources
         }
@@ -209,7 +208,7 @@ async def open(
         tokenizer = await workers["target"].run(Job("load", copied))
         if max_batch > 1 and max_streams != 1:
             await _probe_sharing(target_loaded.model, workers["target"])
-        prices = Prices()
+        prices = Prices(core_hold_s=CORES.hold_s)
         if drafter is not None:
             await _time_models((target_loaded.model, workers["target"]), (drafter, workers["draft"]), prices)
         async with running(

@@ -13,7 +13,7 @@ from actors.workers.thread_worker import ThreadWorker
 from protocol.errors import OutriderError, RankError, SettingsError
 from protocol.rank_messages import CloseTarget
 from protocol.reprs import shown
-from protocol.trace import Event
+from protocol.trace import Actor, Event
 from runtime.loading.model_sources import Source
 from runtime.ranks.draft_rank import check_draft_rank
 from runtime.ranks.sharded_target import check_drafter, check_sharded
@@ -67,9 +67,23 @@ def _check_free(group: RankGroup) -> None:
         raise SettingsError("another runtime is open in this group of ranks, which has one at a time; close it first")
 
 
-def target_worker(group: RankGroup, on_event: Callable[[Event], None]) -> ThreadWorker:
-    """The worker of a sharded target: its thread can be abandoned, and its errors name the rank that caused them."""
-    return ThreadWorker("target", on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)
+def worker_for(
+    role: Actor, on_event: Callable[[Event], None], group: RankGroup | None, draft_rank: int | None
+) -> ThreadWorker:
+    """The worker of a model.
+
+    That of a sharded target has a thread that can be abandoned, and its errors name the rank that caused them.
+
+    Args:
+        role: of the model.
+        on_event: see `ThreadWorker`.
+        group, draft_rank: as in `open`.
+    """
+    if role == "draft":
+        return ThreadWorker(role, on_event, may_be_given_up=True, computes=not draft_rank)
+    if group is None or not is_sharded(group, draft_rank):
+        return ThreadWorker(role, on_event)
+    return ThreadWorker(role, on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)
 
 
 @contextmanager

@@ -26,8 +26,6 @@ logger = logging.getLogger("outrider")
 
 # Between two messages to the log about ranks that are waited for, in seconds.
 _REPORT_S = 10.0
-# Longest time that MLX may take to connect ranks that are all there, in seconds.
-CONNECT_TIMEOUT_S = 60.0
 
 # Announced once all ranks have loaded the same model: each checks its part, which takes passes of all.
 BEGIN = "begin"
@@ -97,7 +95,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
             for _ in _from_each(group, Present, "follow"):
                 continue
             group.send(ConnectRanks(), to_target=True)
-            group.connect_mlx(CONNECT_TIMEOUT_S, group.draft_rank)
+            group.connect_mlx(group.draft_rank)
         shard = read()
         _compare(shard, group)
         group.send(Operations((Operation(BEGIN),)), to_target=True)

@@ -24,6 +24,8 @@ from protocol.rank_messages import (
     ConnectRanks,
     Hello,
     Loaded,
+    Measure,
+    Measured,
     OpenTarget,
     Operation,
     Operations,
@@ -47,6 +49,9 @@ from protocol.rank_messages import (
         Loaded({"config.json": "1f"}),
         Operations((Operation("rewind", 3, (17,)), Operation("feed", 3, (5, 1), ((3, 17, 123456),)))),
         CloseTarget(),
+        Measure("link", [0, 1, 4096, 6]),
+        Measured([0.5, 0.25]),
+        Measured(description={"host": "here"}),
         Broken("rank 1 hangs"),
         OpenDrafter({"rewind": "auto"}, 80),
         DrafterOpened(80, None, (0, 2)),
@@ -80,6 +85,8 @@ def test_a_message_comes_back_from_its_bytes(message):
         b'{"a": 1}',
         b'{"__array__": 1}',
         b'["GivenFeatures", 3, 17, {"__array__": ["U8", [9], 9]}]\nshort',
+        b'["Measure", "sum", 4]',
+        b'["Measured", ["1"]]',
     ],
 )
 def test_other_bytes_are_refused(data):
