@@ -1,22 +1,28 @@
 """Messages between the ranks of a target that is sharded over several processes, as bytes and back.
 
 Rank 0 leads: it announces each operation on the target's caches, in the order in which its own thread runs them. The
-other ranks follow. Tensors do not travel in messages: the forward passes exchange them by MLX's own collectives.
+other ranks follow. The forward passes exchange tensors by MLX's own collectives; in messages travel only those of saved
+texts.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import attrs
-from attrs.validators import deep_iterable, deep_mapping, instance_of
+from attrs.validators import deep_iterable, deep_mapping, ge, instance_of
 
 from protocol.draft_rank_messages import Array, DraftRankMessage, TextState
 from protocol.errors import ProtocolError
 
 # A longer message is not one of ours.
 MAX_MESSAGE_BYTES = 64 * 1024**2
+
+
+def _as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(numbers)
 
 
 @attrs.frozen
@@ -41,7 +47,15 @@ class Welcome:
 
 @attrs.frozen
 class Beat:
-    """Says that the sender is alive. Sent both ways, also while a model works."""
+    """Says that the sender is alive. Sent both ways, also while a model works.
+
+    Attributes:
+        operation: which one of the target's the sender is in; None if it waits for the next one.
+        seconds: for how long.
+    """
+
+    operation: str | None = attrs.field(default=None, validator=attrs.validators.optional(instance_of(str)))
+    seconds: float = attrs.field(default=0.0, validator=instance_of((int, float)))
 
 
 @attrs.frozen
@@ -104,6 +118,46 @@ class Operations:
 
 
 @attrs.frozen
+class TensorChunk:
+    """Bytes of a tensor of a saved text. They are not in the message's JSON, but after it.
+
+    Attributes:
+        name: of the tensor.
+        dtype, shape: of all of it; see `actors.tensor.Tensor`.
+        data: the bytes after those in earlier messages.
+    """
+
+    name: str = attrs.field(validator=instance_of(str))
+    dtype: str = attrs.field(validator=instance_of(str))
+    shape: tuple[int, ...] = attrs.field(
+        converter=_as_tuple, validator=deep_iterable(attrs.validators.and_(instance_of(int), ge(0)))
+    )
+    data: bytes
+
+
+@attrs.frozen
+class Recorded:
+    """Ends the tensors that the sender had for now.
+
+    Attributes:
+        description: of the sender's part of a saved text, for JSON, if that is complete; None if more is to come.
+    """
+
+    description: Any
+
+
+@attrs.frozen
+class Answer:
+    """A rank's answer to an operation that may fail on one rank and leave all in step.
+
+    Attributes:
+        error: a clause that says why it has failed; None if it has not.
+    """
+
+    error: str | None = attrs.field(validator=attrs.validators.optional(instance_of(str)))
+
+
+@attrs.frozen
 class CloseTarget:
     """Rank 0 has closed the target; the ranks release their parts."""
 
@@ -154,6 +208,9 @@ RankMessage = (
     | ConnectRanks
     | Loaded
     | Operations
+    | TensorChunk
+    | Recorded
+    | Answer
     | CloseTarget
     | Measure
     | Measured
@@ -169,11 +226,13 @@ _ARRAY = "__array__"
 
 def encode(message: RankMessage) -> bytes:
     """A message as bytes."""
+    arrays: list[bytes | memoryview] = []
     if isinstance(message, Operations):
         fields: list[Any] = [[[o.name, o.sequence, o.arguments, o.texts] for o in message.operations]]
+    elif isinstance(message, TensorChunk):
+        fields, arrays = [message.name, message.dtype, message.shape], [message.data]
     else:
         fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
-    arrays: list[bytes | memoryview] = []
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, TextState):
@@ -192,6 +251,7 @@ def decode(data: bytes) -> RankMessage:
     Raises: ProtocolError: these are not the bytes of a message.
     """
     try:
+        # JSON without indentation has no line breaks.
         line, _, arrays = data.partition(b"\n")
         begin = 0
 
@@ -208,6 +268,9 @@ def decode(data: bytes) -> RankMessage:
 
         name, *fields = json.loads(line, object_hook=array)
         kind = _KINDS[name]
+        if kind is TensorChunk:
+            tensor, dtype, shape = fields
+            return TensorChunk(tensor, dtype, shape, arrays)
         if kind is Operations:
             (operations,) = fields
             return Operations(

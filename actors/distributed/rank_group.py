@@ -15,7 +15,7 @@ import mlx.core as mx
 import outcome
 
 from actors.distributed.connection import Connection
-from actors.distributed.draft_link import DraftLink
+from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.rank_address import left_out
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
@@ -54,7 +54,7 @@ class RankGroup:
         self.rank, self.size = rank, size
         self.mlx: mx.distributed.Group | None = None
         self.is_led = False
-        self.drafter: DraftLink | None = None
+        self.drafter: DraftRankLink | None = None
         self._mlx_without: int | None = None
         self._connections: Mapping[int, Connection] = dict(connections)
         self._inbox: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
@@ -67,6 +67,9 @@ class RankGroup:
         self._others_are_told = threading.Event()
         self._callbacks: list[Callable[[RankError], None]] = []
         self._is_hanging: Callable[[], bool] = _never
+        # The operation that this rank is in, and since when; and what the others have said of theirs.
+        self._at_work: tuple[str | None, float] = (None, time.monotonic())
+        self._heard: dict[int, Beat] = {}
         # A daemon, since a process may end without closing the group; it runs nothing of MLX's.
         self._thread = threading.Thread(target=self._watch, name="outrider-ranks", daemon=True)
         self._thread.start()
@@ -133,18 +136,19 @@ class RankGroup:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, message: RankMessage, *, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others.
+    def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
+        """Send a message to rank 0, or from rank 0 to all others, or to one of them.
 
         Args:
             message: what to send.
+            to: the one rank to send it to; None for all.
             to_target: whether the drafting rank is left out.
 
         Raises: RankError: the group is broken.
         """
         self.check()
         for rank, connection in self._connections.items():
-            if to_target and rank == self.draft_rank:
+            if to not in (None, rank) or (to_target and rank == self.draft_rank):
                 continue
             try:
                 connection.send(message)
@@ -186,7 +190,7 @@ class RankGroup:
             on_lost: called in any thread with the reason, if the rank is lost.
         """
         if rank is not None:
-            self.drafter = DraftLink(rank, self._connections[rank], on_lost)
+            self.drafter = DraftRankLink(rank, self._connections[rank], on_lost)
         try:
             yield
         finally:
@@ -282,6 +286,19 @@ class RankGroup:
         finally:
             self._is_hanging = _never
 
+    def note(self, operation: str | None) -> None:
+        """Note which operation this rank is in; None for none. The other ranks hear of it with the next heartbeat."""
+        self._at_work = operation, time.monotonic()
+
+    def _whereabouts(self) -> str:
+        """What the other ranks are at, as a clause."""
+        said = []
+        for rank, beat in sorted(self._heard.items()):
+            said.append(
+                f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
+            )
+        return "; ".join(said)
+
     def _lose(self, rank: int, how: str) -> RankError:
         reason, drafter = f"rank {rank} {how}", self.drafter
         if drafter is None or rank != drafter.rank:
@@ -318,7 +335,9 @@ class RankGroup:
                     self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
             looked = now
             if self._is_hanging():
-                self.fail(f"a pass of rank {self.rank} has not ended: the ranks wait for each other")
+                self.fail(
+                    f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({self._whereabouts()})"
+                )
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat()
@@ -334,8 +353,8 @@ class RankGroup:
         drafter = self.drafter
         for message in messages:
             if isinstance(message, Beat):
-                continue
-            if drafter is not None and rank == drafter.rank:
+                self._heard[rank] = message
+            elif drafter is not None and rank == drafter.rank:
                 if isinstance(message, Broken):
                     self._drop(rank)
                     drafter.lose(message.reason)
@@ -347,9 +366,11 @@ class RankGroup:
                 self._inbox.put((rank, message))
 
     def _beat(self) -> None:
+        operation, since = self._at_work
+        beat = Beat(operation, round(time.monotonic() - since, 1))
         for rank, connection in self._connections.items():
             try:
-                connection.send(Beat())
+                connection.send(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
 

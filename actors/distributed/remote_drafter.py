@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from actors.distributed.draft_link import DraftLink
+from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.draft_values import array_from, array_message, opened_fields, outcome_from
 from actors.drafters.draft_steps import DraftedText, DraftSteps, RewoundToCheckpoint, StepOutcome, TakesSteps
 from actors.model import CachedSequence, CacheLostError, FeedsEach, RecordsNothing, RewindMode
@@ -49,7 +49,7 @@ class RemoteDrafter(FeedsEach):
         feature_layers: of the target, whose inputs the drafter reads; None if it reads none.
     """
 
-    def __init__(self, link: DraftLink, opened: DrafterOpened) -> None:
+    def __init__(self, link: DraftRankLink, opened: DrafterOpened) -> None:
         """Take over what a rank has loaded.
 
         Args:

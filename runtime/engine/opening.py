@@ -277,8 +277,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     check_template_args(given["chat_template_args"])
     if not isinstance(given["tune_mlx"], bool):
         raise SettingsError(f"tune_mlx must be True or False, got {shown(given['tune_mlx'])}")
-    of_ranks = {name: given[name] for name in ("prefix_cache_dir", "draft_rank")}
-    check_group(given["group"], sources["target"], sources.get("draft"), **of_ranks)
+    check_group(given["group"], sources["target"], sources.get("draft"), given["draft_rank"])
     return sources, cache_options
 
 

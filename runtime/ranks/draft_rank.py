@@ -14,7 +14,7 @@ import trio
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.distributed.draft_link import DraftLink
+from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.drafting_model import DraftingModel
 from actors.distributed.rank_address import is_ring
 from actors.distributed.rank_group import RankGroup
@@ -115,7 +115,7 @@ async def load_drafter_onto(
     return drafter
 
 
-def _open_remotely(link: DraftLink, options: CacheOptions, target_vocab_size: int) -> RemoteDrafter:
+def _open_remotely(link: DraftRankLink, options: CacheOptions, target_vocab_size: int) -> RemoteDrafter:
     link.send(OpenDrafter(attrs.asdict(options), target_vocab_size))
     while not isinstance(answer := link.receive(), DrafterOpened):
         if isinstance(answer, DrafterNotOpened):

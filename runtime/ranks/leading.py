@@ -23,9 +23,7 @@ from runtime.ranks.sharded_target import check_drafter, check_sharded
 PASS_TIMEOUT_S = 60.0
 
 
-def check_group(
-    group: Any, target: Source, draft: Source | None, *, prefix_cache_dir: Any, draft_rank: Any = None
-) -> None:
+def check_group(group: Any, target: Source, draft: Source | None, draft_rank: Any = None) -> None:
     """Check the options `group` and `draft_rank` of `open`, and what does not go with them.
 
     Raises:
@@ -47,10 +45,6 @@ def check_group(
     _check_free(group)
     remote = check_draft_rank(group, draft_rank, has_model=draft is not None)
     if is_sharded(group, remote):
-        if prefix_cache_dir is not None:
-            raise SettingsError(
-                "prefix_cache_dir does not go with ranks: each holds only a part of a cache; leave it out"
-            )
         check_sharded(target)
     if remote is None:
         check_drafter(draft, target)

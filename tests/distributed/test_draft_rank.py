@@ -76,28 +76,28 @@ def group() -> Any:
 def test_a_rank_that_cannot_draft_is_refused(group: Any, monkeypatch: Any, draft_rank: Any, expected: str) -> None:
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     with pytest.raises(SettingsError, match=expected):
-        check_group(group, "owner/name", "owner/draft", prefix_cache_dir=None, draft_rank=draft_rank)
+        check_group(group, "owner/name", "owner/draft", draft_rank=draft_rank)
 
 
 def test_a_rank_without_anything_to_draft_with_is_refused(group: Any) -> None:
     with pytest.raises(SettingsError, match="draft_rank=1 is where a draft model is loaded, and there is none"):
-        check_group(group, "owner/name", None, prefix_cache_dir=None, draft_rank=1)
+        check_group(group, "owner/name", None, draft_rank=1)
 
 
 def test_a_rank_without_a_group_is_refused() -> None:
     with pytest.raises(SettingsError, match="draft_rank is one of several ranks, and there is no group of them"):
-        check_group(None, "owner/name", "owner/draft", prefix_cache_dir=None, draft_rank=1)
+        check_group(None, "owner/name", "owner/draft", draft_rank=1)
 
 
 def test_rank_0_may_be_named(group: Any) -> None:
-    check_group(group, "owner/name", None, prefix_cache_dir=None, draft_rank=0)
+    check_group(group, "owner/name", None, draft_rank=0)
 
 
 def test_ranks_that_are_connected_stay_so(group: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(rank_address, "_hosts", lambda _: [["a:1"], ["b:1"], ["c:1"]])
     group.mlx = object()
     with pytest.raises(SettingsError, match=r"the ranks were connected with draft_rank=None, .* got draft_rank=1"):
-        check_group(group, "owner/name", "owner/draft", prefix_cache_dir=None, draft_rank=1)
+        check_group(group, "owner/name", "owner/draft", draft_rank=1)
 
 
 def test_a_ring_is_described_without_the_rank_that_drafts(tmp_path: Any, monkeypatch: Any) -> None:

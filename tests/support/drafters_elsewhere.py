@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.distributed.draft_link import DraftLink
+from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.drafting_model import DraftingModel
 from actors.distributed.remote_drafter import RemoteDrafter
 from protocol.draft_rank_messages import DrafterOpened, DraftRequest, GivenFeatures
@@ -22,7 +22,7 @@ class RankInThisProcess:
 
     def __init__(self, model: Any) -> None:
         self._drafting = DraftingModel(model)
-        self.link = DraftLink(1, self, lambda _: None)  # type: ignore[arg-type]
+        self.link = DraftRankLink(1, self, lambda _: None)  # type: ignore[arg-type]
         self.asked: list[str] = []
         self.num_bytes = 0
         self.is_lost = False

@@ -21,7 +21,7 @@ from protocol.rank_messages import RankMessage
 logger = logging.getLogger("outrider")
 
 
-class DraftLink:
+class DraftRankLink:
     """The connection to the rank that drafts. The group's thread receives, and gives the messages to `put`.
 
     Attributes:
