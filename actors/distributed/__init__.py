@@ -4,6 +4,5 @@ Rank 0 runs everything as one process would, and announces each operation on the
 it on their part of the weights. A control connection from each rank to rank 0 carries the announcements and heartbeats;
 tensors go through MLX's collectives, inside the forward passes.
 
-One rank may hold the drafter, and nothing of the target. `remote_drafter` is that drafter as rank 0 sees it,
-`drafting_model` what does its work there; what they say to each other goes over the control connection.
+One rank may hold the drafter, and nothing of the target: see `drafting`.
 """

@@ -10,7 +10,7 @@ from typing import Literal
 
 import trio
 
-from actors.distributed.remote_drafter import RemoteDrafter
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.model import Model

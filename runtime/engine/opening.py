@@ -13,8 +13,8 @@ from typing import Any, Never, Unpack
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.distributed.rank_group import RankGroup
-from actors.distributed.remote_drafter import RemoteDrafter
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel

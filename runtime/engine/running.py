@@ -13,7 +13,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
-from actors.distributed.remote_drafter import RemoteDrafter
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor

@@ -15,10 +15,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.distributed.draft_rank_link import DraftRankLink
-from actors.distributed.drafting_model import DraftingModel
+from actors.distributed.drafting.drafting_model import DraftingModel
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.distributed.rank_address import is_ring
 from actors.distributed.rank_group import RankGroup
-from actors.distributed.remote_drafter import RemoteDrafter
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter

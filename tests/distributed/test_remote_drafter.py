@@ -20,7 +20,7 @@ from scripted import ids, priced
 from trained_drafters import KINDS, make
 
 import runtime
-from actors.distributed.draft_values import (
+from actors.distributed.drafting.draft_values import (
     MAX_DRAWN_FROM,
     array_from,
     array_message,

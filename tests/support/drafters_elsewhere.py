@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from actors.distributed.draft_rank_link import DraftRankLink
-from actors.distributed.drafting_model import DraftingModel
-from actors.distributed.remote_drafter import RemoteDrafter
+from actors.distributed.drafting.drafting_model import DraftingModel
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from protocol.draft_rank_messages import DrafterOpened, DraftRequest, GivenFeatures
 from protocol.rank_messages import decode, encode
 

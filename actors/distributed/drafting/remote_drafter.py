@@ -14,7 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from actors.distributed.draft_rank_link import DraftRankLink
-from actors.distributed.draft_values import array_from, array_message, opened_fields, outcome_from
+from actors.distributed.drafting.draft_values import array_from, array_message, opened_fields, outcome_from
 from actors.drafters.draft_steps import DraftedText, DraftSteps, RewoundToCheckpoint, StepOutcome, TakesSteps
 from actors.model import CachedSequence, CacheLostError, FeedsEach, RecordsNothing, RewindMode
 from actors.sampling.logits_pipeline import TokenHistory

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from actors.distributed.draft_values import (
+from actors.distributed.drafting.draft_values import (
     MAX_DRAWN_FROM,
     array_from,
     array_message,
