@@ -140,9 +140,11 @@ async def test_a_lost_rank_costs_no_token(autojump_clock: Any, caplog: Any) -> N
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-async def test_a_trained_drafter_is_given_its_features_elsewhere(kind: str, tmp_path: Path) -> None:
-    target = make(kind, tmp_path)
-    async with drafted(tmp_path, target, is_elsewhere=True, max_batch=4) as rt:
+async def test_a_trained_drafter_is_given_its_features_elsewhere(
+    kind: str, tmp_path: Path, autojump_clock: Any
+) -> None:
+    target, price = make(kind, tmp_path), priced(draft=1.0, verify=4.0, load=0.0)
+    async with drafted(tmp_path, target, price=price, is_elsewhere=True, max_batch=4) as rt:
         await check_greedy(rt, target, 3)
         await check_seeded(rt, 2)
         await check_reuse(rt, target)
