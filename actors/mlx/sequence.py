@@ -230,6 +230,8 @@ class MLXSequence(RecordsFeatures):
 
         Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
         """
+        if state.others is not None:
+            raise MisfitError("it has the parts of several ranks, and this model is that of one process")
         parts = (state.layers, *(checkpoint.layers for checkpoint in state.prefix_checkpoints))
         if any(len(layers) != len(self.cache) for layers in parts):
             raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
