@@ -155,6 +155,11 @@ class LeadingSequence(MLXSequence):
             super().reuse(length)
             self._announcer.ledger.cut(self.number, length)
 
+    @property
+    def can_fork(self) -> bool:
+        """False: the other ranks have their parts of the caches."""
+        return False
+
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """None: this rank has only a part of the caches."""
         return None

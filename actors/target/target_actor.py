@@ -11,13 +11,13 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
 from actors.model import CachedSequence, CacheLostError, Model
-from actors.prefill import prefill_committed
+from actors.prefill import prefill, prefill_committed
 from actors.probe import PROBED, probe
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
 from actors.target.pass_queue import PassQueue, SharedPass, SharedPassError
 from actors.target.plain_decoder import PlainDecoder
-from actors.target.scoring import read_prompt
+from actors.target.scoring import score_prompt
 from actors.target.target_session import TargetSession
 from actors.target.verify import VerifyRequest
 from actors.workers.worker import Job, JobError, Worker
@@ -93,8 +93,10 @@ class TargetActor(ModelActor[TargetSession]):
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
                 sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
-                await read_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
+                await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
                 await self._give_prompt_features(session, sequence)
+                await self._hand_on(session, sequence)
+                await score_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
                 self._passes.forget(session.id)
@@ -117,12 +119,13 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _give_prompt_features(self, session: TargetSession, sequence: CachedSequence) -> None:
         """Give a drafter that reads features those of the prompt."""
-        if self.drafter is None or not session.shared.opened.drafted or not sequence.feature_arrays():
+        if self.drafter is None or not session.shared.opened.drafted:
             return
-        call = partial(sequence.take_features, len(session.cached_tokens))
-        features = await self.worker.run(Job("prefill", call, session.id))
-        if features is not None:
-            self.drafter.send_nowait(PromptFeatures(session.id, features))
+        if sequence.feature_arrays():
+            call = partial(sequence.take_features, len(session.cached_tokens))
+            session.prompt_features = await self.worker.run(Job("prefill", call, session.id))
+        if session.prompt_features is not None:
+            self.drafter.send_nowait(PromptFeatures(session.id, session.prompt_features))
 
     async def _end_or_break(self, session: TargetSession, error: JobError) -> None:
         """End a session one of whose jobs failed, and the runtime if the model does not work any more.
@@ -173,7 +176,7 @@ class TargetActor(ModelActor[TargetSession]):
             verdict = await (
                 self._decode(session, sequence)
                 if proposal is None and not self._shares_passes(session)
-                else self._verify(session, sequence, proposal or self._no_proposal(session))
+                else self._verify(session, sequence, proposal or session.no_proposal())
             )
             # A running job is not abandoned, so the session may have been closed meanwhile.
             await trio.lowlevel.checkpoint_if_cancelled()
@@ -311,7 +314,7 @@ class TargetActor(ModelActor[TargetSession]):
         plan = session.cached_tokens.plan(session.state.committed)
         settle = session.replay.should_settle(len(plan.feed) - 1, self.prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
-        goes_on = not proposal.tokens and not session.shared.opened.settings.logprobs and self._stays_plain(session)
+        goes_on = not proposal.tokens and not session.shared.opened.settings.logprobs and session.stays_plain
         request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle, goes_on)
         # A cache that could not have undone the last pass most likely cannot undo this one.
         feeds_draft = not settle and not session.was_single_step
@@ -365,15 +368,6 @@ class TargetActor(ModelActor[TargetSession]):
         is_ahead = session.decoder is not None and session.decoder.is_ahead
         return not is_ahead and len(self._sessions) > 1 and self._passes.num_shared > 1
 
-    def _stays_plain(self, session: TargetSession) -> bool:
-        """Whether there is a round after this one, and it is the target's own as well, whatever this one's token is."""
-        state = session.state
-        rests_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
-        return rests_on and (state.remaining is None or state.remaining > 1)
-
-    def _no_proposal(self, session: TargetSession) -> Proposal:
-        return Proposal(session.id, session.state.round, session.state.next_position, ())
-
     async def _decode(self, session: TargetSession, sequence: CachedSequence) -> Verdict:
         """A round without a proposal: the drafter rests, or the session is not drafted."""
         state, shared = session.state, session.shared
@@ -383,7 +377,7 @@ class TargetActor(ModelActor[TargetSession]):
         plan = session.cached_tokens.plan(state.committed, num_logits=0 if decoder.is_ahead else 1)
         # Beside other sessions, the next round shares a pass with theirs.
         is_alone = len(self._sessions) == 1 or self._passes.num_shared == 1
-        go_ahead = is_alone and self._stays_plain(session)
+        go_ahead = is_alone and session.stays_plain
         history = shared.logits_pipeline.history(state.committed)
         call = partial(decoder.step, plan, history, state.next_position, go_ahead)
         job = Job("decode", call, session.id, 1, state.round)
@@ -393,7 +387,7 @@ class TargetActor(ModelActor[TargetSession]):
             if not isinstance(error.__cause__, CacheLostError):
                 raise
             await self._catch_up(session, sequence)
-            return await self._verify(session, sequence, self._no_proposal(session))
+            return await self._verify(session, sequence, session.no_proposal())
         session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + ((token,) if decoder.is_ahead else ())))
         return Verdict(
             session.id, state.round, state.next_position, 0, token, likelihoods=likelihoods, features=features

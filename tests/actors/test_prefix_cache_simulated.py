@@ -205,12 +205,13 @@ async def test_a_text_that_shares_most_of_another_takes_its_sequence(autojump_cl
 async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
-        streams = [simulation.runtime.stream([*PROMPT, last], max_tokens=6, reuse_prefix=True) for last in (1, 2)]
+        prompts = [[*PROMPT, other, 3] for other in (1, 2)]
+        streams = [simulation.runtime.stream(prompt, max_tokens=6, reuse_prefix=True) for prompt in prompts]
         texts = [[], []]
         async with trio.open_nursery() as nursery:
             for text, stream in zip(texts, streams, strict=True):
                 nursery.start_soon(read_into_list, text, stream)
-        assert texts == [continuation([*PROMPT, last], 6) for last in (1, 2)]
+        assert texts == [continuation(prompt, 6) for prompt in prompts]
         assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
 
 
