@@ -27,6 +27,7 @@ from scripted import (
     truthful,
     within,
 )
+from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
 from protocol.errors import RewindError
@@ -275,6 +276,18 @@ async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(aut
             ]
             assert cached_tokens == text[: len(cached_tokens)]
             assert len(cached_tokens) > len(PROMPT)
+
+
+async def test_a_trained_drafter_whose_text_ends_before_it_has_read_tokens_again_keeps_the_rest(
+    caplog: pytest.LogCaptureFixture, autojump_clock: Any
+) -> None:
+    prompt = list(range(1, 41))
+    draft = TrainedDraft(lambda history, staleness: truthful(history))
+    async with simulated(RecordingTarget(truthful), draft, draft_price=priced(prefill=0.25)) as simulation:
+        for num_tokens in (8, 8, 9):
+            await turn(simulation, prompt, num_tokens, lookahead=3, prefill_step_size=8)
+    assert len(draft.sequences) == 1
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("nth", range(1, 7))

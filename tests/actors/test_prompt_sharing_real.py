@@ -14,7 +14,7 @@ from architectures import ARCHITECTURES, build
 from cache_subjects import ATOL
 from completions import ids
 from drafted_runtime import drafted
-from models import gemma3_text, llama, mamba, near, prompt_of, sliding_llama
+from models import llama, mamba, near, prompt_of, sliding_llama
 from scripted import priced
 from trained_drafters import write_eagle3
 
@@ -26,13 +26,11 @@ from actors.prefill import CHECKPOINT_DISTANCE
 from protocol.trace import Event, Instant, Span
 from runtime.engine.events import Events
 
-# Plain key-value caches, sliding windows that the prompt fills, recurrent states, and both kinds.
+# Plain key-value caches, sliding windows that the prompt fills, and recurrent states.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
-    "gemma3_text": gemma3_text,
     "sliding_llama": functools.partial(sliding_llama, window=32),
     "mamba": mamba,
-    "qwen3_next": functools.partial(build, "qwen3_next"),
 }
 PROMPT = prompt_of(70, vocab_size=64)
 NUM_READ = len(PROMPT) - 1
@@ -40,7 +38,7 @@ NUM_READ = len(PROMPT) - 1
 
 @functools.cache
 def family(name: str) -> nn.Module:
-    return FAMILIES[name]()
+    return FAMILIES[name]() if name in FAMILIES else build(name)
 
 
 class Prefills:
@@ -54,7 +52,9 @@ class Prefills:
             self.num_read[event.actor] += event.num_tokens
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next"))]
+)
 async def test_four_answers_to_a_prompt_read_it_once_and_are_those_of_four_requests(name: str) -> None:
     prefills, model = Prefills(), family(name)
     asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0.8, "lookahead": 3, "prefill_step_size": 16}
@@ -72,7 +72,7 @@ async def test_four_answers_to_a_prompt_read_it_once_and_are_those_of_four_reque
         assert sorted(each.cached_tokens for each in statistics) == [0, NUM_READ, NUM_READ, NUM_READ]
         assert sum(each.prefilled_tokens for each in statistics) == NUM_READ
         # Each of them can be gone on from, at the end of the prompt, too.
-        for seed in range(4):
+        for seed in range(2):
             prompt = [*PROMPT, 60 - seed, 3]
             warm = await rt.generate(prompt, seed=seed, reuse_prefix=True, **asked)
             assert ids(warm) == ids(await rt.generate(prompt, seed=seed, **asked))
@@ -103,14 +103,16 @@ async def test_a_trained_drafter_has_the_features_of_the_prompt_in_each_session(
         proposals = [event for event in seen if isinstance(event, Instant) and event.kind == "proposal"]
         return [event.tokens for event in proposals if event.session == session]
 
-    async with drafted(write_eagle3(tmp_path, built), built, events=events, price=priced()) as rt:
+    async with drafted(write_eagle3(tmp_path, built), built, events=events, price=priced(load=0.0)) as rt:
         alone = [await rt.generate(PROMPT, seed=seed, **asked) for seed in range(3)]
         together = await rt.generate_many([(PROMPT, {"seed": seed}) for seed in range(3)], reuse_prefix=True, **asked)
         assert list(map(ids, together)) == list(map(ids, alone))
         assert sum(completion.statistics.prefilled_tokens for completion in together) == NUM_READ
-    # The first proposal is made of features of the prompt; without them, another one would be.
+    # Where the drafter is not late, it proposes the same. Without the features of the prompt, it would not.
     for session in range(3):
-        assert proposed(session)[0] == proposed(3 + session)[0] != ()
+        shared = proposed(3 + session)[1:]
+        assert len(shared) >= 4
+        assert shared == proposed(session)[-len(shared) :]
 
 
 # --- copies of a sequence ---------------------------------------------------------------------------
@@ -133,20 +135,18 @@ def read_on(sequence: MLXSequence, tokens: list[int]) -> mx.array:
     return logits
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("llama", "gemma3_text", "mamba", "qwen3_next", "llama4", "deepseek_v32")
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in ARCHITECTURES
-    ],
-)
+# One architecture with each combination of caches, without those of a class of the model's own.
+BY_CACHES = {tuple(sorted(set(each.kinds))): name for name, each in reversed(ARCHITECTURES.items())}
+(OF_ITS_OWN,) = (BY_CACHES.pop(kinds) for kinds in list(BY_CACHES) if kinds == ("LayerCache",))
+
+
+@pytest.mark.parametrize("name", BY_CACHES.values())
 def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> None:
     model = MLXModel(build(name), CacheOptions())
     ways = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3]]
     expected = [read_on(read(model), way) for way in ways]
     source = read(model)
+    assert source.can_fork
     fork = source.fork_point()
     first = fork()
     assert (first.length, first.needs_prefix_checkpoints) == (NUM_READ, source.needs_prefix_checkpoints)
@@ -167,6 +167,17 @@ def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> N
             sequence.reuse(length)
             sequence.feed(tuple(PROMPT[length:NUM_READ]), 0)
             assert mx.allclose(read_on(sequence, ways[0]), expected[0], atol=ATOL), name
+
+
+async def test_caches_of_a_class_that_is_not_known_are_not_copied() -> None:
+    async with runtime.open((build(OF_ITS_OWN), None)) as rt:
+        asked: dict[str, Any] = {"max_tokens": 4, "reuse_prefix": True}
+        alone, *together = [
+            await rt.generate(PROMPT[:9], max_tokens=4),
+            *await rt.generate_many([PROMPT[:9]] * 2, **asked),
+        ]
+        assert [ids(completion) for completion in together] == [ids(alone)] * 2
+        assert [completion.statistics.prefilled_tokens for completion in together] == [8, 8]
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding_llama"])

@@ -18,6 +18,7 @@ from scripted import (
     continuation,
     ids,
     never,
+    priced,
     read_into,
     run,
     simulated,
@@ -127,7 +128,7 @@ async def test_scores_of_texts_that_begin_alike_read_the_beginning_once(autojump
 
 async def test_a_drafter_that_reads_features_has_those_of_the_prompt_in_each_session(autojump_clock: Any) -> None:
     draft = TrainedDraft(lambda history, staleness: truthful(history))
-    async with simulated(RecordingTarget(truthful), draft) as simulation:
+    async with simulated(RecordingTarget(truthful), draft, draft_price=priced(prefill=0.25)) as simulation:
         texts = await simulation.runtime.generate_many([PROMPT] * 3, lookahead=3, **ASKED)
         assert [ids(text.tokens) for text in texts] == [continuation(PROMPT, 8)] * 3
         assert num_read(simulation) == NUM_READ
