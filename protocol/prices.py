@@ -7,6 +7,7 @@ together. Machines, caches and other programs change, so all of these are averag
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import attrs
@@ -90,6 +91,8 @@ class Prices:
         plain_overhead: by what factor rounds of several texts without drafts take longer than their passes, because of
             the trip through the event loop.
         hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
+        core_hold_s: seconds after a draft step in which the target still has only its share of the cores; 0 where the
+            models do not share cores.
     """
 
     verify: PassPrice = attrs.field(factory=PassPrice)
@@ -100,6 +103,7 @@ class Prices:
     drafts_together: bool = False
     plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
+    core_hold_s: float = 0.0
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
     # Tokens and seconds of speculative rounds, weighted alike.
@@ -247,11 +251,12 @@ class Prices:
             self.draft_share_s(1, beside_target=False),
             self.hit_rate.value if self.hit_rate.is_known else 0.5,
         )
-        hidden_step_s = self.verify.target_slowdown * self.draft_share_s(1, beside_target=True)
+        slowdown = 0.0 if self.core_hold_s else self.verify.target_slowdown
+        hidden_step_s = slowdown * self.draft_share_s(1, beside_target=True)
         for k in range(1, 17):
             reach *= acceptance
             tokens += reach
-            verify_s, num_steps = self.verify(num_texts * (k + 1)), num_texts * k
+            verify_s, num_steps = self._beside_drafter_s(self.verify(num_texts * (k + 1))), num_texts * k
             # On a miss the target waits for the drafter. On a hit it was only slowed down, unless the drafter cannot
             # keep pace at all.
             drafting_s = max(
@@ -260,6 +265,10 @@ class Prices:
             if (seconds := verify_s + drafting_s) > 0.0:
                 best = max(best, num_texts * tokens / seconds)
         return best
+
+    def _beside_drafter_s(self, pass_s: float) -> float:
+        """Seconds of a pass, which takes `pass_s` alone, with its share of the cores while a drafter works."""
+        return pass_s / (1.0 - self.verify.target_slowdown) if self.core_hold_s else pass_s
 
     def estimates(self) -> Estimates:
         """A snapshot."""
@@ -285,9 +294,11 @@ class Prices:
         """Price the passes that ended by then: every draft step beside them is known."""
         while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
             width, began_s, ended_s = self._unpriced_passes.popleft()
-            overlap_s = sum(
-                max(0.0, min(ended_s, step_ended) - max(began_s, step_began))
-                for step_began, step_ended in reversed(self._draft_steps)
-                if step_ended > began_s
-            )
+            overlap_s, next_began = 0.0, math.inf
+            for step_began, step_ended in reversed(self._draft_steps):
+                shared_until = min(step_ended + self.core_hold_s, next_began)
+                if step_ended + self.core_hold_s <= began_s:
+                    break
+                overlap_s += max(0.0, min(ended_s, shared_until) - max(began_s, step_began))
+                next_began = step_began
             self.verify.observe(width, overlap_s, ended_s - began_s)

@@ -7,10 +7,10 @@ other ranks follow. Tensors do not travel in messages: the forward passes exchan
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import attrs
-from attrs.validators import deep_mapping, instance_of
+from attrs.validators import deep_iterable, deep_mapping, instance_of
 
 from protocol.errors import ProtocolError
 
@@ -96,6 +96,32 @@ class CloseTarget:
 
 
 @attrs.frozen
+class Measure:
+    """Rank 0 begins a measurement of the links, in which each rank takes its part; see `actors.distributed.links`.
+
+    Attributes:
+        name: of the measurement.
+        arguments: its numbers.
+    """
+
+    name: str = attrs.field(validator=instance_of(str))
+    arguments: list[int] = attrs.field(factory=list, validator=deep_iterable(instance_of(int), instance_of(list)))
+
+
+@attrs.frozen
+class Measured:
+    """What a rank has to say of a measurement.
+
+    Attributes:
+        seconds: of each repetition, if this rank was the one to time it.
+        description: of the rank, by name, if that was asked for.
+    """
+
+    seconds: list[float] = attrs.field(factory=list, validator=deep_iterable(instance_of(float), instance_of(list)))
+    description: dict[str, str] = attrs.field(factory=dict, validator=deep_mapping(instance_of(str), instance_of(str)))
+
+
+@attrs.frozen
 class Broken:
     """The group cannot go on.
 
@@ -106,11 +132,9 @@ class Broken:
     reason: str
 
 
-RankMessage = Hello | Welcome | Beat | OpenTarget | Loaded | Operations | CloseTarget | Broken
+RankMessage = Hello | Welcome | Beat | OpenTarget | Loaded | Operations | CloseTarget | Measure | Measured | Broken
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Welcome, Beat, OpenTarget, Loaded, Operations, CloseTarget, Broken)
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(RankMessage)}
 
 
 def encode(message: RankMessage) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from actors.distributed.exchange import time_exchange
 from actors.distributed.leading_model import shared_tokens
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.model import MLXModel
@@ -59,6 +60,10 @@ class FollowingModel:
                 self._model.abandon_shared()
             case "sharing_obstacle", ():
                 self._model.sharing_obstacle()
+            case "anatomy", ():
+                self._model.anatomy()
+            case "time_exchange", (width, repeats):
+                time_exchange(self._model.open_sequence(beside_another=False), width, repeats)
             case "agree_on_sharing", (obstacle,):
                 if (own := self._model.sharing_obstacle()) != obstacle:
                     raise RankError(

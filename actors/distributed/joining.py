@@ -40,7 +40,7 @@ def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
     if address is None:
         raise SettingsError("this process is not one of several ranks; start it by mlx.launch, with at least two hosts")
     deadline = time.monotonic() + timeout_s
-    hello = Hello(address.rank, address.size, _versions())
+    hello = Hello(address.rank, address.size, versions())
     if address.rank == 0:
         connections = _gather(address, hello, deadline, timeout_s)
     else:
@@ -50,7 +50,8 @@ def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
     return group
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of the packages that must be the same on all ranks, by name."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -10,11 +10,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from actors.distributed.exchange import Exchange, time_exchange
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_state import MisfitError
 from actors.mlx.layer_evaluation import LayerEvaluation
-from actors.mlx.model import MLXModel, S
+from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import SequenceState
 from actors.model import Feed, RewindMode
@@ -249,6 +250,21 @@ class LeadingModel(MLXModel):
             obstacle = super().sharing_obstacle(rewinds_passes=rewinds_passes)
         with self._announcer.announced("agree_on_sharing", None, obstacle):
             return obstacle
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that it is sharded over."""
+        return self._announcer.group.size
+
+    def anatomy(self) -> Anatomy:
+        """See `MLXModel.anatomy`. Weights and caches are those of this rank."""
+        with self._announcer.announced("anatomy"):
+            return super().anatomy()
+
+    def time_exchange(self, width: int, repeats: int) -> Exchange:
+        """What a pass over `width` tokens exchanges with the other ranks, timed `repeats` times."""
+        with self._announcer.announced("time_exchange", None, width, repeats):
+            return time_exchange(super().open_sequence_of(MLXSequence, beside_another=False), width, repeats)
 
 
 def shared_tokens(tokens: mx.array, group: RankGroup) -> mx.array:

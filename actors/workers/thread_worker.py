@@ -18,6 +18,7 @@ import attrs
 import outcome
 import trio
 
+from actors.workers.core_sharing import CORES
 from actors.workers.thread_pool import run_on_thread
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import OutriderError
@@ -243,7 +244,8 @@ class ThreadWorker:
         began = time.perf_counter()
         self._running, self._job_began = job, began
         job.begin()
-        result = job.run()
+        with CORES.computing():
+            result = job.run()
         if self._explain is not None and isinstance(result, outcome.Error):
             result = outcome.Error(self._explain(result.error))
         ended = time.perf_counter()

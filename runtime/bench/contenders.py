@@ -22,6 +22,7 @@ from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
+from actors.workers.core_sharing import CORES
 from actors.workers.worker import Job, JobError, Worker
 from protocol.prices import Prices
 from protocol.settings import MAX_BATCH, NGRAM
@@ -169,7 +170,7 @@ class ContenderRunner:
                     target = self._pair.target, self._pair.workers[TARGET]
                     draft = self._pair.draft_of(contender)
                     self._record_features(contender)
-                    prices = Prices()
+                    prices = Prices(core_hold_s=CORES.hold_s)
                     if draft is not None:
                         # As `runtime.open` does. What fails here fails again in a run, where the contender is known.
                         with suppress(JobError):
@@ -197,19 +198,12 @@ class ContenderRunner:
         Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
+        await wait_for_blas()
         if contender.engine == "mlx-lm":
-            await self._set_blas_threads(contender)
             return await self._run_mlx_lm(contender, prompt, max_tokens, temperature)
-        await self._set_blas_threads(contender)
         self._record_features(contender)
         with self._evaluating_layers():
             return await self._run_outrider(contender, prompt, max_tokens, temperature)
-
-    async def _set_blas_threads(self, contender: Contender) -> None:
-        by_engine = blas_threads(1 if self._pair.draft_of(contender) is None else 2)
-        if by_engine is not None and by_engine[contender.engine] != blas.num_loaded_threads():
-            blas.set_threads(by_engine[contender.engine])
-            await trio.sleep(BLAS_IDLE_S)
 
     def _record_features(self, contender: Contender) -> None:
         """Have the target record what the contender's drafter reads, in texts that begin from now on."""
@@ -306,15 +300,10 @@ class ContenderRunner:
         )
 
 
-def blas_threads(num_workers: int) -> dict[Engine, int] | None:
-    """Number of BLAS threads by engine.
-
-    mlx-lm's models take turns, so each may use all cores; the models of this runtime share them.
-
-    Returns: None if the number is not to be set here: MLX's own BLAS has one thread, or the user set a number.
-    """
-    cores = blas.num_usable_cores()
-    return {"mlx-lm": cores, "outrider": max(1, cores // num_workers)} if blas.can_set_threads() else None
+async def wait_for_blas() -> None:
+    """Wait until threads of a BLAS that the last contender has used take no time of a core any more."""
+    if blas.shares_cores():
+        await trio.sleep(BLAS_IDLE_S)
 
 
 class EventSwitch:

@@ -24,7 +24,7 @@ from actors.mlx.memory import begin_peak, peak_memory
 from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Span
-from runtime.bench.contenders import PLAIN, TARGET, Contender, ContenderRunner, Lookahead
+from runtime.bench.contenders import TARGET, Contender, ContenderRunner, Lookahead, wait_for_blas
 from runtime.bench.timing import TimedToken, TimingWindow, busy_seconds, take_until_cancelled
 from runtime.engine.runtime import Runtime
 
@@ -141,12 +141,11 @@ class StreamsRunner(ContenderRunner):
         Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
+        await wait_for_blas()
         held = begin_peak()
         if contender.kind == "batched":
-            await self._set_blas_threads(PLAIN)
             run = await self._run_batched(prompts, max_tokens, temperature)
         else:
-            await self._set_blas_threads(contender.runtime)
             self._record_features(contender.runtime)
             with self._evaluating_layers():
                 run = await self._run_outrider_streams(contender, prompts, max_tokens, temperature)

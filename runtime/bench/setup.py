@@ -23,7 +23,7 @@ from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import NGRAM, settings_from
 from protocol.validation import check_integer, validator
-from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, ModelPair, blas_threads
+from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, ModelPair
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
 from runtime.loading.demo import DEMO_PROMPTS
@@ -186,7 +186,7 @@ async def load_models(
     circumstances.draft = ", ".join(NGRAM if draft == NGRAM else _name(draft) for draft in drafts.values())
     for name, model in models.items():
         circumstances.dtypes[name] = dtypes_of(model.module)
-    circumstances.machine = _machine(len(workers))
+    circumstances.machine = _machine()
     prompts = _encode(loaded_target, loaded, request)
     return ModelPair(models, workers, events, request.cache_options, default_draft=next(iter(drafts))), prompts
 
@@ -218,7 +218,7 @@ def _encode(target: Loaded, drafts: Mapping[str, LoadedDraft], request: Benchmar
     return prompts
 
 
-def _machine(num_workers: int) -> dict[str, str]:
+def _machine() -> dict[str, str]:
     """Processor, versions, device and BLAS."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
     machine = {
@@ -228,9 +228,9 @@ def _machine(num_workers: int) -> dict[str, str]:
     }
     if (library := blas.blas_in_use()) is not None:
         machine["linear algebra"] = library
-    if (threads := blas_threads(min(2, num_workers))) is not None:
+    if blas.shares_cores():
         machine["BLAS threads"] = (
-            f"{threads['mlx-lm']} for mlx-lm, {threads['outrider']} for each of this runtime's models"
+            f"{blas.num_usable_cores()} for a model that computes alone, shared by models that compute at the same time"
         )
     return machine
 

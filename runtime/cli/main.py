@@ -22,7 +22,6 @@ from typing import Any
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
-from protocol.settings import NGRAM
 from runtime.cli import bench_command, chat_command, doctor_command, generate_command, ranks, serve_command
 from runtime.cli.arguments.models import PREFIX_CACHE, add_models, models_of
 from runtime.cli.arguments.settings import add_settings
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.is_one_of_several():
             ranks.join(arguments)
             if arguments.group.rank > 0:
-                return exit_status(ranks.follow(models_of(arguments)))
+                return exit_status(ranks.follow(arguments, models_of(arguments)))
         status: int = arguments.command(arguments)
         return status
     except OutriderError as error:
@@ -225,10 +224,12 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         usage="outrider doctor [MODEL] [options]",
         help="examine a model or a pair on this machine",
         description="Examine a model or a pair on this machine: its caches and how they rewind, whether the "
-        "vocabularies match, how long forward passes take, and what speed to expect.",
+        "vocabularies match, how long forward passes take, and what speed to expect. With --distributed, examine the "
+        "ranks of a target that is sharded over several machines.",
         epilog="""examples:
   outrider doctor org/model --draft org/small
   outrider doctor --target org/model --kv-bits 8
+  mlx.launch --hostfile hosts.json -- outrider doctor --distributed
   outrider doctor --blas openblas""",
     )
     parser.set_defaults(command=doctor)
@@ -238,6 +239,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         draft_help="path or hub id of a draft model",
         target_first=True,
     )
+    doctor_command.add_arguments(parser)
     _add_blas(parser)
 
 
@@ -292,9 +294,7 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
         return  # a command that computes nothing
     blas.check_environment()
     if arguments.blas is not None:
-        # Prompt lookup computes nothing.
-        is_alone = all(draft in (None, NGRAM) for draft in models_of(arguments).drafts)
-        blas.load_before_mlx(arguments.blas, num_workers=1 if is_alone else blas.WORKERS)
+        blas.load_before_mlx(arguments.blas)
 
 
 # --- the commands ---------------------------------------------------------------------------------
@@ -331,13 +331,13 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """The command `doctor`: examine a model or a pair.
+    """The command `doctor`: examine a model, a pair or the ranks.
 
     Returns: the exit status.
 
-    Raises: OutriderError: a model cannot be loaded or fails.
+    Raises: OutriderError: a model cannot be loaded or fails, or a rank ends, hangs or fails.
     """
-    return exit_status(doctor_command.doctor(models_of(arguments)))
+    return exit_status(doctor_command.doctor(arguments, models_of(arguments)))
 
 
 def bench(arguments: argparse.Namespace) -> int:

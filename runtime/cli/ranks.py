@@ -6,11 +6,12 @@ import argparse
 import signal
 
 from protocol.errors import SettingsError
+from runtime.cli import doctor_command
 from runtime.cli.arguments.models import Models
 from runtime.terminal.display import CommandOutcome
 
 # The commands that open one runtime, which the other ranks can follow.
-COMMANDS = ("generate", "chat", "serve")
+COMMANDS = ("generate", "chat", "serve", "doctor")
 
 
 def is_one_of_several() -> bool:
@@ -33,6 +34,8 @@ def join(arguments: argparse.Namespace) -> None:
     name = arguments.command.__name__
     if name not in COMMANDS:
         raise SettingsError(f"{name} runs on one machine, got several ranks; run it without mlx.launch")
+    if name == "doctor" and not arguments.distributed:
+        raise SettingsError("doctor examines models on one machine, got several ranks; give --distributed")
     if getattr(arguments, "config", None) is not None:
         raise SettingsError("--config names several models, and ranks share one target; give it by --target")
     from actors.distributed.joining import join_ranks
@@ -40,8 +43,8 @@ def join(arguments: argparse.Namespace) -> None:
     arguments.group = join_ranks()
 
 
-def follow(models: Models) -> CommandOutcome:
-    """Follow rank 0 until it closes the target.
+def follow(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
+    """Follow rank 0 until it closes the target, or has examined the ranks.
 
     Ctrl-C in a terminal, and a supervisor's SIGTERM, reach all ranks on the machine. Only rank 0 acts on them, and may
     give the answers that it has begun; the others end with it. A second SIGTERM ends this rank, and with it all.
@@ -50,8 +53,11 @@ def follow(models: Models) -> CommandOutcome:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    from runtime.ranks.following import follow as follow_target
-
     models.use_device()
-    follow_target(models.target, models.options["group"])
+    if arguments.command.__name__ == "doctor":
+        doctor_command.take_part(arguments, models)
+    else:
+        from runtime.ranks.following import follow as follow_target
+
+        follow_target(models.target, models.options["group"])
     return CommandOutcome(finish_reason="complete")

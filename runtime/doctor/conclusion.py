@@ -16,6 +16,8 @@ MIN_SPEEDUP = 1.05
 
 # Width is expensive if each further token of a pass costs more than this fraction of the first.
 MAX_WIDTH_COST = 0.3
+# Ranks exchange for too long if that takes more than this share of a pass over one token.
+MAX_EXCHANGE = 0.5
 # A draft model is expensive if its step costs more than this fraction of a target pass over one token.
 MAX_DRAFT_COST = 0.4
 
@@ -33,6 +35,8 @@ class Findings:
         blas: name of the BLAS in use; None if unknown.
         suggestions: draft models that fit, the best first.
         is_translated: whether the two have different vocabularies, and the draft model can draft all the same.
+        exchange_seconds: what a pass of a target that is sharded over ranks exchanges, by width; None on one machine.
+        num_ranks: that the target is sharded over.
     """
 
     verify_seconds: Mapping[int, float]
@@ -43,6 +47,8 @@ class Findings:
     blas: str | None
     suggestions: tuple[str, ...] = ()
     is_translated: bool = False
+    exchange_seconds: Mapping[int, float] | None = None
+    num_ranks: int = 1
 
     @property
     def width_cost(self) -> float:
@@ -58,6 +64,12 @@ class Findings:
         """Speed over plain decoding if each drafted token is accepted with this probability."""
         prices = self._prices()
         return prices.modelled_rate(acceptance) / prices.plain_rate
+
+    def exchange_share(self, width: int) -> float:
+        """The share of a pass that is exchange between ranks; 0 on one machine."""
+        if self.exchange_seconds is None:
+            return 0.0
+        return min(1.0, self.exchange_seconds[width] / self.verify_seconds[width])
 
     def break_even(self) -> float | None:
         """The smallest acceptance, in steps of 0.05, with a speed-up of `MIN_SPEEDUP`; None if there is none."""
@@ -90,6 +102,8 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
         return
     if found.draft_seconds is None:
         yield "expect", "plain decoding: there is no draft model"
+        yield from _without_draft(found)
+        yield from _exchange(found)
         yield from _faster_width(found)
         yield from _drafts(found)
         return
@@ -99,6 +113,7 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     else:
         said = f"about {_speeds(found, min_acceptance)}; nothing to speak of below {min_acceptance:g}"
         yield "expect", f"{said}. --stats shows the acceptance of a text"
+    yield from _exchange(found)
     yield from _faster_width(found)
     if found.is_translated:
         yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
@@ -115,6 +130,30 @@ def _speeds(found: Findings, min_acceptance: float) -> str:
     ] or [min_acceptance]
     more = "".join(f", {found.speedup(acceptance):.1f}× at {acceptance:g}" for acceptance in rest)
     return f"{found.speedup(first):.1f}× plain decoding with this pair at an acceptance of {first:g}{more}"
+
+
+def _without_draft(found: Findings) -> Iterator[tuple[str, str]]:
+    """What there is to gain on ranks: passes are dearest there, and no draft model is loaded in vain."""
+    if found.exchange_seconds is not None and found.speedup(USUAL_ACCEPTANCE) >= MIN_SPEEDUP:
+        speeds = ", ".join(f"{found.speedup(each):.1f}× at {each:g}" for each in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE))
+        yield "note", f"with a drafter whose steps cost nothing it would be {speeds} acceptance"
+
+
+def _exchange(found: Findings) -> Iterator[tuple[str, str]]:
+    """How much of a pass the ranks exchange, and what to do about it."""
+    if found.exchange_seconds is None:
+        return
+    widest = max(found.exchange_seconds)
+    narrow, wide = (f"{found.exchange_share(width):.0%}" for width in (1, widest))
+    yield (
+        "note",
+        f"{narrow} of a pass of 1 token, {wide} of one of {widest}, is exchange between {found.num_ranks} ranks",
+    )
+    if found.exchange_share(1) > MAX_EXCHANGE:
+        yield (
+            "try",
+            "fewer ranks, if they hold the target, or links of less latency: a pass exchanges more than it computes",
+        )
 
 
 def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:

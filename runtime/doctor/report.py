@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
@@ -10,16 +11,20 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from actors.distributed.exchange import Exchange
+from actors.distributed.leading_model import LeadingModel
+from actors.distributed.rank_group import RankGroup
+from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import Anatomy, MLXModel
 from actors.model import RewindMode
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
-from protocol.errors import ModelError, VocabularyMismatchError
+from protocol.errors import ModelError, RankError, VocabularyMismatchError
 from protocol.settings import MTP
 from protocol.trace import Actor
 from runtime.doctor.conclusion import Findings, conclude
 from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
-from runtime.doctor.pass_times import Passes, time_passes
+from runtime.doctor.pass_times import REPEATS, WIDTHS, Passes, time_passes
 from runtime.doctor.trained_drafters import ExaminedDrafter, described, examine_drafter
 from runtime.loading.blas import blas_in_use
 from runtime.loading.model_sources import (
@@ -33,14 +38,32 @@ from runtime.loading.model_sources import (
 )
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.vocabularies import vocabulary_map
+from runtime.ranks.leading import check_group, leading, target_worker
+from runtime.ranks.sharded_target import load_sharded_onto
 
 
 @attrs.frozen
 class ExaminedModel:
-    """One model: its anatomy, and its pass times."""
+    """One model.
+
+    Attributes:
+        anatomy: what it consists of; of a sharded target, rank 0's part.
+        passes: what they take, on all ranks together.
+        exchange: by width, what a pass of a sharded target exchanges; None for a model on one machine.
+        num_ranks: that it is sharded over.
+    """
 
     anatomy: Anatomy
     passes: Passes
+    exchange: dict[int, Exchange] | None = None
+    num_ranks: int = 1
+
+    @property
+    def exchange_seconds(self) -> dict[int, float] | None:
+        """The median time of the exchange of a pass, by width; None for a model on one machine."""
+        if self.exchange is None:
+            return None
+        return {width: statistics.median(exchange.seconds) for width, exchange in self.exchange.items()}
 
 
 @attrs.frozen
@@ -71,6 +94,7 @@ async def examine(
     target: Source,
     draft: Source | None = None,
     *,
+    group: RankGroup | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
     **cache_options: Any,
 ) -> Diagnosis:
@@ -78,12 +102,15 @@ async def examine(
 
     Args:
         target, draft: as for `runtime.open`.
+        group: the ranks that the target is sharded over, as for `runtime.open`; the others call `runtime.follow`
+            meanwhile.
         on_progress: called with a description of each step before it starts.
         **cache_options: options of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
 
     Raises:
-        SettingsError: an option is out of its range.
+        SettingsError: an option is out of its range, or does not go with ranks.
         ModelError: a model cannot be loaded, or fails; the original error is the cause.
+        RankError: a rank has ended, hangs, differs or fails; it is named.
 
     Cancellation: takes effect after the current load or timing.
     """
@@ -91,18 +118,25 @@ async def examine(
     if draft is not None:
         sources["draft"] = check_draft_source(draft)
     options = check_cache_options(**cache_options)
+    if group is not None:
+        check_group(group, sources["target"], sources.get("draft"), prefix_cache_dir=None)
     loaded: dict[Actor, Loaded] = {}
     examined: dict[Actor, ExaminedModel] = {}
     trained: ExaminedDrafter | None = None
     async with AsyncExitStack() as stack:
         # One after the other, so that each model is timed alone.
         for role, source in sources.items():
-            worker = await stack.enter_async_context(ThreadWorker(role))
+            ranks = group if role == "target" else None
+            worker = await stack.enter_async_context(
+                ThreadWorker(role) if ranks is None else target_worker(ranks, lambda _: None)
+            )
+            if ranks is not None:
+                stack.enter_context(leading(ranks, worker))
             on_progress(f"loading the {role}")
             if role == "draft" and await _is_trained(worker, source):
                 trained = await examine_drafter(worker, source, options, loaded["target"])
                 continue
-            loaded[role] = await load_onto(worker, role, source, options)
+            loaded[role] = await _load(worker, role, source, options, ranks)
             on_progress(f"timing the {role}")
             examined[role] = await _examine_on(worker, role, source, loaded[role].model)
         same, is_translated, note = await _compare(worker, loaded)
@@ -125,6 +159,14 @@ async def examine(
     )
 
 
+async def _load(
+    worker: ThreadWorker, role: Actor, source: Source, options: CacheOptions, group: RankGroup | None
+) -> Loaded:
+    if group is None:
+        return await load_onto(worker, role, source, options)
+    return await load_sharded_onto(worker, source, options, group)
+
+
 async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
     """Whether a drafter was trained for its target."""
     return source == MTP or await folder_of_trained_drafter(worker, source) is not None
@@ -134,6 +176,8 @@ async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: 
     try:
         return await worker.run(Job("load", partial(_examine, model)))
     except JobError as error:
+        if isinstance(error.__cause__, RankError):
+            raise error.__cause__ from None
         name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
         raise ModelError(f"{role} {name!r} failed while it was examined: {error.__cause__}") from error.__cause__
 
@@ -160,7 +204,11 @@ async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[b
 
 
 def _examine(model: MLXModel) -> ExaminedModel:
-    return ExaminedModel(model.anatomy(), time_passes(model))
+    examined = ExaminedModel(model.anatomy(), time_passes(model))
+    if not isinstance(model, LeadingModel):
+        return examined
+    exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
+    return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
 
 
 # --- the report -----------------------------------------------------------------------------------
@@ -206,15 +254,17 @@ def _findings(diagnosis: Diagnosis) -> Findings:
         dtypes=target.anatomy.dtypes,
         blas=diagnosis.blas,
         suggestions=tuple(suggestion.described for suggestion in diagnosis.suggestions),
+        exchange_seconds=target.exchange_seconds,
+        num_ranks=target.num_ranks,
     )
 
 
 def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
-    anatomy, passes = examined.anatomy, examined.passes
+    anatomy, passes, exchanged = examined.anatomy, examined.passes, examined.exchange_seconds
     rows = [
         ("family", anatomy.family),
         (
-            "weights",
+            "weights" if exchanged is None else "weights of rank 0",
             f"{anatomy.num_parameters / 1e6:,.1f} M values, {_size(anatomy.num_bytes)}, {', '.join(anatomy.dtypes)}",
         ),
         ("caches", ", ".join(f"{count} × {kind}" for kind, count in anatomy.cache_kinds.items())),
@@ -227,9 +277,12 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     for width, seconds in passes.seconds.items():
         low, high = passes.spread[width]
         tokens = "1 token" if width == 1 else f"{width} tokens"
-        rows.append(
-            (f"a pass of {tokens}", f"{symbol}({width}) = {seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})")
-        )
+        of_it = "" if exchanged is None else f", of it exchange {exchanged[width] * 1e3:,.2f} ms"
+        took = f"{symbol}({width}) = {seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})"
+        rows.append((f"a pass of {tokens}", took + of_it))
+    if examined.exchange is not None:
+        collectives = ", ".join(f"{count} × {name}" for name, count in examined.exchange[1].collectives.items())
+        rows.append(("a pass exchanges", f"{_size(examined.exchange[1].num_bytes)} a token, by {collectives}"))
     slope = passes.price.per_row(max(passes.seconds)) / passes.seconds[1]
     rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
     return rows

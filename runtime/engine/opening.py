@@ -21,6 +21,7 @@ from actors.model import Model
 from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
+from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
@@ -204,7 +205,7 @@ async def open(
         tokenizer = await workers["target"].run(Job("load", copied))
         if max_batch > 1 and max_streams != 1:
             await _probe_sharing(target_loaded.model, workers["target"])
-        prices = Prices()
+        prices = Prices(core_hold_s=CORES.hold_s)
         if draft_loaded is not None:
             await _time_models((target_loaded.model, workers["target"]), (draft_loaded.model, workers["draft"]), prices)
         async with running(

@@ -15,11 +15,12 @@ import ctypes.util
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import attrs
 
+from actors.workers.core_sharing import CORES
 from protocol.errors import SettingsError
 from protocol.reprs import shown
 
@@ -27,11 +28,8 @@ VARIABLE = "OUTRIDER_BLAS"
 OPENBLAS = "openblas"
 SYSTEM = "system"
 
-# Each of these sets the number of OpenBLAS threads. A value that the user set is kept.
+# Each of these sets the number of OpenBLAS threads, which then stays as it is.
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
-
-# Number of threads that compute at once: those of the target and the draft model.
-WORKERS = 2
 
 # A function that MLX calls. A library with other names, such as those for 64-bit integers, would have no effect.
 _SYMBOL = "cblas_sgemm"
@@ -95,21 +93,6 @@ def choose(
     return found
 
 
-def num_threads(environment: Mapping[str, str], num_cores: int, num_workers: int) -> int | None:
-    """Number of BLAS threads for each of several workers, which together use at most the available cores.
-
-    Args:
-        environment: environment variables of the process.
-        num_cores: number of cores that the process may use, >= 1.
-        num_workers: number of threads that compute at once, >= 1.
-
-    Returns: at least 1; None if the user has set a number.
-    """
-    if any(environment.get(name) for name in THREAD_VARIABLES):
-        return None
-    return max(1, num_cores // num_workers)
-
-
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -120,25 +103,25 @@ class _LoadedBlas:
     Attributes:
         library: its path or name; None for MLX's own.
         handle: its handle.
-        sets_threads: whether its number of threads was set here.
         environment_error: why the BLAS that the environment names could not be loaded.
     """
 
     library: str | None = None
     handle: ctypes.CDLL | None = None
-    sets_threads: bool = False
     environment_error: SettingsError | None = None
 
 
 _loaded = _LoadedBlas()
 
 
-def load_before_mlx(wanted: str, *, num_workers: int = WORKERS) -> None:
+def load_before_mlx(wanted: str) -> None:
     """Load a BLAS, so that MLX uses it in this process. To be called before mlx is imported.
+
+    The models that compute at the same time share the cores, unless the user has set a number of threads or the library
+    does not let it be changed.
 
     Args:
         wanted: see `choose`.
-        num_workers: number of threads that will compute at once.
 
     Raises: SettingsError: this is not Linux, mlx is imported already, there is no such library or it is not a BLAS, or
         another one was loaded before.
@@ -160,17 +143,10 @@ def load_before_mlx(wanted: str, *, num_workers: int = WORKERS) -> None:
             f"blas {shown(wanted)} comes too late: mlx is imported already; set {VARIABLE} and import runtime "
             "before mlx"
         )
-    # The library reads the variable when it is loaded, and so will numpy and child processes.
-    threads = num_threads(os.environ, num_usable_cores(), num_workers)
-    if threads is not None:
-        os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
-    try:
-        _loaded.handle = _load(library)
-    except SettingsError:
-        if threads is not None:
-            del os.environ["OPENBLAS_NUM_THREADS"]
-        raise
-    _loaded.library, _loaded.sets_threads = library, threads is not None
+    _loaded.handle = _load(library)
+    _loaded.library = library
+    if shares_cores():
+        CORES.control(_set_threads, num_usable_cores())
 
 
 def _load(library: str) -> ctypes.CDLL:
@@ -202,11 +178,6 @@ def load_from_environment() -> None:
         load_before_mlx(wanted)
     except SettingsError as error:
         _loaded.environment_error = SettingsError(f"{VARIABLE}: {error}")
-
-
-def variables_set_here() -> tuple[str, ...]:
-    """The environment variables that were set when a BLAS was loaded."""
-    return ("OPENBLAS_NUM_THREADS",) if _loaded.sets_threads else ()
 
 
 def check_environment() -> None:
@@ -265,16 +236,17 @@ def num_loaded_threads() -> int | None:
     return None if get is None else int(get())
 
 
-def can_set_threads() -> bool:
-    """Whether `set_threads` has an effect: the library allows it, and the user has not set a number."""
-    return _loaded.sets_threads and hasattr(_loaded.handle, "openblas_set_num_threads")
+def shares_cores() -> bool:
+    """Whether the models that compute at the same time share the cores: the loaded library lets its number of threads
+    be changed, and the user has not set one.
+    """
+    has_set = any(os.environ.get(name) for name in THREAD_VARIABLES)
+    return not has_set and hasattr(_loaded.handle, "openblas_set_num_threads")
 
 
-def set_threads(threads: int) -> None:
-    """Set the number of threads of the loaded BLAS, if `can_set_threads()`."""
-    if can_set_threads():
-        assert _loaded.handle is not None
-        _loaded.handle.openblas_set_num_threads(ctypes.c_int(threads))
+def _set_threads(threads: int) -> None:
+    assert _loaded.handle is not None
+    _loaded.handle.openblas_set_num_threads(ctypes.c_int(threads))
 
 
 # How the names of their files begin. The kernels that MLX has compiled are loaded libraries, too: their names begin

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable
-
-import outcome
 
 from actors.distributed.following_model import FollowingModel
 from actors.distributed.rank_group import RankGroup
@@ -14,18 +11,14 @@ from actors.distributed.sharding import Shard
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from actors.mlx.model import MLXModel
-from actors.workers.thread_pool import run_on_thread
 from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import CloseTarget, Loaded, OpenTarget, Operations
 from runtime.loading import mlx_environment
 from runtime.loading.model_sources import Source, check_source
+from runtime.ranks.group_thread import breaking, run_in_group
 from runtime.ranks.sharded_target import BEGIN, read_shard
 
 logger = logging.getLogger("outrider")
-
-# How long the model's thread may take to notice that the group is broken, in seconds. A collective that hangs never
-# does.
-GRACE_S = 1.0
 
 
 def follow(target: Source, group: RankGroup) -> None:
@@ -49,22 +42,8 @@ def follow(target: Source, group: RankGroup) -> None:
     source = check_source("target", target)
     mlx_environment.tune()
     read = read_shard(source, group)
-    ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
     with wired_memory():
-        thread = run_on_thread("outrider-target", lambda: _follow(read, group), ended.put)
-        with group.on_error(lambda _: ended.put(None)):
-            try:
-                result = ended.get() or ended.get(timeout=GRACE_S)
-            except queue.Empty:
-                thread.abandon()
-                group.check()
-                raise
-            except KeyboardInterrupt:
-                thread.abandon()
-                group.fail(f"rank {group.rank} was interrupted")
-                raise
-    if result is not None:
-        result.unwrap()
+        run_in_group("outrider-target", lambda: _follow(read, group), group)
 
 
 def _follow(read: Callable[[], Shard], group: RankGroup) -> None:
@@ -73,7 +52,7 @@ def _follow(read: Callable[[], Shard], group: RankGroup) -> None:
     Raises: RankError: see `follow`.
     """
     name = "loading"
-    try:
+    with breaking(group, lambda: name):
         shard, options = read(), CacheOptions(**_opened(group).cache_options)
         group.send(Loaded(shard.parts))
         following: FollowingModel | None = None
@@ -87,13 +66,6 @@ def _follow(read: Callable[[], Shard], group: RankGroup) -> None:
                 else:
                     assert following is not None
                     following.run(operation)
-    except RankError as error:
-        raise group.fail(str(error)) from error
-    # Whatever a model's code raises: this rank is out of step.
-    except Exception as error:
-        if isinstance(explained := group.explain(error, is_out_of_step=True), RankError):
-            raise explained from error
-        raise group.fail(f"rank {group.rank} failed in {name}: {type(error).__name__}: {error}") from error
 
 
 def _opened(group: RankGroup) -> OpenTarget:

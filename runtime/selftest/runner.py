@@ -16,7 +16,7 @@ import attrs
 import trio
 
 import runtime
-from runtime.loading import blas, mlx_environment
+from runtime.loading import mlx_environment
 from runtime.selftest.checks import Check
 from runtime.selftest.findings import Finding
 
@@ -112,7 +112,7 @@ async def run_check(check: Check, subject: dict[str, Any]) -> Finding:
 def _environment() -> dict[str, str]:
     """The environment without what Outrider has set in it, so that a check's process decides for itself."""
     environment = dict(os.environ)
-    for name in (*mlx_environment.set_here(), *blas.variables_set_here()):
+    for name in mlx_environment.set_here():
         environment.pop(name, None)
     root = str(Path(runtime.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))

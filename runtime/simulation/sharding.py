@@ -17,6 +17,9 @@ from protocol.validation import check_integer, check_number, validator
 MAX_RANKS = 1024
 ALL_REDUCES = ("ring", "mesh", "tree")
 
+# What sending takes, at the least, of a large all-reduce that was measured.
+MIN_SENDING_SHARE = 0.1
+
 # After the attention, and after the feed-forward part.
 _ALL_REDUCES_PER_LAYER = 2
 _BYTES_PER_NUMBER = 2  # of bfloat16
@@ -70,7 +73,7 @@ class Sharding:
         if self.ranks == 1:
             return 0.0
         num_bytes = rows * self.hidden_size * _BYTES_PER_NUMBER
-        steps, times_sent = self._steps()
+        steps, times_sent = _steps(self.all_reduce, self.ranks)
         sending_us = times_sent * num_bytes * 8 / (self.link_bandwidth * 1e3)
         return self.layers * _ALL_REDUCES_PER_LAYER * (steps * self.link_latency + sending_us) / 1e3
 
@@ -83,13 +86,32 @@ class Sharding:
         """
         return alone / self.ranks + self.exchange_ms(rows) / self.pass_time
 
-    def _steps(self) -> tuple[int, float]:
-        """Messages of one all-reduce that wait for each other, and how often each rank sends the whole of the bytes."""
-        match self.all_reduce:
-            case "ring":
-                return 2 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks
-            case "mesh":
-                return 1, 1.0
-            case _:
-                depth = (self.ranks - 1).bit_length()
-                return 2 * depth, 2.0
+
+def links_of(all_reduce: str, ranks: int, small: float, large: float, num_bytes: int) -> tuple[float, float]:
+    """The links with which all-reduces take the time that they were measured to take.
+
+    Args:
+        all_reduce: one of `ALL_REDUCES`.
+        ranks: that took part, >= 2.
+        small: seconds of an all-reduce of a few bytes, > 0.
+        large: seconds of one of `num_bytes`.
+        num_bytes: > 0.
+
+    Returns: `Sharding.link_latency` in microseconds, and `Sharding.link_bandwidth` in gigabits per second.
+    """
+    steps, times_sent = _steps(all_reduce, ranks)
+    # Noise may make the larger one the shorter one, on links that are as fast as memory.
+    sending = max(large - small, MIN_SENDING_SHARE * large)
+    return small * 1e6 / steps, times_sent * num_bytes * 8 / sending / 1e9
+
+
+def _steps(all_reduce: str, ranks: int) -> tuple[int, float]:
+    """Messages of one all-reduce that wait for each other, and how often each rank sends the whole of the bytes."""
+    match all_reduce:
+        case "ring":
+            return 2 * (ranks - 1), 2 * (ranks - 1) / ranks
+        case "mesh":
+            return 1, 1.0
+        case _:
+            depth = (ranks - 1).bit_length()
+            return 2 * depth, 2.0

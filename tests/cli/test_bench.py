@@ -773,7 +773,7 @@ NO_OPENBLAS = sys.platform != "linux" or not any(map(os.path.exists, candidates(
 
 @pytest.mark.slow
 @pytest.mark.skipif(NO_OPENBLAS, reason="no OpenBLAS here: on Linux, install libopenblas0-pthread to have this tested")
-def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(saved):
+def test_a_model_that_computes_alone_has_all_cores_unless_the_user_decides(saved):
     def machine(**variables: str) -> dict[str, str]:
         code = f"import sys; from runtime.cli.main import main; sys.exit(main({asked!r}))"
         inherited = {name: value for name, value in os.environ.items() if name not in (VARIABLE, *THREAD_VARIABLES)}
@@ -787,10 +787,10 @@ def test_mlx_lm_whose_models_take_turns_has_all_cores_unless_the_user_decides(sa
 
     asked = arguments(saved, "--json", "--repeats", "1", "--blas", "openblas")
     cores = runtime.loading.blas.num_usable_cores()
-    theirs_to_decide = machine()
-    assert theirs_to_decide["linear algebra"].startswith("OpenBLAS")
-    expected = f"{cores} for mlx-lm, {max(1, cores // 2)} for each of this runtime's models"
-    assert theirs_to_decide["BLAS threads"] == expected
+    shared = machine()
+    assert shared["linear algebra"].startswith("OpenBLAS")
+    expected = f"{cores} for a model that computes alone, shared by models that compute at the same time"
+    assert shared["BLAS threads"] == expected
     decided = machine(OPENBLAS_NUM_THREADS="1")
     assert decided["linear algebra"].endswith(", 1 thread)")
     assert "BLAS threads" not in decided

@@ -15,7 +15,7 @@ from runtime.cli import main as cli
 from runtime.simulation.comparison import compare
 from runtime.simulation.ranks_comparison import compare_ranks
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.sharding import ALL_REDUCES, SHAPES, Sharding
+from runtime.simulation.sharding import ALL_REDUCES, SHAPES, Sharding, links_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,18 @@ def test_an_exchange_takes_what_its_messages_take(ranks: int, rows: int) -> None
         assert mesh.exchange_ms(rows) == pytest.approx(10 + 16 * rows)
         depth = {2: 1, 3: 2, 4: 2, 64: 6}[ranks]
         assert tree.exchange_ms(rows) == pytest.approx(2 * depth * 10 + 2 * 16 * rows)
+
+
+@pytest.mark.parametrize("kind", ALL_REDUCES)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_links_are_those_with_which_measured_times_come_out(kind: str, ranks: int) -> None:
+    sharding = attrs.evolve(ROUND, ranks=ranks, all_reduce=kind, layers=500, hidden_size=1)
+    small, large = (attrs.evolve(sharding, hidden_size=size).exchange_ms(1) / 1e6 for size in (1, 2**20))
+    assert links_of(kind, ranks, small, large, 2**21) == pytest.approx((10.0, 1.0), rel=0.01)
+
+
+def test_links_as_fast_as_memory_have_a_bandwidth_all_the_same() -> None:
+    assert links_of("ring", 2, 0.002, 0.001, 1000) == (1000.0, pytest.approx(0.08))
 
 
 @pytest.mark.parametrize("kind", ALL_REDUCES)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import rank_programs
 from command_line import HANGS_S, environment
+from doctor_reports import sections
 from models import llama, save
-from ranks import free_ports, kernels_of
+from ranks import free_ports, kernels_of, ranks
 
 import runtime
 from runtime.cli.main import main
@@ -44,9 +49,65 @@ def test_generate_gives_the_text_of_one_process(tmp_path: Path):
     assert [out for out, _ in said] == [expected.text, ""]
 
 
+def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path):
+    model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
+    arguments = "doctor", "--distributed", "--target", model, "--draft", model
+    with ranks(rank_programs.command, 2, arguments) as (first, second):
+        status, printed, errors = first.result()
+        assert (status, errors) == (0, "")
+        assert second.result() == (0, "", "")
+        assert [first.join(), second.join()] == [0, 0]
+    found = sections(printed)
+    assert list(found) == ["ranks", "links", "target", "draft", "pair", "machine", "conclusion"]
+    about = found["ranks"]
+    assert "ring (in use)" in about["backends"]
+    assert re.fullmatch(r"outrider \S+, mlx \S+, mlx-lm \S+; the same on all", about["versions"])
+    assert about["rank 0"] == about["rank 1"]
+    assert socket.gethostname() in about["rank 1"]
+    about = found["links"]
+    times = r"\d+\.\d\d ms \(\d+\.\d\d–\d+\.\d\d\)"
+    assert re.fullmatch(f"an announcement and its answer take {times}", about["control, rank 1"])
+    assert re.fullmatch(times, about["all_sum of 4 bytes"])
+    assert re.fullmatch(rf"{times}, \S+ Gbit/s", about["all_sum of 4.2 MB"])
+    for name in ("rank 0 to rank 1", "rank 1 to rank 0"):
+        assert re.fullmatch(rf"{times} one way for a small message, \S+ Gbit/s for 4.2 MB", about[name])
+    flags = about["to plan with"].removeprefix("outrider simulate … ")
+    assert re.fullmatch(r"--all-reduce ring --link-latency \S+ --link-bandwidth \S+", flags)
+    about = found["target"]
+    assert re.fullmatch(rf"T_v\(1\) = {times}, of it exchange \d+\.\d\d ms", about["a pass of 1 token"])
+    # Two for each of two layers, of hidden states with 32 numbers in float32.
+    assert about["a pass exchanges"] == "512 bytes a token, by 4 × all_sum"
+    assert "exchange" not in found["draft"]["a pass of 1 token"]
+    about = found["conclusion"]
+    assert re.search(r"\d+% of a pass of 1 token, \d+% of one of 9, is exchange between 2 ranks", printed)
+    assert about["plan"].startswith("outrider simulate --ranks 1,2,4 ")
+    assert f"--layers 2 --hidden-size 64 {flags}" in about["plan"]
+    assert main([*shlex.split(about["plan"])[1:], "--tokens", "20", "--lookahead", "1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("ends", "rank 1 has ended, or cannot be reached any more"),
+        ("fails", "rank 1 failed in time_exchange: ValueError: no such kernel"),
+    ],
+)
+def test_a_rank_that_fails_while_doctor_examines_is_named(tmp_path: Path, how: str, expected: str):
+    model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
+    with ranks(rank_programs.command, 2, ("doctor", "--distributed", "--target", model), how) as (first, second):
+        status, _, errors = first.result()
+        assert status == 1
+        assert errors.startswith("outrider: error: the ranks cannot go on: ")
+        assert expected in errors
+        if how == "fails":
+            assert second.result()[0] == 1
+        assert [first.join(), second.join()] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["doctor"], "doctor examines models on one machine, got several ranks; give --distributed"),
         (["bench"], "bench runs on one machine, got several ranks; run it without mlx.launch"),
         (["serve", "--config", "models.toml"], "--config names several models, and ranks share one target"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Hello, Loaded, OpenTarget, decode
-from runtime.cli import ranks
+from runtime.cli import main, ranks
 from runtime.ranks import following, leading, sharded_target
 
 HELLO = Hello(0, 2, {"mlx": "1"})
@@ -130,7 +131,10 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
     monkeypatch.setattr(following, "follow", follow)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ranks.follow(SimpleNamespace(use_device=lambda: None, target="owner/name", options={"group": None}))
+        ranks.follow(
+            argparse.Namespace(command=main.generate),
+            SimpleNamespace(use_device=lambda: None, target="owner/name", options={"group": None}),
+        )
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -18,7 +18,7 @@ import pytest
 import runtime
 from runtime.cli import main as cli
 from runtime.loading import blas
-from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe, num_threads
+from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,19 +156,6 @@ def test_elsewhere_than_on_linux_there_is_nothing_to_put_in_front(wanted, monkey
 # --- how many threads -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cores", "workers", "threads"), [(1, 1, 1), (1, 2, 1), (2, 1, 2), (2, 2, 1), (3, 2, 1), (8, 2, 4), (9, 2, 4)]
-)
-def test_the_workers_share_the_cores_and_each_has_one_thread(cores, workers, threads):
-    assert num_threads({"PATH": "/bin"}, cores, workers) == threads
-
-
-@pytest.mark.parametrize("name", THREAD_VARIABLES)
-def test_threads_that_a_user_has_set_stay(name):
-    assert num_threads({name: "7"}, 4, 2) is None
-    assert num_threads({name: ""}, 4, 2) == 2
-
-
 def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -222,13 +209,7 @@ def test_unless_asked_for_nothing_is_put_in_front_and_no_variable_is_set():
 def test_the_environment_has_a_library_put_in_front(copy):
     found = look_around(**{VARIABLE: copy})
     assert (found["blas"], found["is_global"]) == ("libmine.so", True)
-    assert found["variable"] == str(max(1, blas.num_usable_cores() // 2))
-
-
-@linux
-def test_threads_that_the_user_set_are_left_alone(copy):
-    assert look_around(**{VARIABLE: copy, "OPENBLAS_NUM_THREADS": "3"})["variable"] == "3"
-    assert look_around(**{VARIABLE: copy, "OMP_NUM_THREADS": "3"})["variable"] is None
+    assert found["variable"] is None
 
 
 @linux
@@ -247,7 +228,7 @@ def test_mlx_calls_the_library_that_was_put_in_front(copy, tmp_path):
 def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
     log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
     found = look_around(**{VARIABLE: "openblas"}, **log)
-    threads = max(1, blas.num_usable_cores() // 2)
+    threads = blas.num_usable_cores()
     assert found["threads"] == threads
     assert found["blas"] == describe([Path(str(openblas())).name], threads)
     bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
@@ -258,10 +239,32 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
 
 @linux
 @pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
-@pytest.mark.parametrize(("user", "set_to"), [({}, 3), ({"OPENBLAS_NUM_THREADS": "2"}, 2)])
-def test_threads_can_be_changed_later_unless_the_user_set_them(user, set_to):
-    before = "import runtime; from runtime.loading import blas; blas.set_threads(3)"
-    assert look_around(before, **{VARIABLE: "openblas"}, **user)["threads"] == set_to
+def test_models_that_compute_at_the_same_time_share_the_cores():
+    before = """
+import runtime
+from runtime.loading import blas
+from actors.workers.core_sharing import CORES
+with CORES.computing():
+    alone = blas.num_loaded_threads()
+    with CORES.computing():
+        assert (alone, blas.num_loaded_threads()) == (max(1, {cores}), max(1, {cores} // 2))
+"""
+    look_around(before.format(cores=blas.num_usable_cores()), **{VARIABLE: "openblas"})
+
+
+@linux
+@pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
+@pytest.mark.parametrize("name", THREAD_VARIABLES)
+def test_a_number_of_threads_that_the_user_set_stays(name):
+    before = """
+import runtime
+from runtime.loading import blas
+from actors.workers.core_sharing import CORES
+with CORES.computing(), CORES.computing():
+    assert blas.num_loaded_threads() == 2
+"""
+    found = look_around(before, **{VARIABLE: "openblas", name: "2"})
+    assert found["threads"] == 2
 
 
 @linux
@@ -354,16 +357,6 @@ def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
     done = outrider("doctor", "--blas", copy, COLUMNS="200")
     assert (done.returncode, done.stderr) == (0, "")
     assert "linear algebra  libmine.so" in done.stdout
-
-
-@pytest.mark.slow
-@linux
-def test_a_target_alone_has_all_threads(copy):
-    code = "import os, sys; from runtime.cli.main import main; main({}); print(os.environ['OPENBLAS_NUM_THREADS'])"
-    alone = ["generate", "", "--draft", "none", "--blas", copy]
-    assert run(code.format(alone)).stdout == f"{blas.num_usable_cores()}\n"
-    pair = ["generate", "", "--blas", copy]
-    assert run(code.format(pair)).stdout == f"{max(1, blas.num_usable_cores() // 2)}\n"
 
 
 def test_a_kernel_that_mlx_has_compiled_is_no_blas() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from runtime.doctor.conclusion import Findings, conclude
@@ -116,3 +117,23 @@ def test_times_that_no_line_fits_are_predicted_from_as_they_are() -> None:
     stepped, plateau = (findings(verify_seconds=table, draft_seconds=draft) for table in (step, flat))
     assert 3.5 < stepped.speedup(1.0) < 5.5
     assert stepped.speedup(1.0) < plateau.speedup(1.0)
+
+
+def test_on_ranks_it_is_said_how_much_of_a_pass_is_exchange() -> None:
+    slow = dict.fromkeys(WIDTHS, 0.012)
+    found = findings(slope=0.25, exchange_seconds=slow, num_ranks=4)
+    assert [found.exchange_share(width) for width in (1, 9)] == pytest.approx([0.6, 0.2])
+    rows = conclude(found)
+    assert ("note", "60% of a pass of 1 token, 20% of one of 9, is exchange between 4 ranks") in rows
+    assert rows[-1][1].startswith("fewer ranks, if they hold the target, or links of less latency")
+    quick = conclude(findings(exchange_seconds=dict.fromkeys(WIDTHS, 0.002), num_ranks=2))
+    assert [word for word, _ in quick] == ["expect", "note"]
+
+
+def test_on_ranks_without_a_draft_model_it_is_said_what_one_could_bring() -> None:
+    found = findings(draft=None, same_vocabulary=None, exchange_seconds=dict.fromkeys(WIDTHS, 0.002), num_ranks=2)
+    said = f"{found.speedup(0.7):.1f}× at 0.7, {found.speedup(0.9):.1f}× at 0.9 acceptance"
+    assert conclude(found)[1] == ("note", f"with a drafter whose steps cost nothing it would be {said}")
+    # Not where a pass over several tokens costs as much as a pass for each.
+    rows = conclude(attrs.evolve(found, verify_seconds=passes(0.02, 1.0)))
+    assert not any("cost nothing" in said for _, said in rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import models
 import pytest
+from doctor_reports import sections
 from mlx.utils import tree_flatten
 from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 from other_vocabularies import byte_level
@@ -19,6 +21,7 @@ from our_threads import outrider_threads
 from sample_tokenizers import demo
 
 import runtime
+from actors.distributed.links import BACKENDS
 from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.pass_times import WIDTHS, Passes
@@ -45,18 +48,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide enough that no finding is wrapped."""
     monkeypatch.setenv("COLUMNS", "300")
-
-
-def sections(printed: str) -> dict[str, dict[str, str]]:
-    """The printed report, by title and name."""
-    found: dict[str, dict[str, str]] = {}
-    for line in filter(str.strip, printed.splitlines()):
-        name, *finding = [part.strip() for part in line.split("  ") if part.strip()]
-        if finding:
-            found[list(found)[-1]][name] = " ".join(finding)
-        else:
-            found[name] = {}
-    return found
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, str]]:
@@ -177,6 +168,20 @@ def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_pat
     assert cli.main(["doctor", str(tmp_path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "has no config.json; give a directory" in line
+
+
+def test_a_process_on_its_own_is_told_which_backends_it_has(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    found = doctor(capsys, "--distributed")
+    assert list(found) == ["ranks"]
+    expected = [name for name in BACKENDS if mx.distributed.is_available(backend=name)]
+    assert expected
+    assert found["ranks"]["backends"].partition(";")[0] == ", ".join(expected)
+    assert socket.gethostname() in found["ranks"]["rank 0"]
+    assert found["ranks"]["note"].startswith("there is only this rank; mlx.launch starts several")
+    # A model that is named is examined as without ranks.
+    found = doctor(capsys, "--distributed", "--target", target)
+    assert list(found) == ["ranks", "target", "machine", "conclusion"]
+    assert "a pass exchanges" not in found["target"]
 
 
 # --- models under examination ---------------------------------------------------------------------

@@ -301,9 +301,10 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     minders = {
         "actors/distributed/connection.py",
         "actors/distributed/rank_group.py",
-        "runtime/ranks/following.py",
+        "runtime/ranks/group_thread.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
+        "actors/workers/core_sharing.py",
         "actors/workers/shared_jobs.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process

@@ -127,6 +127,27 @@ def test_the_time_that_a_drafter_worked_beside_a_pass_is_what_counts():
     assert prices.verify.target_slowdown == pytest.approx(0.4, abs=0.05)
 
 
+def test_where_models_share_cores_a_pass_has_its_share_until_the_drafter_has_rested_for_a_while():
+    alone, beside, hold = Prices(), Prices(), Prices(core_hold_s=3.0)
+    for prices in (alone, beside, hold):
+        at = 0.0
+        for round in range(400):
+            drafts = prices is not alone and round % 40 >= 20
+            if drafts:
+                prices.observe_draft_step(1, at + 0.1, at + 0.2, beside_target=True)
+            seconds = 1.5 if drafts else 1.0
+            prices.observe_verify_pass(1, at, at + seconds)
+            at += seconds + (1.0 if round % 20 < 19 else 9.0)
+    # A tenth of a second of drafting explains no half of a second; half of the cores do.
+    assert hold.verify(1) == pytest.approx(alone.verify(1), rel=0.1)
+    assert beside.verify(1) > 1.15 * alone.verify(1)
+    assert hold.verify.target_slowdown == pytest.approx(0.5 / 1.5, abs=0.05)
+    # Each pass of a round with drafts is so much longer, however short the drafting.
+    for prices in (alone, hold):
+        prices.observe_draft_step(1, at, at + 0.01, beside_target=False)
+    assert hold.modelled_rate(0.5) < 0.8 * alone.modelled_rate(0.5)
+
+
 spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4)
 
 

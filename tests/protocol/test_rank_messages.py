@@ -11,6 +11,8 @@ from protocol.rank_messages import (
     CloseTarget,
     Hello,
     Loaded,
+    Measure,
+    Measured,
     OpenTarget,
     Operation,
     Operations,
@@ -30,6 +32,9 @@ from protocol.rank_messages import (
         Loaded({"config.json": "1f"}),
         Operations((Operation("rewind", 3, (17,)), Operation("feed", 3, (5, 1), ((3, 17, 123456),)))),
         CloseTarget(),
+        Measure("link", [0, 1, 4096, 6]),
+        Measured([0.5, 0.25]),
+        Measured(description={"host": "here"}),
         Broken("rank 1 hangs"),
     ],
 )
@@ -39,7 +44,19 @@ def test_a_message_comes_back_from_its_bytes(message):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"\xff", b"7", b"[]", b'["Nothing"]', b'["Beat", 1]', b'["Hello", 1]', b'["Operations", 1]', b'{"a": 1}'],
+    [
+        b"",
+        b"\xff",
+        b"7",
+        b"[]",
+        b'["Nothing"]',
+        b'["Beat", 1]',
+        b'["Hello", 1]',
+        b'["Operations", 1]',
+        b'{"a": 1}',
+        b'["Measure", "sum", 4]',
+        b'["Measured", ["1"]]',
+    ],
 )
 def test_other_bytes_are_refused(data):
     with pytest.raises(ProtocolError, match="no message of Outrider's"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import threading
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -15,12 +17,16 @@ import mlx.nn as nn
 import models
 import trio
 
+import actors.distributed.following_model
 import actors.distributed.joining
+import actors.distributed.links
 import actors.target.target_actor
 import runtime
+import runtime.doctor.ranks
 import runtime.ranks.leading
 from actors.mlx.sequence import MLXSequence
 from protocol.text_ledger import TextLedger
+from runtime.cli.main import main as outrider
 
 Give = Callable[[Any], None]
 
@@ -209,9 +215,9 @@ def _fail(*_: Any) -> None:
 
 def join_with_another_version(give: Give) -> None:
     """Rank 1 says that it has another version of mlx."""
-    versions = actors.distributed.joining._versions()
+    versions = actors.distributed.joining.versions()
     if os.environ["MLX_RANK"] == "1":
-        actors.distributed.joining._versions = lambda: versions | {"mlx": "0.1"}
+        actors.distributed.joining.versions = lambda: versions | {"mlx": "0.1"}
     join_for(give, 60.0)
 
 
@@ -223,3 +229,22 @@ def join_for(give: Give, timeout_s: float) -> None:
         give(str(error))
     else:
         give("joined")
+
+
+def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
+    """Each rank runs a command, and gives its exit status, its output and its errors. Something may go wrong on rank 1.
+
+    Args:
+        how: "ends" for a rank that ends while links are measured, "fails" for one whose part of a pass fails.
+    """
+    if os.environ["MLX_RANK"] == "1":
+        if how == "ends":
+            actors.distributed.links._time_sums = lambda *_: os._exit(0)
+        elif how == "fails":
+            actors.distributed.following_model.time_exchange = _fail
+    os.environ["COLUMNS"] = "1000"  # so that nothing is folded
+    actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = outrider(arguments)
+    give((status, out.getvalue(), err.getvalue()))

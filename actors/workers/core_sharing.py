@@ -1,0 +1,77 @@
+"""The cores that the models' threads share, for a BLAS with threads of its own.
+
+Two models that compute at the same time are fastest with half the cores each, and one that computes alone with all of
+them. A change is not free: the threads of OpenBLAS wait for more work in a loop, which takes the time of a core from
+the model that has just been started beside them. So all cores are given to one model only after it has been alone for a
+while, which is so where the drafter rests and not between two rounds of speculation.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# Seconds after which a model that computes alone is given all cores. Several passes, so that it is not done between the
+# rounds of one text; OpenBLAS's threads wait in a loop for some 0.03 s.
+ALONE_AFTER_S = 0.05
+
+
+class CoreSharing:
+    """Tells a BLAS how many threads to use, by how many models compute at the moment. Any thread may call it."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._set_threads: Callable[[int], None] | None = None
+        self._num_cores = self._num_threads = 1
+        self._num_computing = 0
+        # How many computed at once when that were last several, and until when.
+        self._num_shared, self._shared_until = 1, -float("inf")
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds after which a model that computes alone is given all cores; 0 if the number of threads stays."""
+        return 0.0 if self._set_threads is None or self._num_cores < 2 else ALONE_AFTER_S
+
+    def control(self, set_threads: Callable[[int], None], num_cores: int) -> None:
+        """Control the number of threads from now on.
+
+        Args:
+            set_threads: sets the number for the whole process; called on any thread, one call at a time.
+            num_cores: number of cores that the process may use, >= 1.
+        """
+        with self._lock:
+            self._set_threads, self._num_cores, self._num_threads = set_threads, num_cores, 0
+            self._update()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the calling thread computes with a model."""
+        with self._lock:
+            self._num_computing += 1
+            self._update()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._num_computing > 1:
+                    self._shared_until = self._clock()
+                self._num_computing -= 1
+
+    def _update(self) -> None:
+        if self._set_threads is None:
+            return
+        if self._num_computing > 1:
+            self._num_shared = self._num_computing
+        elif self._clock() - self._shared_until > ALONE_AFTER_S:
+            self._num_shared = 1
+        num_threads = max(1, self._num_cores // self._num_shared)
+        if num_threads != self._num_threads:
+            self._num_threads = num_threads
+            self._set_threads(num_threads)
+
+
+# The number of threads of a BLAS is the whole process's.
+CORES = CoreSharing()
