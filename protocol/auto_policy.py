@@ -17,7 +17,7 @@ from protocol.settings import MAX_LOOKAHEAD
 
 # Tokens to propose before anything was measured.
 UNPRICED_LOOKAHEAD = 2
-# Nodes that are less likely than this to be asked for are not worth their electricity.
+# Nodes with a smaller reach are not drafted after: they would cost power for next to nothing.
 MIN_REACH = 0.02
 # Draft steps of a budget that have a price each. Of longer budgets the last one holds: a proposal is judged after each
 # step in any case, and what is drafted beyond it is drafted ahead.
@@ -42,8 +42,9 @@ MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 class AutoPolicy:
     """Four rules over measured prices.
 
-    *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to come. The left side is what
-    they may bring, the right side is what else the time that they cost would bring.
+    *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to come. The left side is the
+    number of tokens to expect of them; the right side is the number of tokens that are decoded otherwise in the time
+    that they cost.
     *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
     time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
     step would run past the verdict, which then waits for a step that was of no use.
@@ -88,9 +89,10 @@ class AutoPolicy:
     def _num_worthwhile(self, reaches: Sequence[float]) -> int:
         """How many drafted tokens to propose.
 
-        Whether a token is among them depends on its own reach and on those before it, not on what was drafted after it:
-        that depends on the token, so that the rejection rule would not be exact. What comes after it is taken for as
-        likely as tokens are on average, so that a step of the price is climbed where a plateau may follow.
+        Whether a token is proposed depends on its reach and on the reaches before it, never on what was drafted after
+        it: that depends on which token was drawn, and the rejection rule would not be exact. The tokens after it are
+        assumed to be as likely as tokens are on average. So a token that makes a pass much dearer is proposed if the
+        tokens after it may cost little.
         """
         for length, reach in enumerate(reaches, 1):
             if not self._is_worthwhile(length, reach):
@@ -137,7 +139,7 @@ class AutoPolicy:
             expected += reach
             cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafted_s)
             best_gain = max(best_gain, expected - rate * cost_s)
-            # All that may follow, if it cost nothing.
+            # An upper bound: all further tokens to expect, at no cost.
             further = reach * acceptance / max(1.0 - acceptance, 1e-9)
             if reach < MIN_REACH or expected + further - rate * cost_s <= best_gain:
                 break
@@ -157,7 +159,7 @@ class AutoPolicy:
         remaining_s = max(0.0, view.drafting_until_s - view.now_s) if view.drafting_node is not None else 0.0
         if view.drafting_node is end:
             return remaining_s
-        # A drafter that has fallen behind catches up once; that is not the price of this token.
+        # As for one token to feed: a drafter that has fallen behind must catch up once, whatever is drafted next.
         return remaining_s + self.prices.draft_share_s(1, beside_target=remaining_s < view.queue_slack_s)
 
     def expansion(self, view: PolicyView) -> Node | None:
@@ -248,23 +250,25 @@ class AutoPolicy:
     def drops_stale(self, view: PolicyView) -> bool:
         """See `Policy.drops_stale`. Whether a fresh proposal is worth more, the wait for it included.
 
-        Of what was drafted ahead, only the confidence in the first token is looked at. How many tokens there are, and
-        how likely they are, depends on which token was drawn first.
+        Only the confidence in the first token that was drafted ahead is considered. The number of tokens after it, and
+        their confidence, depend on which token was drawn, so the rejection rule forbids using them.
         """
         choice = view.tree.root.choice
         if choice is None or choice.guess is None or not self.prices.is_known:
             return False
         staleness, expected = choice.guess.staleness, self.calibration.expected
-        # A fresh draft is sure where a stale one is. It is wrong less often, by as much as fresh drafts are on average.
-        misses = min(1.0, (1.0 - expected(0)) / max(1.0 - expected(staleness), 1e-9))
+        # A fresh draft is assumed to be wrong where the stale one is likely to be, but less often: by the ratio of the
+        # mean error rates of fresh and stale drafts.
+        error_ratio = min(1.0, (1.0 - expected(0)) / max(1.0 - expected(staleness), 1e-9))
+        fresh_reach = 1.0 - error_ratio * (1.0 - choice.reach)
         step_s = self.prices.draft_share_s(1, beside_target=True)
-        # Half a step of what is being drafted now, whatever that is, and one pass.
+        # On average, half of the running draft step is still to come; then one pass drafts anew.
         refresh_s = step_s / 2 + self.prices.draft_share_s(view.num_to_refresh, beside_target=False)
-        # What was drafted in a pass of the target, after the token that the target has added.
+        # As many tokens as draft steps fit into a pass of the target, less the one that guessed the target's own token.
         num_ready = max(1, int(self.prices.verify(self.prices.num_texts) / max(step_s, 1e-9)) - 1)
-        use = self._gain_of_chain(view, choice.reach, staleness, num_ready, refresh_s)
-        wait = self._gain_of_chain(view, 1.0 - misses * (1.0 - choice.reach), 0, 0, refresh_s)
-        return wait > use
+        gain_if_used = self._gain_of_chain(view, choice.reach, staleness, num_ready, refresh_s)
+        gain_if_refreshed = self._gain_of_chain(view, fresh_reach, 0, 0, refresh_s)
+        return gain_if_refreshed > gain_if_used
 
     def _gain_of_chain(
         self, view: PolicyView, reach: float, staleness: int, num_ready: int, next_token_s: float

@@ -214,10 +214,10 @@ class LookaheadTree:
         return node.position - self.root.position
 
     def is_stale(self, node: Node) -> bool:
-        """Whether a drafted node was drafted before the target gave hidden states that it has given by now.
+        """Whether a node was drafted without hidden states of the target that have come since.
 
-        A drafter that has all of them needs none of its own to draft after the root, and one more for each token
-        beyond.
+        The target has given the hidden states of all tokens up to the root. A drafter that had them used none of its
+        own for the node after the root, and one more for each node beyond that one.
         """
         return node.guess is not None and node.guess.staleness >= max(1, self.depth(node))
 

@@ -66,7 +66,7 @@ class Open:
 
     @property
     def num_read(self) -> int:
-        """Tokens of the prompt that are read without logits; those of the one after them are the first to be used."""
+        """Tokens of the prompt that are read without logits; the one after them is the first whose logits are used."""
         return len(self.prompt) - self.num_scored - 1
 
     @property
@@ -92,8 +92,8 @@ class Proposal:
             that was not drawn but determined by the text before it. Empty under the match rule, which needs none.
         reach: for each token the probability that it and all before it are accepted, in [0, 1]. The target may leave
             out tokens from the end that are not worth their time. Empty if it must not.
-        num_stale: how many of the tokens, from the front, were drafted before the target gave hidden states that it has
-            given by now; see `LookaheadTree.is_stale`.
+        num_stale: how many of the tokens, from the front, were drafted without hidden states of the target that have
+            come since; see `LookaheadTree.is_stale`.
     """
 
     session: int = attrs.field(validator=ge(0))

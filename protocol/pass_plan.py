@@ -1,11 +1,14 @@
 """The pass plan: which rounds share the target's next forward pass, how many tokens of each it reads, and when.
 
 A pass over B texts is as wide as the widest of them, W: the others are padded, so that it costs the time of B·W rows.
-Each text brings its missing committed tokens, which it needs, and drafted ones, which are worth what the chance is that
-they stand. The plan is the one with most tokens a second: Σ expected tokens / (wait + T(B·W)). So a plateau of T is
-filled, a step is not climbed for little, a text without a draft does not make a wide pass of others dearer, and a pass
-waits for a round that is about to be ready where the target would otherwise compute it alone. A round that is left out
-goes with the next pass, whatever that costs: nobody is passed over twice.
+Each text must feed its missing committed tokens, and may feed drafted tokens, each of which is worth the probability
+that it is accepted. The plan is the one with most tokens a second: Σ expected tokens / (wait + T(B·W)). Therefore:
+
+* rows that cost nothing, on a plateau of T, are used; rows that cost much, beyond a step of T, only if they gain much;
+* a text without drafted tokens is left out of a wide pass, where padding would make it dear;
+* a pass waits for a round that is about to be ready if the target would otherwise compute that round alone.
+
+A round that is left out takes part in the next pass, whatever that costs: no round is left out twice.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A row is one token of one text; a pass over three tokens of each of four texts c
 entry for each number of rows that was seen, relative to a level that follows the pace of the machine: where it slows
 down, every entry rises at once. Entries are drawn towards a line that is fitted to the same passes, the more so the
 noisier they are beside it (the shrinkage of James and Stein), and neighbours that would fall are pooled (isotonic
-regression by pooling adjacent violators). Passes whose times repeat exactly are noiseless, and are drawn to nothing.
+regression by pooling adjacent violators). Passes whose times repeat exactly have no noise, and stay as measured.
 Between entries the price is interpolated, and beyond them it rises as the line does.
 """
 
@@ -117,7 +117,7 @@ class PassPrice:
         elif self._num_passes > 5:
             seconds = min(seconds, MAX_SURPRISE * self(rows, overlap_s))
         self._observe_entry(rows, seconds / self._level, overlap_s / self._level)
-        self._curve = self._drawn()
+        self._curve = self._fitted()
 
     @property
     def is_known(self) -> bool:
@@ -163,7 +163,7 @@ class PassPrice:
         keep, share = 1.0 - 1.0 / SLOWDOWN_MEMORY, entry.weight / (entry.weight + 1.0)
         self._overlap_squared = keep * self._overlap_squared + share * more_overlap**2
         self._overlap_time = keep * self._overlap_time + share * more_overlap * more_time
-        # What the overlap explains, by all that is known now, is no surprise.
+        # The part of the time that the drafter's work beside the pass explains is expected.
         expected = entry.time + self._slowdown() * more_overlap
         entry.observe(rows, time, overlap)
         if expected > 0.0:
@@ -177,12 +177,12 @@ class PassPrice:
         slowdown = (self._overlap_time + prior_weight * PRIOR_SLOWDOWN) / (self._overlap_squared + prior_weight)
         return min(0.9, max(0.0, slowdown))
 
-    def _drawn(self) -> _Curve:
+    def _fitted(self) -> _Curve:
         """The table with its entries drawn towards a line, and pooled where they would fall."""
         slowdown, level = self._slowdown(), self._level
         entries = sorted(self._entries.values(), key=lambda entry: entry.rows)
         times = [max(0.0, entry.time - slowdown * entry.overlap) for entry in entries]
-        # The line: a weighted regression on the rows, with a prior for the slope that is as weak as the noise is small.
+        # The line: a weighted regression on the rows. The less noise, the weaker the prior of its slope.
         weights = [entry.weight for entry in entries]
         mean_rows = sum(w * entry.rows for w, entry in zip(weights, entries, strict=True)) / sum(weights)
         mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / sum(weights)
@@ -193,7 +193,7 @@ class PassPrice:
             square += w * (entry.rows - mean_rows) ** 2
         slope = max(0.0, product / square)
         line = [max(0.0, mean_time + slope * (entry.rows - mean_rows)) for entry in entries]
-        # How far the entries are from the line beyond what noise explains, relative, as a variance.
+        # The variance of the entries around the line, relative to the line, less what noise explains.
         misfit = sum(
             ((time - fit) / fit) ** 2 - self._noise / w
             for time, fit, w in zip(times, line, weights, strict=True)
@@ -205,7 +205,7 @@ class PassPrice:
             for time, fit, w in zip(times, line, weights, strict=True)
         ]
         pooled = _pooled(drawn, [w + line_weight for w in weights])
-        # Two passes over half of the rows each are always possible, so that no price is believed that is higher.
+        # Several passes over fewer rows each are always possible, so no entry costs more than they would together.
         for right in range(1, len(pooled)):
             proportional = min(pooled[i] * entries[right].rows / entries[i].rows for i in range(right))
             pooled[right] = max(pooled[right - 1], min(pooled[right], proportional))

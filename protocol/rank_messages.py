@@ -1,21 +1,27 @@
 """Messages between the ranks of a target that is sharded over several processes, as bytes and back.
 
 Rank 0 leads: it announces each operation on the target's caches, in the order in which its own thread runs them. The
-other ranks follow. Tensors do not travel in messages: the forward passes exchange them by MLX's own collectives.
+other ranks follow. The forward passes exchange tensors by MLX's own collectives; in messages travel only those of saved
+texts.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, get_args
 
 import attrs
-from attrs.validators import deep_iterable, deep_mapping, instance_of
+from attrs.validators import deep_iterable, deep_mapping, ge, instance_of
 
 from protocol.errors import ProtocolError
 
 # A longer message is not one of ours.
 MAX_MESSAGE_BYTES = 64 * 1024**2
+
+
+def _as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(numbers)
 
 
 @attrs.frozen
@@ -40,7 +46,15 @@ class Welcome:
 
 @attrs.frozen
 class Beat:
-    """Says that the sender is alive. Sent both ways, also while a model works."""
+    """Says that the sender is alive. Sent both ways, also while a model works.
+
+    Attributes:
+        operation: which one of the target's the sender is in; None if it waits for the next one.
+        seconds: for how long.
+    """
+
+    operation: str | None = attrs.field(default=None, validator=attrs.validators.optional(instance_of(str)))
+    seconds: float = attrs.field(default=0.0, validator=instance_of((int, float)))
 
 
 @attrs.frozen
@@ -91,6 +105,46 @@ class Operations:
 
 
 @attrs.frozen
+class TensorChunk:
+    """Bytes of a tensor of a saved text. They are not in the message's JSON, but after it.
+
+    Attributes:
+        name: of the tensor.
+        dtype, shape: of all of it; see `actors.tensor.Tensor`.
+        data: the bytes after those in earlier messages.
+    """
+
+    name: str = attrs.field(validator=instance_of(str))
+    dtype: str = attrs.field(validator=instance_of(str))
+    shape: tuple[int, ...] = attrs.field(
+        converter=_as_tuple, validator=deep_iterable(attrs.validators.and_(instance_of(int), ge(0)))
+    )
+    data: bytes
+
+
+@attrs.frozen
+class Recorded:
+    """Ends the tensors that the sender had for now.
+
+    Attributes:
+        description: of the sender's part of a saved text, for JSON, if that is complete; None if more is to come.
+    """
+
+    description: Any
+
+
+@attrs.frozen
+class Answer:
+    """A rank's answer to an operation that may fail on one rank and leave all in step.
+
+    Attributes:
+        error: a clause that says why it has failed; None if it has not.
+    """
+
+    error: str | None = attrs.field(validator=attrs.validators.optional(instance_of(str)))
+
+
+@attrs.frozen
 class CloseTarget:
     """Rank 0 has closed the target; the ranks release their parts."""
 
@@ -132,18 +186,35 @@ class Broken:
     reason: str
 
 
-RankMessage = Hello | Welcome | Beat | OpenTarget | Loaded | Operations | CloseTarget | Measure | Measured | Broken
+RankMessage = (
+    Hello
+    | Welcome
+    | Beat
+    | OpenTarget
+    | Loaded
+    | Operations
+    | TensorChunk
+    | Recorded
+    | Answer
+    | CloseTarget
+    | Measure
+    | Measured
+    | Broken
+)
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(RankMessage)}
 
 
 def encode(message: RankMessage) -> bytes:
     """A message as bytes."""
+    data = b""
     if isinstance(message, Operations):
         fields: list[Any] = [[[o.name, o.sequence, o.arguments, o.texts] for o in message.operations]]
+    elif isinstance(message, TensorChunk):
+        fields, data = [message.name, message.dtype, message.shape], b"\n" + message.data
     else:
         fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
-    return json.dumps([type(message).__name__, *fields], separators=(",", ":")).encode()
+    return json.dumps([type(message).__name__, *fields], separators=(",", ":")).encode() + data
 
 
 def decode(data: bytes) -> RankMessage:
@@ -152,8 +223,13 @@ def decode(data: bytes) -> RankMessage:
     Raises: ProtocolError: these are not the bytes of a message.
     """
     try:
-        name, *fields = json.loads(data)
+        # JSON without indentation has no line breaks.
+        header, _, rest = data.partition(b"\n")
+        name, *fields = json.loads(header)
         kind = _KINDS[name]
+        if kind is TensorChunk:
+            tensor, dtype, shape = fields
+            return TensorChunk(tensor, dtype, shape, rest)
         if kind is Operations:
             (operations,) = fields
             return Operations(

@@ -43,8 +43,8 @@ class Statistics:
         draft_failures: drafters that failed; the rest was decoded without them.
         draft_timeouts: how often the target stopped waiting for a drafter that was late with a proposal or was still
             reading the prompt, and went on alone until the drafter had caught up.
-        accepted_stale, rejected_stale: accepted and rejected tokens of a trained drafter that it had drafted ahead,
-            before the target gave hidden states that it had given by the time they were proposed.
+        accepted_stale, rejected_stale: accepted and rejected tokens that a trained drafter had drafted ahead without
+            hidden states of the target that came before they were proposed.
         acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
         fresh_acceptance, stale_acceptance: the same for the tokens that were not stale in this sense, all of those of a
             draft model among them; and for those that were. None if none was proposed.

@@ -81,7 +81,7 @@ class StopMatcher:
         return given
 
     def _may_begin(self, text: str) -> int:
-        """The begin of the longest suffix that more text could turn into a stop string; the end if there is none."""
+        """Where the longest suffix begins that is the beginning of a stop string; the text's length if none is."""
         for begin in range(max(0, len(text) - self._longest + 1), len(text)):
             suffix = text[begin:]
             if any(stop.startswith(suffix) for stop in self._stops):

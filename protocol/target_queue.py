@@ -64,13 +64,15 @@ class TargetQueue:
         return self.is_busy or self._began_s > moment_s
 
     def others_s(self, session: int) -> float:
-        """Seconds of the passes that the target has beside a session's own: those behind it, and the one that runs
-        before it, whose sessions come back behind it.
+        """Seconds for which the target has passes of other sessions to do after the session's own pass, >= 0.
+
+        These are the passes of waiting rounds that do not share the session's pass. A pass of others that runs counts,
+        too: its sessions are expected to be back by then, with another round each.
         """
         waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
         if session in self._running:
             return self._passes_s(waiting)
-        # Those that share its pass are no passes of others.
+        # The first of the waiting rounds share the session's pass.
         return self._passes_s(waiting[self.max_batch - 1 :]) + self._passes_s(self._running.values())
 
     def remaining_s(self, now_s: float, num_tokens: int = 0) -> float:

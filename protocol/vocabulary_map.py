@@ -122,7 +122,8 @@ def map_vocabularies(
     for end in target.ends:
         if end in readings and readings[end][0] in draft.ends and readings[end][0] not in shared.values():
             shared[end] = readings[end][0]
-    # A special token is better read as its name than not at all: models know the marks of each other's chat templates.
+    # A special token without a counterpart is read as the text of its name: models have seen the special tokens of
+    # each other's chat templates as text, so this tells more than leaving it out.
     texts = pieces | {token: name.encode() for token, name in special.items()}
     unread = {token: text for token, text in texts.items() if token not in readings}
     readings |= _spelled(unread, draft, by_bytes, tokenize_draft)
@@ -153,7 +154,7 @@ def _beginnings(target: Vocabulary, draft: Vocabulary, shared: Mapping[int, int]
 def _same_role(token: int, target: Vocabulary, draft: Vocabulary) -> int | None:
     """The draft model's special token for one of the target's; None if there is none."""
     named = draft.special_by_name().get(target.special[token])
-    # What ends the texts of one model may have another role in the other.
+    # A token of the same name may end texts in one model only, and then has another role in the other.
     if named is not None and (named in draft.ends) == (token in target.ends):
         return named
     end = next((end for end in draft.ends if end < draft.size), None)
@@ -174,7 +175,7 @@ def _substitute(vocabulary: Vocabulary) -> int:
 def _spelled(
     texts: Mapping[int, bytes], vocabulary: Vocabulary, by_bytes: Mapping[bytes, int], tokenize: Tokenize
 ) -> dict[int, tuple[int, ...]]:
-    """The tokens of a vocabulary for texts that are none of its tokens, by the same keys."""
+    """How texts are spelled with several tokens of a vocabulary, by the same keys."""
     candidates: list[tuple[int, str]] = []
     for token, text in texts.items():
         try:
@@ -200,7 +201,7 @@ def _spelled(
 
 
 def _by_longest_pieces(text: bytes, by_bytes: Mapping[bytes, int], longest: int, substitute: int) -> tuple[int, ...]:
-    """A text in the longest pieces from left to right; with one token in place of what no token spells."""
+    """Spell a text with the longest tokens from left to right; `substitute` stands for each part that none spells."""
     ids: list[int] = []
     begin, is_spelled = 0, True
     while begin < len(text):

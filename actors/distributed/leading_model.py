@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from actors.distributed.exchange import Exchange, time_exchange
 from actors.distributed.rank_group import RankGroup
+from actors.distributed.sharding import never_computed
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.cache_state import MisfitError
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import SequenceState
+from actors.mlx.sequence_state import SequenceRecord, SequenceState
 from actors.model import Feed, RewindMode
-from protocol.errors import ModelError, RankError, SessionFileError
+from actors.persistence.rank_parts import CollectedPart, errors_of, received, send_record
+from protocol.errors import ModelError, RankError, RewindError, SessionFileError
 from protocol.rank_messages import Operation, Operations
 from protocol.text_ledger import TextLedger
 
 
 class Announcer:
-    """Sends the operations of one target to the other ranks. To be used on the model's thread."""
+    """Sends the operations of one target to the other ranks. To be used on the model's thread.
+
+    Attributes:
+        group: the ranks.
+        ledger: of the sequences.
+        unused_states: numbers of states that the other ranks need not keep any more; any thread may add some.
+    """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.ledger = TextLedger()
+        self.unused_states: deque[int] = deque()
         self._numbers = count()
         self._is_inside = False
         self._held_back: list[Operation] = []
 
+    @property
+    def followers(self) -> list[int]:
+        """The other ranks of the target, in the order of their parts."""
+        return list(range(1, self.group.size))
+
     def next_number(self) -> int:
-        """A number for a sequence, which no other has had."""
+        """A number for a sequence or a state, which no other has had."""
         return next(self._numbers)
 
     @contextmanager
@@ -62,6 +79,8 @@ class Announcer:
             yield False
             return
         self.group.check()
+        while self.unused_states:
+            self._held_back.append(Operation("drop_state", None, (self.unused_states.popleft(),)))
         self._held_back.append(
             Operation(name, sequence, arguments, tuple(self.ledger.entry(sequence) for sequence in reads))
         )
@@ -81,6 +100,32 @@ class Announcer:
             raise explained from error
         finally:
             self._is_inside = False
+
+
+class TakenParts:
+    """The parts of a state that the other ranks keep for as long as rank 0 has this; see `OtherParts`."""
+
+    def __init__(self, announcer: Announcer, number: int) -> None:
+        """Of the state that the ranks have taken under a number."""
+        self.number = number
+        self._announcer = announcer
+        # Whatever drops the state, in whichever thread: the ranks are told with the next operation.
+        weakref.finalize(self, announcer.unused_states.append, number).atexit = False
+
+    def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
+        """See `OtherParts.copied`."""
+        parts = {rank: CollectedPart(rank) for rank in self._announcer.followers}
+        for step in count():
+            waiting = {rank for rank, part in parts.items() if not part.is_complete}
+            if not waiting:
+                break
+            with self._announcer.announced("record", None, self.number, step):
+                while waiting:
+                    rank, message = received(self._announcer.group, waiting)
+                    if parts[rank].add(message):
+                        waiting.discard(rank)
+            yield None
+        yield tuple(part.record() for part in parts.values())
 
 
 class LeadingSequence(MLXSequence):
@@ -162,15 +207,44 @@ class LeadingSequence(MLXSequence):
         return False
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None: this rank has only a part of the caches."""
-        return None
+        """See `MLXSequence.take_state`. The other ranks keep their parts."""
+        announcer = self._announcer
+        if (state := super().take_state(tokens)) is None:
+            return None
+        number = announcer.next_number()
+        with announcer.announced("take_state", self.number, number, len(tokens)):
+            return attrs.evolve(state, others=TakenParts(announcer, number))
 
     def put_state(self, state: SequenceState) -> None:
-        """Not possible: this rank has only a part of the caches.
-
-        Raises: MisfitError: always.
-        """
-        raise MisfitError("the target is sharded over several ranks, which cannot continue a saved text yet")
+        """See `MLXSequence.put_state`. The other ranks put their parts, which they have kept or are sent now."""
+        announcer, others = self._announcer, state.others
+        followers = announcer.followers
+        records: tuple[SequenceRecord, ...] = ()
+        kept: tuple[int, ...] = ()
+        if isinstance(others, TakenParts):
+            kept = (others.number,)
+        elif isinstance(others, tuple) and len(others) == len(followers):
+            records = others
+        else:
+            num_parts = len(others) + 1 if isinstance(others, tuple) else 1
+            raise MisfitError(
+                f"its number of parts is {num_parts}, and the target is sharded over {len(followers) + 1} ranks"
+            )
+        with announcer.announced("put_state", self.number, state.tokens, *kept):
+            for rank, record in zip(followers, records, strict=False):
+                send_record(record, announcer.group, to=rank)
+            errors = []
+            try:
+                with never_computed():
+                    super().put_state(attrs.evolve(state, others=None))
+                announcer.ledger.feed(self.number, state.tokens)
+            except (MisfitError, RewindError) as error:
+                errors = [str(error)]
+            # In any case: all ranks have to be in step afterwards.
+            errors += errors_of(announcer.group, followers)
+        if errors:
+            self.forget()
+            raise MisfitError(errors[0])
 
 
 class LeadingModel(MLXModel):
@@ -193,6 +267,11 @@ class LeadingModel(MLXModel):
         """
         super().__init__(model, options, named, layer_evaluation)
         self._announcer = Announcer(group)
+
+    @property
+    def num_ranks(self) -> int:
+        """See `MLXModel.num_ranks`."""
+        return 1 + len(self._announcer.followers)
 
     def open_sequence(self, *, beside_another: bool) -> LeadingSequence:
         """See `Model.open_sequence`."""
@@ -250,11 +329,6 @@ class LeadingModel(MLXModel):
             obstacle = super().sharing_obstacle(rewinds_passes=rewinds_passes)
         with self._announcer.announced("agree_on_sharing", None, obstacle):
             return obstacle
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that it is sharded over."""
-        return self._announcer.group.size
 
     def anatomy(self) -> Anatomy:
         """See `MLXModel.anatomy`. Weights and caches are those of this rank."""

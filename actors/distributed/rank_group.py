@@ -58,6 +58,9 @@ class RankGroup:
         self._others_are_told = threading.Event()
         self._callbacks: list[Callable[[RankError], None]] = []
         self._is_hanging: Callable[[], bool] = _never
+        # The operation that this rank is in, and since when; and what the others have said of theirs.
+        self._at_work: tuple[str | None, float] = (None, time.monotonic())
+        self._heard: dict[int, Beat] = {}
         # A daemon, since a process may end without closing the group; it runs nothing of MLX's.
         self._thread = threading.Thread(target=self._watch, name="outrider-ranks", daemon=True)
         self._thread.start()
@@ -102,15 +105,15 @@ class RankGroup:
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, message: RankMessage) -> None:
-        """Send a message to rank 0, or from rank 0 to all others.
+    def send(self, message: RankMessage, *, to: int | None = None) -> None:
+        """Send a message to rank 0, or from rank 0 to all others, or to one of them.
 
         Raises: RankError: the group is broken.
         """
         self.check()
-        for rank, connection in self._connections.items():
+        for rank in self._connections if to is None else (to,):
             try:
-                connection.send(message)
+                self._connections[rank].send(message)
             except OSError as error:
                 raise self._lose(rank, f"takes no message ({error})") from error
 
@@ -220,6 +223,19 @@ class RankGroup:
         finally:
             self._is_hanging = _never
 
+    def note(self, operation: str | None) -> None:
+        """Note which operation this rank is in; None for none. The other ranks hear of it with the next heartbeat."""
+        self._at_work = operation, time.monotonic()
+
+    def _whereabouts(self) -> str:
+        """What the other ranks are at, as a clause."""
+        said = []
+        for rank, beat in sorted(self._heard.items()):
+            said.append(
+                f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
+            )
+        return "; ".join(said)
+
     def _lose(self, rank: int, how: str) -> RankError:
         return self.fail(f"rank {rank} {how}")
 
@@ -241,7 +257,9 @@ class RankGroup:
                     self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
             looked = now
             if self._is_hanging():
-                self.fail(f"a pass of rank {self.rank} has not ended: the ranks wait for each other")
+                self.fail(
+                    f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({self._whereabouts()})"
+                )
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat()
@@ -257,13 +275,17 @@ class RankGroup:
         for message in messages:
             if isinstance(message, Broken):
                 self.fail(message.reason)
-            elif not isinstance(message, Beat):
+            elif isinstance(message, Beat):
+                self._heard[rank] = message
+            else:
                 self._inbox.put((rank, message))
 
     def _beat(self) -> None:
+        operation, since = self._at_work
+        beat = Beat(operation, round(time.monotonic() - since, 1))
         for rank, connection in self._connections.items():
             try:
-                connection.send(Beat())
+                connection.send(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
 

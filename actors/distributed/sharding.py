@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +34,9 @@ _SHARDED = "_outrider_sharded"
 
 # Begins the names of classes whose calls submit their collectives.
 _ORDERED = "Ordered"
+
+# Whether they do at the moment, in this thread.
+_submits = ContextVar("outrider_submits", default=True)
 
 
 @attrs.frozen
@@ -173,10 +178,21 @@ def _order(module: Module) -> None:
 def _ordered_class(base: type) -> type:
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         result = base.__call__(self, *args, **kwargs)
-        mx.async_eval(result)
+        if _submits.get():
+            mx.async_eval(result)
         return result
 
     return type(_ORDERED + base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+
+
+@contextmanager
+def never_computed() -> Iterator[None]:
+    """While in force, passes submit nothing: for one that only this rank makes, to look at the shapes of its caches."""
+    token = _submits.set(False)
+    try:
+        yield
+    finally:
+        _submits.reset(token)
 
 
 # --- what ranks compare ---------------------------------------------------------------------------

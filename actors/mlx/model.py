@@ -244,6 +244,11 @@ class MLXModel:
         self._shared_passes.recorder_slot.recorder = recorder
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks the model is sharded over."""
+        return 1
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
         return sum(weight.nbytes for weight in self._weights())

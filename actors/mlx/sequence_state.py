@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import attrs
 import mlx.core as mx
@@ -32,14 +32,19 @@ class SequenceState:
         tokens: the cached tokens, in order.
         layers: the states of its caches, in order.
         prefix_checkpoints: states at shorter lengths, ascending, to which the sequence can be rewound.
+        others: what the other ranks have of it, from rank 1 on, where the model is sharded; records if it comes from a
+            file. None for a model of one process.
     """
 
     tokens: tuple[int, ...]
     layers: tuple[LayerState, ...]
     prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()
+    others: OtherParts | tuple[SequenceRecord, ...] | None = None
 
     def check(self, *, num_layers: int) -> None:
-        """Raises: MisfitError: a model with so many caches cannot have it."""
+        """Raises: MisfitError: a model of one process with so many caches cannot have it."""
+        if self.others is not None:
+            raise MisfitError("it has the parts of several ranks, and this model is that of one process")
         parts = (self.layers, *(checkpoint.layers for checkpoint in self.prefix_checkpoints))
         if any(len(layers) != num_layers for layers in parts):
             raise MisfitError(f"it has {len(self.layers)} layers where the model has {num_layers}")
@@ -60,7 +65,7 @@ class SequenceState:
 
 @attrs.frozen
 class SequenceRecord:
-    """The state of a sequence as a file has it.
+    """The state of a sequence as a file has it, or one rank's part of it, which lacks the tokens.
 
     Attributes:
         description: a value for JSON, which refers to tensors by name.
@@ -71,22 +76,37 @@ class SequenceRecord:
     tensors: Mapping[str, Tensor]
 
 
+class OtherParts(Protocol):
+    """What the other ranks have of the state of a sequence, while they keep it."""
+
+    def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
+        """Copy it, a layer at each step. Yields None, and in the end the parts, from rank 1 on.
+
+        To be used on the model's thread.
+        """
+
+
 class Recorder:
     """Copies the state of a sequence for a file, a layer at a time, so that other work of the model can come between.
 
     To be used on the model's thread.
     """
 
-    def __init__(self, sequence: SequenceState, name: str) -> None:
+    def __init__(self, sequence: SequenceState, name: str, *, rank: int = 0) -> None:
         """Nothing is copied yet.
 
         Args:
-            sequence: the state.
+            sequence: the state. If its model is sharded, this rank keeps its part, and the others keep theirs.
             name: prefix of the tensors' names.
+            rank: of this process; a rank other than 0 copies its own part, without the tokens.
         """
         self._sequence = sequence
-        self._name = name
+        self._name = f"{name}{_infix(rank)}" if rank else name
+        self._has_tokens = rank == 0
         self._tensors: dict[str, Tensor] = {}
+        self._num_tensors = 0
+        assert not isinstance(sequence.others, tuple), "a state from a file is recorded once it is put into a sequence"
+        self._others = None if sequence.others is None else sequence.others.copied()
         self._waiting = sequence.all_layers
         self._described: list[Any] = []
 
@@ -95,19 +115,33 @@ class Recorder:
         if len(self._described) < len(self._waiting):
             self._described.append(self._describe_layer(self._waiting[len(self._described)]))
             return None
+        others: tuple[SequenceRecord, ...] | None = ()
+        if self._others is not None and (others := next(self._others)) is None:
+            return None
         described = iter(self._described)
-        description = {
-            "tokens": self._add(mx.array(self._sequence.tokens, mx.uint32)),
+        description: dict[str, Any] = {
             "layers": [next(described) for _ in self._sequence.layers],
             "pins": [
                 {"length": checkpoint.length, "layers": [next(described) for _ in checkpoint.layers]}
                 for checkpoint in self._sequence.prefix_checkpoints
             ],
         }
+        if self._has_tokens:
+            description["tokens"] = self._add(mx.array(self._sequence.tokens, mx.uint32))
+        if others:
+            description["ranks"] = [other.description for other in others]
+            for other in others:
+                self._tensors.update(other.tensors)
         return SequenceRecord(description, self._tensors)
 
+    def pop_tensors(self) -> dict[str, Tensor]:
+        """The tensors that were copied since the last call. The record will not have them."""
+        popped, self._tensors = self._tensors, {}
+        return popped
+
     def _add(self, array: mx.array) -> dict[str, str]:
-        key = f"{self._name}.{len(self._tensors)}"
+        key = f"{self._name}.{self._num_tensors}"
+        self._num_tensors += 1
         self._tensors[key] = Tensor.of(array)
         return {"tensor": key}
 
@@ -130,8 +164,17 @@ def record(sequence: SequenceState, name: str) -> SequenceRecord:
     return recorded
 
 
-def recall(recorded: SequenceRecord) -> SequenceState:
+def _infix(rank: int) -> str:
+    """In the names of the tensors of a rank other than 0."""
+    return f".rank-{rank}"
+
+
+def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> SequenceState:
     """The state of a sequence from a file. To be called on the thread of the model that it is for.
+
+    Args:
+        recorded: the state; with `tokens`, a rank's part of it.
+        tokens: of the text; None if the record has them.
 
     Raises: MisfitError: the description is not one of such a state.
     """
@@ -161,19 +204,35 @@ def recall(recorded: SequenceRecord) -> SequenceState:
                 return PrefixCheckpointState(length, tuple(layer(one) for one in layers))
         raise MisfitError("its description of a prefix checkpoint lacks a length or layers")
 
+    def cached_tokens(described: Any) -> tuple[int, ...]:
+        ids = array(described)
+        if ids.ndim != 1 or ids.dtype != mx.uint32:
+            raise MisfitError(f"its tokens are a {ids.ndim}-dimensional array of {ids.dtype}, not a list of uint32 ids")
+        return tuple(cast(list[int], ids.tolist()))
+
     match recorded.description:
-        case {"tokens": dict(tokens), "layers": list(layers), "pins": list(prefix_checkpoints)}:
-            ids = array(tokens)
-            if ids.ndim != 1 or ids.dtype != mx.uint32:
-                raise MisfitError(
-                    f"its tokens are a {ids.ndim}-dimensional array of {ids.dtype}, not a list of uint32 ids"
-                )
+        case {"layers": list(layers), "pins": list(prefix_checkpoints), **rest} if (
+            tokens is not None or "tokens" in rest
+        ):
             return SequenceState(
-                tuple(cast(list[int], ids.tolist())),
+                cached_tokens(rest["tokens"]) if tokens is None else tokens,
                 tuple(layer(one) for one in layers),
                 tuple(prefix_checkpoint(one) for one in prefix_checkpoints),
+                _parts(rest.get("ranks"), recorded.tensors),
             )
     raise MisfitError("its description lacks tokens, layers or pins")
+
+
+def _parts(described: Any, tensors: Mapping[str, Tensor]) -> tuple[SequenceRecord, ...] | None:
+    """The parts of the ranks from 1 on; None for a model of one process."""
+    if described is None:
+        return None
+    if not isinstance(described, list) or not described:
+        raise MisfitError("its description has no parts of ranks where they should be")
+    return tuple(
+        SequenceRecord(part, {name: tensor for name, tensor in tensors.items() if f"{_infix(rank)}." in name})
+        for rank, part in enumerate(described, 1)
+    )
 
 
 def _checked(value: Any, kind: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from actors.drafters.draft_session import DraftSession
 from actors.mlx.cache_state import MisfitError
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import SequenceRecord, SequenceState, recall, record
+from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
 from actors.persistence.fingerprint import Fingerprint, fingerprint
 from actors.prefix_cache import PrefixCache, common_length, pack
 from actors.workers.worker import Job, JobError, Step, Steps
@@ -35,12 +36,14 @@ class SavedModelState:
     """A model's part of a saved session.
 
     Attributes:
-        fingerprint: identifies the model.
+        fingerprint: identifies the model; rank 0's part of it, where it is sharded.
         sequence: what the model had cached of the text; None for nothing.
+        num_ranks: how many ranks the model is sharded over.
     """
 
     fingerprint: Fingerprint
     sequence: SequenceRecord | None
+    num_ranks: int = 1
 
 
 @attrs.frozen
@@ -143,10 +146,25 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
 
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
+    model = _mlx_model(actor)
     if taken is not None:
-        return await _run(actor, Job("save", partial(_save_taken, _mlx_model(actor), actor.name, taken, text)))
-    prefix_cache = await actor.settled_prefix_cache()
-    return await _run(actor, Job("save", partial(_save, _mlx_model(actor), actor.name, prefix_cache, text)))
+        state = await _run(actor, Job("save", partial(_cut_taken, model, taken, text)))
+    else:
+        prefix_cache = await actor.settled_prefix_cache()
+        state = await _run(actor, Job("save", partial(_find, model, actor.name, prefix_cache, text)))
+    recorded = None if state is None else await copy(actor, state)
+    return SavedModelState(await identify(actor), recorded, model.num_ranks)
+
+
+async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
+    """A state of an actor's model for a file. A layer is copied at a time, and other work of the model comes between.
+
+    Cancellation: waits for the running job.
+    """
+    recorder = Recorder(state, actor.name)
+    while (recorded := await _run(actor, Job("save", recorder.step))) is None:
+        pass
+    return recorded
 
 
 async def identify(actor: ModelActor[Any]) -> Fingerprint:
@@ -191,18 +209,17 @@ def _mlx_model(actor: ModelActor[Any]) -> MLXModel:
 # --- on the model's thread ------------------------------------------------------------------------
 
 
-def _save(model: MLXModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]) -> SavedModelState:
-    identity = fingerprint(model.module)
+def _find(model: MLXModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]) -> SequenceState | None:
+    """What the prefix cache has of a text."""
     if (match := prefix_cache.find_longest_match(text)) is None:
-        return SavedModelState(identity, None)
+        return None
     assert isinstance(match.sequence, MLXSequence)
     state = match.sequence.take_state(match.tokens)
     if state is not None and match.num_reusable < len(match.tokens):
         state = _cut(model, state, match.num_reusable)
     if state is None:
         logger.warning("the %s has caches of a class that is not known: they are not saved", name)
-        return SavedModelState(identity, None)
-    return SavedModelState(identity, record(state, name))
+    return state
 
 
 def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
@@ -212,12 +229,11 @@ def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
     return Step(sequence.take_state((0,) * sequence.length))
 
 
-def _save_taken(model: MLXModel, name: ActorName, taken: SequenceState, text: tuple[int, ...]) -> SavedModelState:
-    identity = fingerprint(model.module)
+def _cut_taken(model: MLXModel, taken: SequenceState, text: tuple[int, ...]) -> SequenceState | None:
+    """What a state has of a text."""
     # The last token is never reused, since its logits are needed.
     num_common = common_length(pack(taken.tokens), pack(text[:-1]))
-    state = taken if num_common == len(taken.tokens) else _cut(model, taken, num_common)
-    return SavedModelState(identity, None if state is None else record(state, name))
+    return taken if num_common == len(taken.tokens) else _cut(model, taken, num_common)
 
 
 def _cut(model: MLXModel, state: SequenceState, length: int) -> SequenceState | None:
@@ -227,18 +243,22 @@ def _cut(model: MLXModel, state: SequenceState, length: int) -> SequenceState | 
 
     Returns: None if there is no such length.
     """
-    copy = model.open_sequence(beside_another=False)
-    copy.put_state(state)
-    if (num_reusable := copy.reusable_length(length, length)) == 0:
-        return None
-    copy.reuse(num_reusable)
-    return copy.take_state(state.tokens[:num_reusable])
+    with closing(model.open_sequence(beside_another=False)) as sequence:
+        sequence.put_state(state)
+        if (num_reusable := sequence.reusable_length(length, length)) == 0:
+            return None
+        sequence.reuse(num_reusable)
+        return sequence.take_state(state.tokens[:num_reusable])
 
 
 def _fill(model: MLXModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
     state = recall(recorded)
     sequence = model.open_sequence(beside_another=beside_another)
-    sequence.put_state(state)
+    try:
+        sequence.put_state(state)
+    except (MisfitError, RewindError):
+        sequence.close()
+        raise
     return FilledSequence(sequence, state.tokens, beside_another)
 
 

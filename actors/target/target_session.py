@@ -11,7 +11,6 @@ from actors.target.plain_decoder import PlainDecoder
 from protocol.errors import ProtocolError
 from protocol.messages import Message, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.replay import ReplayDebt
-from protocol.session_state import SessionPhase
 
 
 class TargetSession(ActorSession):
@@ -49,17 +48,6 @@ class TargetSession(ActorSession):
     def seconds_per_token(self) -> float:
         """The target's verify time for each generated token so far; 0 before the first token."""
         return self.verify_seconds / self.state.num_generated if self.state.num_generated else 0.0
-
-    @property
-    def stays_plain(self) -> bool:
-        """Whether there is a round after this one, and it is the target's own as well, whatever this one's token is."""
-        state = self.state
-        rests_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
-        return rests_on and (state.remaining is None or state.remaining > 1)
-
-    def no_proposal(self) -> Proposal:
-        """What stands for the proposal of a round without one."""
-        return Proposal(self.id, self.state.round, self.state.next_position, ())
 
     def receive(self, message: Message) -> None:
         """Take a proposal, or another message of the drafter's."""

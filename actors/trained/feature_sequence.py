@@ -1,9 +1,10 @@
 """One text of a drafter that reads features: tokens whose features have come, and tokens ahead of them.
 
 To read the token at position j, such a drafter needs the features of position j - 1. The target gives them when it has
-committed the token there. Beyond, the drafter's own hidden state stands for them: what it drafts there is *stale*. When
-features come for tokens that were read without, the text is as long as it was before those tokens, so that they are fed
-again, with features, in one pass. Hidden states from before stand for the positions beyond.
+committed the token at position j - 1. Until then, the drafter's own hidden state stands for them, and what it drafts on
+that is *stale*. When the features of such positions come, `length` falls to the first token that was read without them.
+So these tokens are fed again, with features, in one pass; for positions that still have no features, the drafter's
+hidden states of before are used.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class FeatureReader(Protocol):
 
 
 @attrs.frozen
-class _Own:
+class _OwnState:
     """The drafter's own hidden state at the position of a token."""
 
     token: int
@@ -76,7 +77,7 @@ class FeatureSequence(TrainedSequence):
         self._first_stale: int | None = None
         # Projected features, and the drafter's own hidden states by position.
         self._fresh = PositionedRows()
-        self._own: dict[int, _Own] = {}
+        self._own: dict[int, _OwnState] = {}
         # Features that were given and not looked at yet, and the position of the first of all that were given.
         self._arrived: deque[tuple[int, mx.array]] = deque()
         self._first_given = 0
@@ -227,7 +228,7 @@ class FeatureSequence(TrainedSequence):
         given, logits = self._reader.read(hidden, mx.array(tokens), self._cache)
         for i, token in enumerate(tokens):
             if begin + i >= num_fresh:
-                self._own[begin + i] = _Own(token, given[i])
+                self._own[begin + i] = _OwnState(token, given[i])
         if self._first_stale is None and begin + len(tokens) > num_fresh + 1:
             self._first_stale = max(begin, num_fresh + 1)
         self._tokens += tokens

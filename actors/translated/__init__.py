@@ -3,5 +3,5 @@
 * `translated_model`: the model (`TranslatedModel`).
 * `translated_sequence`: one text in its cache (`TranslatedSequence`).
 
-What is read as what is decided in `protocol.vocabulary_map`.
+`protocol.vocabulary_map` decides which tokens of the draft model a token of the target is read as.
 """

@@ -44,7 +44,7 @@ class TokenTables:
         return tables
 
     def translated(self, rows: mx.array) -> mx.array:
-        """The logits of the target's tokens, each the sum in terms of probability of those that stand for it.
+        """The logits of the target's tokens: the probabilities of all tokens of the model that stand for one are added.
 
         Args:
             rows: (n, own V) logits of the model's own tokens.

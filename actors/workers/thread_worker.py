@@ -68,7 +68,7 @@ class ThreadWorker:
         on_event: Callable[[Event], None] | None = None,
         *,
         may_be_given_up: bool = False,
-        hang_timeout_s: float = HANG_TIMEOUT_S,
+        hang_timeout_s: float | None = None,
         explain: Callable[[BaseException], BaseException] | None = None,
     ) -> None:
         """Make a worker that is not started yet.
@@ -78,14 +78,15 @@ class ThreadWorker:
             on_event: called in trio's thread with the span of each finished job.
             may_be_given_up: whether a job that hangs is given up when it was cancelled, when another job waits behind
                 it, or when the worker is left. The worker then runs no more jobs, and its thread is abandoned.
-            hang_timeout_s: after how many seconds a job hangs, beside the time that it should take.
+            hang_timeout_s: after how many seconds a job hangs, beside the time that it should take; None for
+                `HANG_TIMEOUT_S`.
             explain: gives the reason behind an exception that a job raised, to be reported in its place. Called on the
                 worker's thread.
         """
         self._actor = actor
         self._on_event = on_event
         self._may_be_given_up = may_be_given_up
-        self._base_timeout_s = hang_timeout_s
+        self._base_timeout_s = HANG_TIMEOUT_S if hang_timeout_s is None else hang_timeout_s
         self._explain = explain
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
         self._busy_seconds = 0.0

@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from actors.actor import PREFIX_CACHE_BYTES
+from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
@@ -32,6 +33,7 @@ from runtime.engine.events import Events
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.loading import blas
+from runtime.ranks.leading import ending_all
 
 # An idle BLAS thread spins before it sleeps; those of OpenBLAS spin for 0.1 s.
 BLAS_IDLE_S = 0.2
@@ -66,6 +68,8 @@ class Contender:
 
 
 PLAIN = Contender("mlx-lm", 0)
+# Of a target that is sharded over ranks, which mlx-lm's decoding would have to run on all at once.
+PLAIN_ON_RANKS = Contender("outrider", 0)
 
 
 @attrs.frozen
@@ -117,6 +121,7 @@ class ModelPair:
         events: receives the spans of the workers.
         cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
         default_draft: the name of the drafter that contenders without a name for theirs have.
+        group: the ranks that the target is sharded over; None for one machine. mlx-lm cannot decode with it there.
     """
 
     models: dict[str, AnyModel]
@@ -124,6 +129,7 @@ class ModelPair:
     events: EventSwitch
     cache_options: CacheOptions = attrs.field(factory=CacheOptions)
     default_draft: str = ONLY_DRAFT
+    group: RankGroup | None = None
 
     @property
     def target(self) -> MLXModel:
@@ -185,6 +191,8 @@ class ContenderRunner:
                             prefix_cache_bytes=prefix_cache_bytes,
                         )
                     )
+                    if self._pair.group is not None:
+                        stack.enter_context(ending_all(self._pair.group, runtime._sessions.fail))
                     self._runtimes[contender] = (runtime, events)
             await self._wait_until_idle()
 

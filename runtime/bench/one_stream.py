@@ -14,13 +14,23 @@ from typing import Any
 
 import attrs
 
+from actors.distributed.rank_group import RankGroup
 from actors.mlx.model import MLXModel
 from actors.workers.worker import JobError
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.contenders import ONLY_DRAFT, PLAIN, TARGET, Contender, ContenderRunner, Lookahead, Run
+from runtime.bench.contenders import (
+    ONLY_DRAFT,
+    PLAIN,
+    PLAIN_ON_RANKS,
+    TARGET,
+    Contender,
+    ContenderRunner,
+    Lookahead,
+    Run,
+)
 from runtime.bench.setup import (
     BenchmarkCircumstances,
     BenchmarkRequest,
@@ -45,6 +55,7 @@ class Plan(BenchmarkRequest):
         lookaheads: lookaheads of this runtime, each in [0, 64] or "auto".
         drafts: names of the drafters, if there are several. All are compared with the same plain decoding.
         mlx_lm_drafts: those of them, or of the only one ("") that mlx-lm can speculate with, too.
+        is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
     """
 
     num_draft_tokens: tuple[int, ...] = attrs.field(
@@ -58,20 +69,27 @@ class Plan(BenchmarkRequest):
 
     drafts: tuple[str, ...] = ("",)
     mlx_lm_drafts: tuple[str, ...] = ("",)
+    is_on_ranks: bool = False
+
+    @property
+    def plain(self) -> Contender:
+        """The plain decoding that the others are compared with: mlx-lm's, or on ranks this runtime's."""
+        return PLAIN_ON_RANKS if self.is_on_ranks else PLAIN
 
     @property
     def contenders(self) -> tuple[Contender, ...]:
-        """All contenders. The first is mlx-lm's plain decoding, the baseline of the others."""
+        """All contenders, first `plain`."""
         ours = [
             Contender("outrider", lookahead, draft="" if lookahead == 0 else draft)
             for draft in self.drafts
             for lookahead in self.lookaheads
         ]
-        return (
-            PLAIN,
-            *(Contender("mlx-lm", k, draft=draft) for draft in self.mlx_lm_drafts for k in self.num_draft_tokens),
-            *dict.fromkeys(ours),
-        )
+        of_mlx_lm = [
+            Contender("mlx-lm", k, draft=draft)
+            for draft in ([] if self.is_on_ranks else self.mlx_lm_drafts)
+            for k in self.num_draft_tokens
+        ]
+        return tuple(dict.fromkeys((self.plain, *of_mlx_lm, *ours)))
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -88,7 +106,7 @@ class ContenderRow:
         draft: the drafter, by its name or path; None for plain decoding.
         speeds: one a repeat.
         median, low, high: median, minimum and maximum of `speeds`; None without speeds.
-        vs_plain: median over that of mlx-lm's plain decoding.
+        vs_plain: median over that of plain decoding, the first row.
         vs_best_speculative: median over the best median of mlx-lm's speculative decoding, chosen in hindsight.
         acceptance: accepted / proposed; None if nothing was proposed.
         fresh_acceptance, stale_acceptance: see `Statistics`.
@@ -98,7 +116,7 @@ class ContenderRow:
         limit: tokens per second if drafting were free, that is if the target's passes followed each other without a
             gap; None for mlx-lm.
         of_limit: speed / limit.
-        same_texts, num_texts: number of texts equal to those of mlx-lm's plain decoding, and of all texts. In low
+        same_texts, num_texts: number of texts equal to those of plain decoding, the first row, and of all texts. In low
             precision a pass of another width may decide a near-tie differently. None above temperature 0.
         estimates: the runtime's estimates of prices after the last run, by name; None for mlx-lm.
         failure: why the contender could not run; None if it could.
@@ -136,13 +154,14 @@ class Benchmark:
     Attributes:
         target, draft: the models, by name.
         dtypes: those of their weights, by role.
-        machine: processor, versions, device and BLAS, by name.
+        machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
         num_prompts, max_tokens, temperature: see `Plan`.
         repeats: number of repeats that were requested.
         repeats_done: number of repeats in the figures; the last may have some of the prompts only.
         is_complete: whether everything was measured.
         best_speculative: name of mlx-lm's fastest speculative row; None if there is none.
         rows: one for each contender, in the order of `Plan.contenders`.
+        num_ranks: that the target is sharded over. On several, mlx-lm's decoding is left out.
     """
 
     target: str
@@ -157,6 +176,7 @@ class Benchmark:
     is_complete: bool
     best_speculative: str | None
     rows: tuple[ContenderRow, ...]
+    num_ranks: int = 1
 
 
 @attrs.define
@@ -178,7 +198,7 @@ class Measured(BenchmarkCircumstances):
         running = [contender for contender in self.plan.contenders if contender not in self.failures]
         turns = {key: turn for key, turn in self.turns.items() if all(contender in turn for contender in running)}
         # The text to compare with is the same in all repeats.
-        texts = {prompt: turn[PLAIN].tokens for (_, prompt), turn in reversed(turns.items())}
+        texts = {prompt: turn[self.plan.plain].tokens for (_, prompt), turn in reversed(turns.items())}
         rows = [self._row(contender, turns, texts) for contender in self.plan.contenders]
         plain = rows[0].median
         best = max((row for row in rows[1:] if row.engine == "mlx-lm" and row.median), key=_median, default=None)
@@ -203,6 +223,7 @@ class Measured(BenchmarkCircumstances):
             is_complete=len(turns) == self.plan.repeats * len(self.plan.prompts),
             best_speculative=None if best is None else best.name,
             rows=tuple(rows),
+            num_ranks=self.num_ranks,
         )
 
     def _row(
@@ -277,6 +298,7 @@ async def measure(
     plan: Plan | None = None,
     *,
     measured: Measured | None = None,
+    group: RankGroup | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Benchmark:
     """Have all contenders decode all prompts, in turn.
@@ -286,13 +308,17 @@ async def measure(
             drafter or another vocabulary, mlx-lm decodes plainly only.
         plan: what to measure; None for the defaults.
         measured: collects the measurements; made from the same plan. It stays usable after a cancellation.
+        group: the ranks that the target is sharded over, as for `runtime.open`. mlx-lm's decoding is left out then: it
+            would have to run on all ranks at once, and does not speculate there.
         on_progress: called with a description of each step before it starts.
 
     Raises:
-        SettingsError: a dtype was given for models that are loaded already.
+        SettingsError: a dtype was given for models that are loaded already, or for ranks; or the group cannot be led.
         PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
         ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
         VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
+        RankError: a rank has ended, hangs, differs or fails before anything is measured; it is named. Later it is the
+            cause of a `RuntimeBrokenError`.
 
     Cancellation: takes effect after the current forward passes.
     """
@@ -300,10 +326,12 @@ async def measure(
     named = named_drafts(draft) if isinstance(draft, list) else {}
     drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
     async with AsyncExitStack() as stack:
-        pair, prompts = await load_models(stack, target, drafts, measured.plan, measured, on_progress)
+        pair, prompts = await load_models(stack, target, drafts, measured.plan, measured, on_progress, group)
         names = tuple(named) if len(named) > 1 else ("",)
         of_mlx_lm = tuple(name for name in names if isinstance(pair.models.get(name or ONLY_DRAFT), MLXModel))
-        measured.plan = attrs.evolve(measured.plan, drafts=names, mlx_lm_drafts=of_mlx_lm)
+        measured.plan = attrs.evolve(
+            measured.plan, drafts=names, mlx_lm_drafts=of_mlx_lm, is_on_ranks=group is not None
+        )
         runner = ContenderRunner(pair)
         await runner.open_runtimes(stack, measured.plan.contenders)
         await _run_all(runner, prompts, measured, on_progress)

@@ -14,6 +14,7 @@ import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from actors.mlx.model import dtypes_of
@@ -38,6 +39,8 @@ from runtime.loading.model_sources import (
     load_onto,
 )
 from runtime.loading.processor import processor_name
+from runtime.ranks.leading import check_group, leading, target_worker
+from runtime.ranks.sharded_target import load_sharded_onto
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -102,13 +105,15 @@ class BenchmarkCircumstances:
     Attributes:
         target, draft: the models, by name; of several drafters all names.
         dtypes: those of their weights, by role; or the name of a drafter, if there are several.
-        machine: processor, versions, device and BLAS, by name.
+        machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
+        num_ranks: that the target is sharded over.
     """
 
     target: str = attrs.field(default="", kw_only=True)
     draft: str = attrs.field(default="", kw_only=True)
     dtypes: dict[str, tuple[str, ...]] = attrs.field(factory=dict, kw_only=True)
     machine: dict[str, str] = attrs.field(factory=dict, kw_only=True)
+    num_ranks: int = attrs.field(default=1, kw_only=True)
 
 
 T = TypeVar("T")
@@ -145,6 +150,7 @@ async def load_models(
     request: BenchmarkRequest,
     circumstances: BenchmarkCircumstances,
     on_progress: Callable[[str], None],
+    group: RankGroup | None = None,
 ) -> tuple[ModelPair, list[tuple[int, ...]]]:
     """Load a target and its drafters onto threads of their own.
 
@@ -155,22 +161,36 @@ async def load_models(
         request: what to measure.
         circumstances: filled in here.
         on_progress: called with a description of each step before it starts.
+        group: the ranks that the target is sharded over; None for one machine.
 
     Returns: the models, and the prompts as token ids.
 
-    Raises: SettingsError, PromptError, ModelError, VocabularyMismatchError: see `runtime.bench.one_stream.measure`.
+    Raises: SettingsError, PromptError, ModelError, VocabularyMismatchError, RankError: see
+        `runtime.bench.one_stream.measure`.
     """
     target = check_source("target", target)
     sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
     if request.dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
         raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
+    if group is not None:
+        for draft in (None, *sources.values()):
+            check_group(group, target, draft)
+        if request.dtype is not None:
+            raise SettingsError("dtype does not go with ranks: each has its part as it is in the files; leave it out")
+        circumstances.num_ranks = group.size
     stack.enter_context(wired_memory())
     events = EventSwitch()
-    workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(ThreadWorker("target", events))}
+    target_thread = ThreadWorker("target", events) if group is None else target_worker(group, events)
+    workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(target_thread)}
+    if group is not None:
+        stack.enter_context(leading(group, target_thread))
     for name in sources:
         workers[name] = await stack.enter_async_context(ThreadWorker("draft", events))
     on_progress("loading the target")
-    loaded_target = await load_onto(workers[TARGET], "target", target, request.cache_options)
+    if group is None:
+        loaded_target = await load_onto(workers[TARGET], "target", target, request.cache_options)
+    else:
+        loaded_target = await load_sharded_onto(workers[TARGET], target, request.cache_options, group)
     await _cast_on(workers[TARGET], loaded_target.model, request.dtype)
     loaded: dict[str, LoadedDraft] = {}
     for name, source in sources.items():
@@ -187,8 +207,11 @@ async def load_models(
     for name, model in models.items():
         circumstances.dtypes[name] = dtypes_of(model.module)
     circumstances.machine = _machine()
+    if group is not None:
+        circumstances.machine["ranks"] = f"{group.size}, of which this is the first"
     prompts = _encode(loaded_target, loaded, request)
-    return ModelPair(models, workers, events, request.cache_options, default_draft=next(iter(drafts))), prompts
+    pair = ModelPair(models, workers, events, request.cache_options, default_draft=next(iter(drafts)), group=group)
+    return pair, prompts
 
 
 async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:

@@ -81,6 +81,11 @@ def _one_stream_cells(row: ContenderRow) -> Iterator[str]:
 
 
 def _one_stream_notes(result: Benchmark) -> Iterator[str]:
+    if result.num_ranks > 1:
+        yield (
+            "mlx-lm's own decoding is left out: on a target that is sharded over ranks it would have to run on all of "
+            "them at once, and it does not speculate there. × plain is over this runtime's plain decoding."
+        )
     yield (
         "Speeds are medians over repeats, timed from the end of the first round, with the slowest and the fastest. "
         "× best: over mlx-lm's fastest speculative row, chosen in hindsight"
@@ -88,7 +93,8 @@ def _one_stream_notes(result: Benchmark) -> Iterator[str]:
     )
     yield (
         "busy: share of the time in which the target's and the drafter's threads worked. of limit: speed over what "
-        "the target's passes alone would give if drafting were free. same: texts equal to mlx-lm's plain greedy ones."
+        "the target's passes alone would give if drafting were free. same: texts equal to "
+        + ("the plain greedy ones." if result.num_ranks > 1 else "mlx-lm's plain greedy ones.")
     )
     if any(row.stale_acceptance is not None for row in result.rows):
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,6 +162,20 @@ def _check_plot(file: str | None) -> Path | None:
     return path
 
 
+def check_for_ranks(arguments: argparse.Namespace) -> None:
+    """Check what does not go with a target that is sharded over ranks.
+
+    Raises: SettingsError: an argument does not.
+    """
+    for name, why in (
+        ("streams", "compares with mlx-lm's BatchGenerator, which would have to run on all ranks at once"),
+        ("num_draft_tokens", "is for mlx-lm's speculative decoding, which does not run on ranks"),
+        ("dtype", "would cast rank 0's part of the target alone"),
+    ):
+        if getattr(arguments, name, None) is not None:
+            raise SettingsError(f"{name} {why}; leave it out, or run bench without mlx.launch")
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -178,7 +192,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         raise SettingsError(
             f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
         )
-    measured, measuring = _measuring(plan, models.target, models.draft, models.more_drafts)
+    measured, measuring = _measuring(plan, models, models.draft)
     models.use_device()
     outcome = CommandOutcome()
 
@@ -196,7 +210,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
 
 
 def _measuring(
-    plan: Plan | StreamsPlan, target: Source, draft: Source, more_drafts: Sequence[Source]
+    plan: Plan | StreamsPlan, models: Models, draft: Source
 ) -> tuple[Measured | StreamsMeasured, Callable[[Callable[[str], None]], Awaitable[object]]]:
     """The collector of the figures, and the function that measures into it and reports its progress."""
     from runtime.bench import many_streams, one_stream
@@ -204,11 +218,15 @@ def _measuring(
     if isinstance(plan, many_streams.StreamsPlan):
         streams = many_streams.StreamsMeasured(plan)
         return streams, lambda on_progress: many_streams.measure_streams(
-            target, draft, measured=streams, on_progress=on_progress
+            models.target, draft, measured=streams, on_progress=on_progress
         )
     measured = one_stream.Measured(plan)
     return measured, lambda on_progress: one_stream.measure(
-        target, [draft, *more_drafts], measured=measured, on_progress=on_progress
+        models.target,
+        [draft, *models.more_drafts],
+        measured=measured,
+        group=models.options.get("group"),
+        on_progress=on_progress,
     )
 
 

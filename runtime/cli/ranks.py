@@ -6,12 +6,12 @@ import argparse
 import signal
 
 from protocol.errors import SettingsError
-from runtime.cli import doctor_command
+from runtime.cli import bench_command, doctor_command
 from runtime.cli.arguments.models import Models
 from runtime.terminal.display import CommandOutcome
 
 # The commands that open one runtime, which the other ranks can follow.
-COMMANDS = ("generate", "chat", "serve", "doctor")
+COMMANDS = ("generate", "chat", "serve", "doctor", "bench")
 
 
 def is_one_of_several() -> bool:
@@ -36,6 +36,8 @@ def join(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"{name} runs on one machine, got several ranks; run it without mlx.launch")
     if name == "doctor" and not arguments.distributed:
         raise SettingsError("doctor examines models on one machine, got several ranks; give --distributed")
+    if name == "bench":
+        bench_command.check_for_ranks(arguments)
     if getattr(arguments, "config", None) is not None:
         raise SettingsError("--config names several models, and ranks share one target; give it by --target")
     from actors.distributed.joining import join_ranks

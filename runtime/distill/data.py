@@ -15,9 +15,9 @@ import mlx.core as mx
 from protocol.errors import SettingsError
 from protocol.reprs import shown_path
 
-# One text of so many is held out; with fewer texts, one window of so many.
+# One text in this many is held out. If there are fewer texts, one window in this many is.
 HELD_OUT_EVERY = 20
-# Windows that are held out at most: an evaluation takes time that training could have.
+# The most windows that are held out. More would make evaluations slow, at the expense of training.
 MAX_HELD_OUT = 64
 
 
@@ -147,7 +147,7 @@ class Windows:
 
 
 def _windows(texts: Sequence[array[int]], length: int) -> mx.array:
-    """(n, length) windows of texts that follow one another; what is left at the end is dropped."""
+    """Windows (n, length) of the texts, joined in order; the last tokens are dropped if they fill no window."""
     tokens = array("i")
     for text in texts:
         tokens += text

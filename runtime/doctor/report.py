@@ -119,7 +119,7 @@ async def examine(
         sources["draft"] = check_draft_source(draft)
     options = check_cache_options(**cache_options)
     if group is not None:
-        check_group(group, sources["target"], sources.get("draft"), prefix_cache_dir=None)
+        check_group(group, sources["target"], sources.get("draft"))
     loaded: dict[Actor, Loaded] = {}
     examined: dict[Actor, ExaminedModel] = {}
     trained: ExaminedDrafter | None = None

@@ -97,7 +97,7 @@ class DrafterSlot:
         with self._seconds_lock:
             self._past_seconds += actor.busy_seconds
             self.actor = None
-        self._target.drafter = None
+        self._target.drafter.detach()
         actor.withdraw_from_all()
         del actor
         # Not on this stack: the tracebacks of cancelled tasks would keep the caller's streams alive for a while.
@@ -126,7 +126,6 @@ class DrafterSlot:
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
-                    self._target.drafter = actor.mailbox
-                    self._target.beside_another = isinstance(actor, DraftActor)
+                    self._target.drafter.attach(actor.mailbox, has_model=isinstance(actor, DraftActor))
         finally:
             has_ended.set()

@@ -270,7 +270,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     if not isinstance(given["tune_mlx"], bool):
         raise SettingsError(f"tune_mlx must be True or False, got {shown(given['tune_mlx'])}")
     if given["group"] is not None:
-        check_group(given["group"], sources["target"], sources.get("draft"), prefix_cache_dir=given["prefix_cache_dir"])
+        check_group(given["group"], sources["target"], sources.get("draft"))
     return sources, cache_options
 
 

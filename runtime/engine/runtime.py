@@ -15,11 +15,10 @@ from protocol.prices import Prices
 from protocol.scores import Score
 from protocol.settings import Settings, SettingsLike
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
-from protocol.statistics import Statistics
-from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
+from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.events import Events
-from runtime.engine.health import Health
 from runtime.engine.request_validation import RequestValidation
+from runtime.engine.runtime_state import RuntimeState
 from runtime.engine.session_files import SessionFiles
 from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Conversation, turn_settings
@@ -33,7 +32,7 @@ from runtime.loading.model_sources import Source, check_unknown
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
 
 
-class Runtime:
+class Runtime(RuntimeState):
     """Two models at work; made by `runtime.open` and `runtime.keep_open`."""
 
     def __init__(
@@ -48,27 +47,30 @@ class Runtime:
         shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
     ) -> None:
-        self._target = target
-        self._drafter = drafter
-        self._shared_tokenizer = shared_tokenizer
-        self.prices = prices
-        self.vocab_size, self.context_length = target.model.vocab_size, target.model.context_length  # None: no bound
+        """A runtime over the actors of `runtime.engine.running`.
+
+        Args:
+            target: the actor, which is serving.
+            drafter: the drafter's slot.
+            tokenizer: the target's, for this runtime alone; or None.
+            events: the trace, from which the models' time is counted for the sessions.
+            prices: measured costs of both models; the actors update them.
+            nursery: of the generations that are begun many at a time.
+            max_streams, defaults: see `open`.
+            shared_tokenizer: the target's tokenizer, as the user gets it; or None.
+        """
+        # Streams are saved by `_files`, which needs the sessions first.
+        sessions = Sessions(
+            target, drafter, tokenizer, prices, nursery, max_streams, lambda *stream: self._files.save_stream(*stream)
+        )
+        super().__init__(target, drafter, sessions, prices, shared_tokenizer)
         self._validation = RequestValidation(
             target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
         )
-        # Streams are saved by `_files`, which needs the sessions first.
-        self._sessions = Sessions(
-            target, drafter, tokenizer, prices, nursery, max_streams, lambda *stream: self._files.save_stream(*stream)
-        )
-        self._files = SessionFiles(target, drafter, tokenizer, self._validation, self._sessions, self.stream)
+        self._files = SessionFiles(target, drafter, tokenizer, self._validation, sessions, self.stream)
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
-        self._began = target.worker.clock()
-        events.listen(self._sessions.attribute)
-
-    def __repr__(self) -> str:
-        state = "open" if self._sessions.is_open else "closed"
-        return f"<outrider Runtime, {state}: {self.num_streams} streams, {self.num_waiting} waiting>"
+        events.listen(sessions.attribute)
 
     # --- generations ------------------------------------------------------------------------------
 
@@ -193,6 +195,14 @@ class Runtime:
         """
         return self._validation.encode(prompt, **switches)
 
+    def check_settings(self, settings: Mapping[str, Any]) -> Settings:
+        """The settings of one stream, checked and completed by the defaults. May be called in any thread.
+
+        Raises: as `check_open`, and SettingsError: one is unknown or out of its range.
+        """
+        self.check_open()
+        return self._validation.checked(settings)
+
     # --- conversations and saved sessions ---------------------------------------------------------
 
     def conversation(
@@ -314,53 +324,7 @@ class Runtime:
         """
         await self._drafter.detach()
 
-    # --- state ------------------------------------------------------------------------------------
-
-    def statistics(self) -> Statistics:
-        """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
-
-        `generation_tps` is over the runtime's whole life.
-        """
-        elapsed_s = self._target.worker.clock() - self._began
-        return self._sessions.statistics(elapsed_s, self.busy_seconds, is_drafted=self._draft is not None)
-
-    @property
-    def busy_seconds(self) -> tuple[float, float]:
-        """Seconds that the target and the drafter have been at work so far; neither ever decreases."""
-        return self._target.worker.busy_seconds, self._drafter.busy_seconds
-
-    def health(self) -> Health:
-        """Whether the models are alive; asks nothing of them, so that a server can call it at any time."""
-        is_open = self._sessions.is_open
-        return Health(
-            target=is_open and self._target.is_alive,
-            draft=None if (draft := self._draft) is None else is_open and draft.is_alive,
-        )
-
-    async def wait_broken(self) -> None:
-        """Wait until the target has failed and every stream has its error; a server then has nothing left to do.
-
-        Returns at once if that has happened already. Cancellation, and not closing the runtime, ends the waiting.
-        """
-        await self._sessions.has_failed.wait()
-
-    @property
-    def tokenizer(self) -> TokenizerWrapper | None:
-        """The target's tokenizer, as mlx-lm wraps it.
-
-        The runtime works with a copy: changes to this object, such as its truncation, have no effect on it.
-        """
-        return self._shared_tokenizer
-
-    @property
-    def num_streams(self) -> int:
-        """Streams that are under way: begun, and neither read to their end nor closed."""
-        return self._sessions.num_streams
-
-    @property
-    def num_waiting(self) -> int:
-        """Streams that wait for admission, because `max_streams` are at work."""
-        return self._sessions.num_waiting
+    # --- the end ----------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Close the runtime: end every stream, and take no others. Closing twice is closing once.
@@ -377,24 +341,3 @@ class Runtime:
             await trio.lowlevel.checkpoint()
         else:
             await self._is_released.wait()
-
-    # --- checks, for the handles of other event loops and threads, too ------------------------------
-
-    def check_open(self) -> None:
-        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
-
-        May be called in any thread.
-        """
-        self._sessions.check_open()
-
-    def check_settings(self, settings: Mapping[str, Any]) -> Settings:
-        """The settings of one stream, checked and completed by the defaults. May be called in any thread.
-
-        Raises: as `check_open`, and SettingsError: one is unknown or out of its range.
-        """
-        self.check_open()
-        return self._validation.checked(settings)
-
-    @property
-    def _draft(self) -> DrafterActor | None:
-        return self._drafter.actor

@@ -14,13 +14,13 @@ import trio
 from actors.actor import ModelActor
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import Recorder, SequenceState
+from actors.mlx.sequence_state import SequenceState
 from actors.model import CachedSequence
 from actors.persistence import saved_sequence
 from actors.prefix_cache import common_length, may_serve, pack
 from actors.workers.thread_worker import HangError
 from actors.workers.worker import Job, JobError
-from protocol.errors import RewindError, SessionFileError
+from protocol.errors import RankError, RewindError, SessionFileError
 from runtime.persistence.prefix_files import PrefixFiles, StoredPrefix
 
 logger = logging.getLogger("outrider")
@@ -67,7 +67,7 @@ class DiskPrefixCache:
             return
         try:
             state = sequence.take_state(tokens)
-        except RewindError as error:
+        except (RewindError, RankError) as error:
             logger.warning("a cached prefix is not stored: %s", error)
             return
         if state is None:
@@ -122,12 +122,10 @@ class DiskPrefixCache:
         if stored.key in self._stored:
             files.touch(stored)
             return
-        recorder, recorded = Recorder(evicted.state, self._actor.name), None
         try:
-            while recorded is None:
-                recorded = await self._actor.worker.run(Job("save", recorder.step))
+            recorded = await saved_sequence.copy(self._actor, evicted.state)
             await trio.to_thread.run_sync(files.write, stored, recorded)
-        except (JobError, HangError, SessionFileError) as error:
+        except (JobError, HangError, SessionFileError, RankError) as error:
             logger.warning("a cached prefix is not stored: %s", error)
             return
         self._stored[stored.key] = stored
@@ -156,8 +154,10 @@ class DiskPrefixCache:
             put = partial(cache.put, filled.sequence, filled.tokens, filled.tokens)
             call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
             await self._actor.worker.run(Job("load", call))
-        except (SessionFileError, JobError) as error:
+        except (SessionFileError, JobError, RankError) as error:
             logger.warning("a stored prefix is left out: %s", error)
+            if isinstance(error, RankError) or isinstance(error.__cause__, RankError):
+                return  # nothing is wrong with the file
             self._stored.pop(best.key, None)
             await trio.to_thread.run_sync(files.delete, best)
 

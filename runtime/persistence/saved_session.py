@@ -214,7 +214,8 @@ def _contents(session: SavedSession) -> Contents:
         tensors.update(saved.sequence.tensors if saved.sequence is not None else {})
         sequence = None if saved.sequence is None else saved.sequence.description
         # "line" is the name of a cached sequence in the format's version 1.
-        return {"fingerprint": attrs.asdict(saved.fingerprint), "line": sequence}
+        ranks = {"ranks": saved.num_ranks} if saved.num_ranks > 1 else {}
+        return {"fingerprint": attrs.asdict(saved.fingerprint), "line": sequence, **ranks}
 
     content = {
         "messages": [dict(message) for message in session.messages],
@@ -385,9 +386,10 @@ def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
     names = {field.name: int if field.name == "num_parameters" else str for field in attrs.fields(Fingerprint)}
     match described:
         case {"fingerprint": dict(values), "line": dict() | None as sequence} if values.keys() == names.keys():
-            if all(type(values[name]) is kind for name, kind in names.items()):
+            num_ranks = described.get("ranks", 1)
+            if all(type(values[name]) is kind for name, kind in names.items()) and type(num_ranks) is int:
                 record = None if sequence is None else SequenceRecord(sequence, contents.tensors)
-                return SavedModelState(Fingerprint(**values), record)
+                return SavedModelState(Fingerprint(**values), record, num_ranks)
     _unexpected("what it says of a model")
 
 

@@ -128,6 +128,7 @@ class SessionSaver:
         saved_session.check_kind(path, session, is_stream=is_stream)
         saved_session.check_vocabulary(path, session.vocabulary, await self._vocabulary())
         _check_tokens(path, _ids(session), self.target.model.vocab_size)
+        _check_ranks(path, session.target.num_ranks, self._num_ranks)
         present = await saved_sequence.identify(self.target)
         remedy = "open that one as the target, or begin the conversation anew"
         saved_session.check_model(path, "target", session.target.fingerprint, present, remedy)
@@ -156,7 +157,7 @@ class SessionSaver:
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
         saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
-            (self.target, session.target, drafted and self.target.beside_another)
+            (self.target, session.target, drafted and self.target.drafter.has_model)
         ]
         if self.draft is not None:
             saved_states.append((self.draft, session.draft, True))
@@ -179,6 +180,10 @@ class SessionSaver:
         model = self.target.model
         return model.cache_options if isinstance(model, MLXModel) else {}
 
+    @property
+    def _num_ranks(self) -> int:
+        return self.target.model.num_ranks if isinstance(self.target.model, MLXModel) else 1
+
     async def _vocabulary(self) -> str | None:
         if self.tokenizer is None:
             return None
@@ -197,6 +202,15 @@ def _ids(session: SavedSession) -> Iterable[int]:
         for commit in session.stream.progress.commits:
             for likelihood in commit.likelihoods:
                 yield from (id for id, _ in likelihood.top)
+
+
+def _check_ranks(path: SessionFile, saved: int, present: int) -> None:
+    """Raises: SessionFileError: the file has the parts of another number of ranks."""
+    if saved != present:
+        was, now = (f"{number} ranks" if number > 1 else "one machine" for number in (saved, present))
+        raise SessionFileError(
+            f"{named(path)} was saved with its target on {was}, and here it is on {now}; load it on {was}"
+        )
 
 
 def _check_tokens(path: SessionFile, tokens: Iterable[int], vocab_size: int) -> None:

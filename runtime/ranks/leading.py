@@ -22,7 +22,7 @@ from runtime.ranks.sharded_target import check_drafter, check_sharded
 PASS_TIMEOUT_S = 60.0
 
 
-def check_group(group: Any, target: Source, draft: Source | None, *, prefix_cache_dir: Any) -> None:
+def check_group(group: Any, target: Source, draft: Source | None) -> None:
     """Check the option `group` of `open`, and what does not go with it.
 
     Raises:
@@ -35,8 +35,6 @@ def check_group(group: Any, target: Source, draft: Source | None, *, prefix_cach
     if group.rank != 0:
         raise SettingsError(f"this is rank {group.rank}, and rank 0 opens the runtime; call runtime.follow() here")
     _check_free(group)
-    if prefix_cache_dir is not None:
-        raise SettingsError("prefix_cache_dir does not go with ranks: each holds only a part of a cache; leave it out")
     check_sharded(target)
     check_drafter(draft, target)
     group.check()

@@ -1,4 +1,4 @@
-"""Prepared prompts: what a request is to be answered for, as token ids, with the settings of their generations."""
+"""Prepared prompts: the prompts of a request as token ids, with the settings of their generations."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from protocol.settings import MAX_SEED
 from protocol.validation import check_integer, check_number, is_integer, validator
 from runtime.simulation.sharding import Sharding
 
-# What each hidden state of its own leaves of a trained drafter's lead over one that has only those.
+# The acceptance of a trained drafter falls from `acceptance` to `stale_acceptance` with the number of its own hidden
+# states that it drafts on: each of them leaves this share of the difference.
 STALENESS_KEEPS = 0.75
 
 
@@ -111,9 +112,9 @@ class Scenario:
                 f"stale_acceptance must be at most the acceptance of {self.acceptance:g}, got {self.stale_acceptance:g}"
             )
 
-    def share_right(self, staleness: int) -> float:
-        """How often the draft is right where so many of the hidden states that it reads are its own, over how often it
-        is where none are; in [0, 1].
+    def relative_acceptance(self, staleness: int) -> float:
+        """The acceptance of a token that was drafted on `staleness` hidden states of the drafter's own, relative to one
+        that was drafted on none; in [0, 1].
         """
         if self.stale_acceptance is None or self.acceptance == 0.0:
             return 1.0

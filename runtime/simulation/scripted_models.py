@@ -227,7 +227,7 @@ class ScriptedDraft(FeedsEach):
         means = (scenario.acceptance, *(acceptance for _, acceptance in scenario.acceptance_changes))
         self._probs = [_beta_draws(mean, scenario.spread) for mean in means]
         self._is_trained = scenario.stale_acceptance is not None
-        self._share_right = scenario.share_right
+        self._relative_acceptance = scenario.relative_acceptance
 
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
         """See `Model.open_sequence`."""
@@ -249,7 +249,7 @@ class ScriptedDraft(FeedsEach):
         prob = self._probs[bisect_right(self._changes_at, length)][luck % _NUM_PROBS]
         # The second choice is never likelier than the first.
         second_prob = min((1.0 - prob) * self._second_choice, prob)
-        share = self._share_right(staleness)
+        share = self._relative_acceptance(staleness)
         first, second = self._choices(history, luck, share * prob, share * second_prob)
         row = [self._logit((1.0 - prob - second_prob) / (VOCAB_SIZE - 2))] * VOCAB_SIZE
         # The first choice is the argmax even where it is as unlikely as any other token.

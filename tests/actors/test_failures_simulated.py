@@ -445,7 +445,7 @@ async def test_a_message_that_has_no_place_ends_its_session_or_its_drafting_and_
             if to == "target":
                 draft._target = Forging(target.mailbox, 1, forged)
             else:
-                target.drafter = Forging(draft.mailbox, 1, forged)
+                target.drafter.mailbox = Forging(draft.mailbox, 1, forged)
             stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=2)
             other = simulation.runtime.stream([1, 2], max_tokens=30, lookahead=2)
             got: list[int] = []

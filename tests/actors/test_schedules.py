@@ -156,7 +156,7 @@ def rounds_of(parts: WatchedSessions, session: int, kind: type[Proposal] | type[
 def tamper(simulation: Simulation, to_target: Sequence[Fate], to_draft: Sequence[Fate], nursery: trio.Nursery) -> None:
     """Give fates to the messages between the two actors."""
     ours, theirs = simulation.runtime._target, simulation.runtime._draft
-    ours.drafter = Tampered(theirs.mailbox, to_draft, nursery)
+    ours.drafter.mailbox = Tampered(theirs.mailbox, to_draft, nursery)
     theirs._target = Tampered(ours.mailbox, to_target, nursery)
 
 

@@ -45,7 +45,10 @@ Main = Callable[[], Coroutine[Any, Any, Any]]
 Run = Callable[[Main], Any]
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=[pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP])
 def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
     return request.param
 
@@ -104,6 +107,9 @@ class Trace:
 # --- the same as in trio --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], indirect=True, ids=["asyncio", "uvloop"]
+)
 def test_streams_and_completions_are_what_they_are_in_trio(run: Run) -> None:
     async def main() -> None:
         async with opened() as rt:

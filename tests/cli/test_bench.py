@@ -86,6 +86,12 @@ def test_what_is_asked_for_twice_runs_once():
     )
 
 
+def test_on_ranks_this_runtimes_plain_decoding_is_what_the_others_are_compared_with():
+    plan = small(is_on_ranks=True, lookaheads=["auto", 0])
+    assert plan.contenders == (Contender("outrider", 0), Contender("outrider", "auto"))
+    assert attrs.evolve(plan, lookaheads=[2]).contenders == (Contender("outrider", 0), Contender("outrider", 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),

@@ -74,10 +74,11 @@ async def at_a_terminal(*arguments: str) -> AsyncIterator[Person]:
 
 
 async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless: str) -> None:
-    ended = await piped("--target", endless, *MAX, lines="w1 w2\n\n   \nw3\nw4 w5")
-    said = await answers(endless, "w1 w2", "w3", "w4 w5")
+    # Whatever a line ends with; and two slashes say one to the model.
+    ended = await piped("--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
+    said = await answers(endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
     assert ended == (0, "".join(f"{answer}\n" for answer in said), "")
-    assert len(set(said)) == 3
+    assert len(set(said)) == 5
 
 
 async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless: str) -> None:
@@ -105,14 +106,17 @@ async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> Non
     status, out, err = await piped("--target", endless, *MAX, lines="/help\n")
     assert (status, out) == (0, "")
     assert all(name in err for name in chat_command.COMMANDS)
+    # How several lines are typed.
+    assert '"""' in err
+    assert "goes on in the next line" in err
 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("/nope", "there is no command '/nope'"),
-        ("/reset all", "/reset stands alone"),
-        ("w1 " * 32, "the target's context of 32"),
+        pytest.param("/reset all", "/reset stands alone", marks=pytest.mark.slow),
+        pytest.param("w1 " * 32, "the target's context of 32", marks=pytest.mark.slow),
     ],
 )
 async def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(line: str, complaint: str, short: str) -> None:
@@ -120,11 +124,6 @@ async def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(line: str, complain
     assert (status, out.count("\n")) == (2, 1)
     assert complaint in err
     assert err.count("\n") == 1
-
-
-async def test_two_slashes_say_one_to_the_model(endless: str) -> None:
-    _, out, _ = await piped("--target", endless, *MAX, lines="//w1\n")
-    assert out.splitlines() == await answers(endless, "/w1")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +195,7 @@ async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
     assert person.process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
     # A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
@@ -248,11 +248,6 @@ def test_where_a_text_of_several_lines_begins_and_ends(
     assert list(iter(lines.read, None)) == texts
 
 
-async def test_each_line_of_a_pipe_stays_a_turn_whatever_it_ends_with(endless: str) -> None:
-    status, out, _ = await piped("--target", endless, *MAX, lines='w1\\\n"""w2\n')
-    assert (status, out.count("\n")) == (0, 2)
-
-
 @pytest.mark.slow
 async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
@@ -270,12 +265,6 @@ async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
         await person.types("\x04")
         await person.sees_all()
     assert person.process.returncode == 0
-
-
-async def test_help_says_how_several_lines_are_typed(endless: str) -> None:
-    _, _, err = await piped("--target", endless, *MAX, lines="/help\n")
-    assert '"""' in err
-    assert "goes on in the next line" in err
 
 
 @pytest.mark.slow

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import rank_programs
 from command_line import HANGS_S, environment
 from doctor_reports import sections
 from models import llama, save
 from ranks import free_ports, kernels_of, ranks
+from served_command import until
 
 import runtime
 from runtime.cli.main import main
+
+# Takes so long that the server is seen draining meanwhile.
+NUM_TOKENS = 200
 
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
@@ -85,30 +93,85 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path):
     assert main([*shlex.split(about["plan"])[1:], "--tokens", "20", "--lookahead", "1"]) == 0
 
 
+def test_bench_compares_lookaheads_over_the_ranks(tmp_path: Path):
+    model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
+    arguments = "bench", "--target", model, "--draft", model, "--repeats", "1", "-p", "w1 w2 w3", "-m", "16"
+    with ranks(rank_programs.command, 2, (*arguments, "--lookahead", "2,auto")) as (first, second):
+        status, printed, errors = first.result()
+        assert (status, errors) == (0, "")
+        assert second.result() == (0, "", "")
+        assert [first.join(), second.join()] == [0, 0]
+    rows = [line for line in printed.splitlines() if line.startswith("outrider lookahead")]
+    assert [row.split("  ")[0] for row in rows] == [f"outrider lookahead {k}" for k in ("0", "2", "auto")]
+    # As many texts as there are, and each is the plain one.
+    assert all(row.endswith("1/1") for row in rows)
+    assert "mlx-lm's own decoding is left out" in printed
+    assert "mlx-lm plain" not in printed
+
+
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("arguments", "how", "expected"),
     [
-        ("ends", "rank 1 has ended, or cannot be reached any more"),
-        ("fails", "rank 1 failed in time_exchange: ValueError: no such kernel"),
+        (("doctor", "--distributed"), "ends", "rank 1 has ended, or cannot be reached any more"),
+        (("doctor", "--distributed"), "fails", "rank 1 failed in time_exchange: ValueError: no such kernel"),
+        (
+            ("bench", "--draft", "ngram", "--lookahead", "2"),
+            "decodes",
+            "rank 1 failed in feed_lazy: ValueError: no such kernel",
+        ),
     ],
 )
-def test_a_rank_that_fails_while_doctor_examines_is_named(tmp_path: Path, how: str, expected: str):
+def test_a_rank_that_fails_is_named(tmp_path: Path, arguments: tuple[str, ...], how: str, expected: str):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
-    with ranks(rank_programs.command, 2, ("doctor", "--distributed", "--target", model), how) as (first, second):
+    with ranks(rank_programs.command, 2, (*arguments, "--target", model), how) as (first, second):
         status, _, errors = first.result()
         assert status == 1
-        assert errors.startswith("outrider: error: the ranks cannot go on: ")
         assert expected in errors
-        if how == "fails":
+        if how != "ends":
             assert second.result()[0] == 1
         assert [first.join(), second.join()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(signal.SIGTERM, (0, 1)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
+    ids=["SIGTERM to all", "SIGTERM to rank 0", "Ctrl-C in the terminal of all"],
+)
+def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(
+    number: signal.Signals, told: tuple[int, ...], tmp_path: Path
+):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    model = save(tmp_path / "model", llama(**config))
+    asked: dict[str, Any] = {"prompt": "w1 w2 w3", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+    arguments = ("--target", model, "--port", "0", "--draft", "ngram", "--grace-seconds", str(HANGS_S))
+    with ranks(rank_programs.serve, 2, *arguments) as started:
+        until(lambda: "served at" in started[0].errors.read_text())
+        (url,) = re.findall(r"served at (http://\S+)", started[0].errors.read_text())
+        with httpx.stream("POST", f"{url}v1/completions", json=asked, timeout=HANGS_S) as answer:
+            lines = answer.iter_lines()
+            said = [next(lines)]
+            for rank in told:
+                os.kill(started[rank].process.pid, number)
+            until(lambda: httpx.get(f"{url}health", timeout=HANGS_S).json()["status"] == "draining")
+            said += lines
+        events = [line.removeprefix("data: ") for line in said if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert [rank.result() for rank in started] == [0, 0]
+        assert [rank.join() for rank in started] == [0, 0]
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["doctor"], "doctor examines models on one machine, got several ranks; give --distributed"),
-        (["bench"], "bench runs on one machine, got several ranks; run it without mlx.launch"),
+        (
+            ["distill", "--target", "m", "--data", "d", "--out", "o"],
+            "distill runs on one machine, got several ranks; run it without mlx.launch",
+        ),
+        (["bench", "--streams", "2"], "--streams compares with mlx-lm's BatchGenerator"),
+        (["bench", "--num-draft-tokens", "2"], "--num-draft-tokens is for mlx-lm's speculative decoding"),
+        (["bench", "--dtype", "float32"], "--dtype would cast rank 0's part of the target alone"),
         (["serve", "--config", "models.toml"], "--config names several models, and ranks share one target"),
     ],
 )

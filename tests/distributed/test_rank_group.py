@@ -85,14 +85,14 @@ async def test_a_group_is_led_by_one_runtime_at_a_time(pair):
     worker: Any = SimpleNamespace(give_up=lambda _: None, is_hanging=False)
     with leading.leading(group, worker):
         with pytest.raises(SettingsError, match="another runtime is open in this group of ranks"):
-            leading.check_group(group, "owner/name", None, prefix_cache_dir=None)
+            leading.check_group(group, "owner/name", None)
         with (
             pytest.raises(SettingsError, match="another runtime is open in this group of ranks"),
             leading.leading(group, worker),
         ):
             pass
         assert group.is_led
-    leading.check_group(group, "owner/name", None, prefix_cache_dir=None)
+    leading.check_group(group, "owner/name", None)
 
 
 def test_a_rank_that_is_told_to_open_another_target_says_so():

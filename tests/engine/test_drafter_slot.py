@@ -29,6 +29,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from trained_scripts import RecordingTarget, TrainedDraft
 
 import runtime
 from actors.workers.simulated_worker import SimulatedWorker
@@ -235,7 +236,7 @@ SHORT_PROMPT = [5, 6, 7, 8, 9, 10]
 SHORT_TEXT = continuation(SHORT_PROMPT, 10)
 
 
-async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
+async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedModel | None = None) -> int:
     """Detach the drafter at the n-th event of three streams, and attach another. Returns the number of events."""
     events: list[Event] = []
     replacement = ScriptedModel(agreeing(0.9))
@@ -244,7 +245,7 @@ async def change_at_event(lookahead: Any, draft: Any, n: int) -> int:
         return replacement, SimulatedWorker("draft", priced(), lambda _: None)
 
     async with simulated(
-        ScriptedModel(truthful), draft, listener=lambda event: on_event(event), schedule=n, max_streams=2
+        target or ScriptedModel(truthful), draft, listener=lambda event: on_event(event), schedule=n, max_streams=2
     ) as simulation:
         rt = simulation.runtime
         rt._drafter._load = load
@@ -291,3 +292,10 @@ def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
     assert num_events > 30
     for n in range(1, num_events + 1, every):
         run(change_at_event, lookahead, draft(), n)
+
+
+def test_so_can_a_drafter_that_is_about_to_be_given_the_features_of_a_prompt() -> None:
+    script = agreeing(0.6)
+    for n in range(1, 20):
+        draft = TrainedDraft(lambda history, staleness: script(history))
+        run(change_at_event, 2, draft, n, RecordingTarget(truthful))

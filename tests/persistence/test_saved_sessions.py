@@ -70,7 +70,7 @@ PAIRS = {
     "bounded": Pair(lambda: build("qwen3", vocab_size=VOCAB_SIZE), {"max_kv_size": 24}, reuses=False),
 }
 LLAMA = PAIRS["llama"]
-LAST_LOOK = 16
+LAST_LOOK = 24
 
 
 async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1], **settings: Any) -> None:
@@ -554,8 +554,8 @@ async def test_files_are_written_and_read_beside_the_event_loop(
                 go_on.set()
 
 
-# The steps: each model's part, the vocabulary, the writing thread, a check before the header and before each tensor,
-# and one before the file is moved into place.
+# The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing
+# thread, a check before the header and before each tensor, and one before the file is moved into place.
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
 async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
     path: Path, step: int, monkeypatch: pytest.MonkeyPatch

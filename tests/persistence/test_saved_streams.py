@@ -29,7 +29,7 @@ from save_interrupts import cancel_at
 import runtime
 from actors.drafters.draft_actor import DraftActor
 from actors.persistence import saved_sequence
-from actors.target.target_actor import TargetActor
+from actors.target.drafter_link import DrafterLink
 from actors.tensor import Tensor
 from actors.workers.worker import Job
 from protocol.replay import ReplayDebt
@@ -143,7 +143,7 @@ async def test_a_stream_goes_on_as_it_would_have(
         # Samples depend on the rounds. When a replayed token is settled, and whether a proposal is waited for, depends
         # on measured times.
         monkeypatch.setattr(ReplayDebt, "should_settle", lambda *_: False)
-        monkeypatch.setattr(TargetActor, "_proposal_timeout_s", lambda *_: math.inf)
+        monkeypatch.setattr(DrafterLink, "_proposal_timeout_s", lambda *_: math.inf)
     await check(tmp_path / "stream", PAIRS[name], **KINDS[kind])
 
 

@@ -118,6 +118,20 @@ def test_first_of_three_has_a_winner_and_leaves_the_models_free():
     assert re.fullmatch(r"the models were free: the next answer began after \d+ ms", end)
 
 
+@pytest.mark.slow
+def test_measure_ranks_says_what_a_round_takes_beyond_its_pass():
+    _, one, several, end = run("measure_ranks.py", "--rounds", "5", "--repeats", "1", "--layers", "2")
+    beyond = []
+    for line, name in ((one, "one process"), (several, "2 ranks")):
+        alone, in_pass, in_round, beyond_alone = map(float, line.removeprefix(name.rjust(14)).split())
+        assert 0 < in_pass <= in_round
+        assert beyond_alone == pytest.approx(in_round - alone, abs=0.02)
+        beyond.append(beyond_alone)
+    match = re.fullmatch(r"ranks add (-?\d+\.\d\d) ms to what a round takes beyond its pass", end)
+    assert match
+    assert float(match[1]) == pytest.approx(beyond[1] - beyond[0], abs=0.02)
+
+
 @pytest.mark.parametrize("name", ["terminal.py", "trio_service.py"])
 def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(name):
     said = "\n".join(run(name, "--help"))

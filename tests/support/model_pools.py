@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import trio
 from asgi import COMPLETIONS, Aside, Exchange, Letters, ScriptedCheck, ask, exchange
-from scripted import ComparingWorker, ScriptedModel, Simulation, hashed, priced
+from scripted import ComparingWorker, ScriptedModel, Simulation, hashed, priced, watch_sessions
 
 from protocol.errors import ModelError
 from runtime.engine.events import Events
@@ -91,7 +91,7 @@ class ScriptedLoads:
             async with running(
                 (model, worker), None, tokenizer=tokenizer, events=events, max_streams=2, defaults=spec.settings
             ) as runtime:
-                runtime._target._sessions = worker.sessions
+                watch_sessions(runtime, worker)
                 schemas = Schemas(tokenizer, ScriptedCheck(), Aside(), 10.0)
                 yield LoadedModel(spec, runtime, timelines, schemas)
             Simulation(runtime, model, None, worker, None).assert_all_closed()

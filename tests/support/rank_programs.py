@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import architectures
+import chat_models
 import mlx.core as mx
 import mlx.nn as nn
 import models
@@ -20,13 +22,15 @@ import trio
 import actors.distributed.following_model
 import actors.distributed.joining
 import actors.distributed.links
-import actors.target.target_actor
+import actors.target.drafter_link
 import runtime
 import runtime.doctor.ranks
 import runtime.ranks.leading
 from actors.mlx.sequence import MLXSequence
 from protocol.text_ledger import TextLedger
 from runtime.cli.main import main as outrider
+from runtime.persistence import session_file
+from runtime.persistence.session_file import Contents
 
 Give = Callable[[Any], None]
 
@@ -113,8 +117,8 @@ RUNS = {"drafted": texts, "plain": plain_texts, "beside cancelled": cancelled_te
 def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
     """Rank 0 gives, for each family and each of its runs, the texts of one process and those of the ranks."""
     # A drafter that comes late is left behind, and that changes what the rejection rule draws.
-    actors.target.target_actor.proposal_wait_s = lambda *_: 1e9
-    actors.target.target_actor.prompt_wait_s = lambda *_: 1e9
+    actors.target.drafter_link.proposal_wait_s = lambda *_: 1e9
+    actors.target.drafter_link.prompt_wait_s = lambda *_: 1e9
     group = runtime.join_ranks()
     for name, runs in cases.items():
         target = family(name, group.size)
@@ -127,6 +131,97 @@ def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
         for run in runs:
             alone = trio.run(RUNS[run], family(name, group.size), draft, None)
             give((name, run, alone, trio.run(RUNS[run], target, draft, group)))
+
+
+# --- saved texts ----------------------------------------------------------------------------------
+
+# More tokens than the prefix cache on disk asks for.
+LONG_PROMPT = tuple(i * 7 % 60 for i in range(40))
+NUM_BEFORE_SAVE = 10
+
+# What may be wrong with a file's part of the target.
+ALTERED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "other number of ranks": lambda target: target.update(ranks=9),
+    "no parts": lambda target: target["line"].pop("ranks"),
+    "part of another model": lambda target: target["line"]["ranks"][0]["fingerprint"].update(weights="0" * 64),
+    "damaged part": lambda target: target["line"]["ranks"][-1]["layers"].pop(),
+}
+
+
+def save_and_go_on(give: Give, name: str, folder: str) -> None:
+    """Rank 0 gives what follows after texts were saved, the same from files in another runtime, and errors."""
+    group = runtime.join_ranks()
+    tokenizer = chat_models.tokenizer() if name == "llama" else None
+    changes = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
+    target = family(name, group.size, **changes)
+    mx.eval(target)
+    if group.rank > 0:
+        for _ in range(2):
+            runtime.follow((target, None), group)
+        return
+    source, where = (target, tokenizer), Path(folder)
+    options: dict[str, Any] = {"group": group, "prefix_cache_dir": where / "prefixes"}
+    settings: dict[str, Any] = {"max_tokens": NUM_BEFORE_SAVE + 8, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+
+    async def save() -> dict[str, Any]:
+        async with runtime.open(source, "ngram", **options) as rt:
+            async with rt.stream(PROMPTS[3], **settings) as stream:
+                text = []
+                async for token in stream:
+                    text.append(token.id)
+                    if len(text) == NUM_BEFORE_SAVE:
+                        await stream.save(where / "stream")
+            found: dict[str, Any] = {"stream": text[NUM_BEFORE_SAVE:]}
+            if tokenizer is not None:
+                conversation = rt.conversation(**settings)
+                await conversation.generate("The cat sat on the mat.")
+                await conversation.save(where / "conversation")
+                found["conversation"] = said(await conversation.generate("And then?"))[0]
+            before = await rt.generate(LONG_PROMPT, **settings, reuse_prefix=True)
+            found["prompt"] = (*LONG_PROMPT, *said(before)[0], 5, 6)
+            found["prefix"] = said(await rt.generate(found["prompt"], **settings))[0]
+        return found
+
+    async def go_on(prompt: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+        errors = {}
+        async with runtime.open(source, "ngram", **options) as rt:
+            for how, alter in ALTERED.items():
+                contents = session_file.read(where / "stream")
+                alter(contents.content["target"])
+                session_file.write(where / how, Contents(contents.content, contents.tensors))
+                try:
+                    await rt.load_stream(where / how)
+                except runtime.SessionFileError as error:
+                    errors[how] = str(error)
+            resumed = await rt.load_stream(where / "stream")
+            found: dict[str, Any] = {"stream": [token.id async for token in resumed]}
+            found["cached"] = {"stream": resumed.statistics().cached_tokens}
+            if tokenizer is not None:
+                loaded = await rt.load(where / "conversation")
+                found["conversation"], found["cached"]["conversation"] = said(await loaded.generate("And then?"))
+            completion = await rt.generate(prompt, **settings, reuse_prefix=True)
+            found["prefix"], found["cached"]["prefix"] = said(completion)
+        return found, errors
+
+    async def load_on_one() -> str:
+        async with runtime.open((family(name, group.size, **changes), tokenizer)) as rt:
+            try:
+                await rt.load_stream(where / "stream")
+            except runtime.SessionFileError as error:
+                return str(error)
+        return "no error"
+
+    expected = trio.run(save)
+    found, errors = trio.run(go_on, expected.pop("prompt"))
+    give((expected, found, errors | {"one machine": trio.run(load_on_one)}))
+
+
+def said(completion: Any) -> tuple[list[int], int]:
+    """The tokens of a completion, and how many of its prompt's were not read again."""
+    return [token.id for token in completion.tokens], completion.statistics.cached_tokens
+
+
+# --- failures -------------------------------------------------------------------------------------
 
 
 def generate_for_ever(give: Give, moment: str) -> None:
@@ -190,7 +285,7 @@ def open_and_end(give: Give, how: str) -> None:
             TextLedger.feed_later = lambda *_: None
         if how in ("fails", "waits"):
             MLXSequence.feed = _fail if how == "fails" else _wait
-    runtime.ranks.leading.PASS_TIMEOUT_S = 0.2 if how == "waits" else 60.0
+    runtime.ranks.leading.PASS_TIMEOUT_S = 1.5 if how == "waits" else 60.0
 
     async def main() -> None:
         async with runtime.open((target, None), group=group) as rt:
@@ -231,17 +326,28 @@ def join_for(give: Give, timeout_s: float) -> None:
         give("joined")
 
 
+# --- commands -------------------------------------------------------------------------------------
+
+
+def serve(give: Give, *arguments: str) -> None:
+    """Each rank gives the exit status of the server, which writes to the rank's standard error."""
+    give(outrider(["serve", *arguments]))
+
+
 def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
     """Each rank runs a command, and gives its exit status, its output and its errors. Something may go wrong on rank 1.
 
     Args:
-        how: "ends" for a rank that ends while links are measured, "fails" for one whose part of a pass fails.
+        how: "ends" for a rank that ends while links are measured, "fails" for one that fails as the exchange of a pass
+            is, and "decodes" for one that fails in plain decoding.
     """
     if os.environ["MLX_RANK"] == "1":
         if how == "ends":
             actors.distributed.links._time_sums = lambda *_: os._exit(0)
         elif how == "fails":
             actors.distributed.following_model.time_exchange = _fail
+        elif how == "decodes":
+            MLXSequence.feed_lazy = _fail
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded
     actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
     out, err = io.StringIO(), io.StringIO()

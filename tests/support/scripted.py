@@ -651,6 +651,12 @@ class Simulation:
                 assert [sequence for sequence in model.sequences if not sequence.is_closed] == []
 
 
+def watch_sessions(runtime: Runtime, worker: ComparingWorker) -> None:
+    """Have the target of a runtime without sessions keep its sessions where its worker sees them."""
+    target = runtime._target
+    target._sessions = target.drafter._sessions = target._rounds._sessions = worker.sessions  # type: ignore[assignment]
+
+
 @asynccontextmanager
 async def simulated(
     target: ScriptedModel,
@@ -716,7 +722,7 @@ async def simulated(
             events.listen(simulation.events.append)
             if listener is not None:
                 events.listen(listener)
-            runtime._target._sessions = target_worker.sessions
+            watch_sessions(runtime, target_worker)
             if isinstance(runtime._draft, DraftActor) and draft_worker is not None:
                 runtime._draft._sessions = draft_worker.sessions
             yield simulation

@@ -18,7 +18,7 @@ from trained_drafters import KINDS, make, write_eagle3, write_medusa
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
-from actors.target.target_actor import TargetActor
+from actors.target.drafter_link import DrafterLink
 from actors.trained.features import FeatureRecorder
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -33,7 +33,7 @@ async def check_text(rt: runtime.Runtime, target: Any) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("rewind", ["checkpoint", "none"])
+@pytest.mark.parametrize("rewind", ["checkpoint", pytest.param("none", marks=pytest.mark.slow)])
 async def test_greedy_texts_are_the_targets_however_it_rewinds(kind: str, rewind: Any, tmp_path: Path) -> None:
     target = make(kind, tmp_path)
     async with drafted(tmp_path, target, cache_options=CacheOptions(rewind)) as rt:
@@ -41,7 +41,7 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(kind: str, rewind
 
 
 @every_kind
-@pytest.mark.parametrize("is_hybrid", [False, True])
+@pytest.mark.parametrize("is_hybrid", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_streams_at_once_have_the_texts_of_one_at_a_time(kind: str, is_hybrid: bool, tmp_path: Path) -> None:
     target = make(kind, tmp_path, is_hybrid=is_hybrid)
     async with drafted(tmp_path, target, max_batch=8) as rt:
@@ -62,7 +62,7 @@ async def test_streams_at_once_have_the_texts_of_one_at_a_time(kind: str, is_hyb
 
 
 @every_kind
-@pytest.mark.parametrize("num_read", [1, 20])
+@pytest.mark.parametrize("num_read", [pytest.param(1, marks=pytest.mark.slow), 20])
 async def test_a_cancelled_text_leaves_its_beginning(kind: str, num_read: int, tmp_path: Path) -> None:
     target, prompt = make(kind, tmp_path), prompt_of(40, vocab_size=48)
     asked: dict[str, Any] = {"lookahead": 3, "ignore_eos": True, "reuse_prefix": True}
@@ -85,7 +85,7 @@ class Fault(Exception):
 
 
 @every_kind
-@pytest.mark.parametrize("at", [1, 5])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 5])
 async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
     kind: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +111,7 @@ async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
 
 
 @every_kind
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 async def test_a_saved_stream_goes_on_as_it_would_have(kind: str, temperature: float, tmp_path: Path) -> None:
     folder, file = tmp_path / "drafter", tmp_path / "stream"
     target = make(kind, folder)
@@ -197,7 +197,7 @@ async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
 def test_under_rejection_texts_have_the_targets_distribution(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TargetActor, "_proposal_timeout_s", lambda *_: float("inf"))
+    monkeypatch.setattr(DrafterLink, "_proposal_timeout_s", lambda *_: float("inf"))
     num_sessions, num_tokens, temperature, vocab_size = 200, 4, 4.0, 5
     target = make(kind, tmp_path, vocab_size=vocab_size)
     prompt = (1, 2, 3)

@@ -183,7 +183,8 @@ class BlockSequence(TrainedSequence):
             return None
         last = self._block
         if last is not None and self._tokens[last.position : last.position + 1] == [last.anchor]:
-            # Beneath what is known by now one block comes after the other, as they would have been drafted.
+            # Before the last position with features, blocks follow each other without overlap, as in drafting: a block
+            # is used for all tokens that it predicts. After that position, a block must begin there.
             follows = 0 <= num_tokens - 1 - last.position < self._reader.num_foreseen
             if last.position == position or (position < self._end and follows):
                 return last

@@ -21,7 +21,7 @@ SHORT = 1024
 # Commas, brackets and the like in a value that is not JSON. Some parsers then read it as Python, 4 µs for each of them.
 _MAX_SIGNS = 10_000
 _SIGN = re.compile(r"[^\w\s]")
-# Of a block, outside of strings, where those are told apart.
+# Characters of a block of Python literals, without the contents of its strings.
 _MAX_CODE_CHARS = 8192
 # Characters that are searched and replaced for all strings of a block together.
 _MAX_REPLACED = 80_000_000
@@ -81,7 +81,7 @@ def _key_value_check(prefix: str) -> Check:
             return _is_named_json(text)
         if (block := form.fullmatch(text)) is None:
             return False
-        # What the tools say to be text, the parser leaves as it is.
+        # The parser leaves an argument as it is if the tool's schema says that it is a string.
         called = [tool for tool in tools if tool["function"]["name"] == block[1].strip()]
         texts = _parameters(called[:1], lambda schema: schema.get("type") == "string")
         return all(key.strip() in texts or _is_quick(value) for key, value in pair.findall(text))
@@ -114,7 +114,7 @@ def _is_json(text: str) -> bool:
 
 
 def _is_quick(value: str) -> bool:
-    """Whether a value is soon read as JSON, or else as Python."""
+    """Whether a parser reads a value in little time: as JSON, or as Python with few signs."""
     return len(value) <= _MAX_SIGNS or len(_SIGN.findall(value)) <= _MAX_SIGNS or _is_json(value)
 
 
@@ -175,14 +175,15 @@ def _is_gemma4(text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
     return depth == 0 and at > 0 and not code[at:].strip()
 
 
-# Not across lines, and without what may be invalid in an escape, so that what is valid without strings is with them.
+# Strings on one line, without escapes that may be invalid. So if the text is valid Python with each string replaced by
+# a number, it is valid with the strings, too.
 _PYTHON_STRING = re.compile(r""""(?:[^"\\\n\x00]|\\[^xuUN\n\x00])*+"|'(?:[^'\\\n\x00]|\\[^xuUN\n\x00])*+'""")
 _PYTHON_FORM = re.compile(rf"""(?:[^"'\x00]++|{_PYTHON_STRING.pattern})*+""")
 _LITERALS = (ast.List, ast.Tuple, ast.Dict, ast.Constant, ast.Load, ast.keyword, ast.UnaryOp, ast.USub, ast.UAdd)
 
 
 def _is_pythonic(text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text is a list of calls with literal arguments; the parser has patterns for what is none."""
+    """Whether a text is a list of calls with literal arguments. For any other text, the parser uses slow patterns."""
     if _PYTHON_FORM.fullmatch(text) is None:
         return False
     code = _PYTHON_STRING.sub("0", text.strip())

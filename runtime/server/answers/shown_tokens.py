@@ -1,4 +1,6 @@
-"""The text of tokens as a request wants it: with what has stopped the answer, or without special tokens."""
+"""The texts of tokens as a request wants them: with the stop string or token that ended the answer, or without special
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from runtime.server.openai.requests import ChatRequest, Request
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
 
-# Attributes of a tokenizer: what marks reasoning and calls, by which they are told apart.
+# Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.
 _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
 
 

@@ -41,7 +41,10 @@ class LoadedModel:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle | None:
-        """How its tokenizer parts a prefix from a suffix, if it can; the first time in a thread, as that takes long."""
+        """How its tokenizer marks prefix and suffix of a fill-in-the-middle prompt; None if it has no such tokens.
+
+        The first access takes long, so it must be made in another thread than trio's.
+        """
         assert self.runtime.tokenizer is not None, "a server's target has a tokenizer"
         return fill_in_middle(self.runtime.tokenizer)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import typing
+from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -62,19 +64,15 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
         has_key: whether `/v1` requires an API key.
         is_strict: whether unknown fields of requests are refused.
     """
-    adapters: list[TypeAdapter[Any]] = [TypeAdapter(each) for each in (*_RESPONSES, *_REQUESTS)]
-    _, schemas = TypeAdapter.json_schemas(
-        [(i, "serialization" if i < len(_RESPONSES) else "validation", adapter) for i, adapter in enumerate(adapters)],
-        ref_template="#/components/schemas/{model}",
-    )
+    schemas: dict[str, Any] = json.loads(_schemas())
     if is_strict:
-        for schema in schemas["$defs"].values():
+        for schema in schemas.values():
             # An object that is kept as it came, such as a schema, is a property without a definition of its own.
             if schema.get("additionalProperties") is True:
                 schema["additionalProperties"] = False
     key_statuses = ("401",) if has_key else ()
     security: list[dict[str, Any]] = [{"bearer": []}] if has_key else []
-    components: dict[str, Any] = {"schemas": schemas["$defs"]}
+    components: dict[str, Any] = {"schemas": schemas}
     if has_key:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
@@ -272,6 +270,17 @@ def _names(union: Any) -> list[str]:
 def _json_text(*schemas: str) -> dict[str, Any]:
     content = {"anyOf": [_ref(schema) for schema in schemas]}
     return {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+
+
+@cache
+def _schemas() -> str:
+    """The schemas of all types by name, as JSON. They take pydantic a while, and are the same for every server."""
+    adapters: list[TypeAdapter[Any]] = [TypeAdapter(each) for each in (*_RESPONSES, *_REQUESTS)]
+    _, schemas = TypeAdapter.json_schemas(
+        [(i, "serialization" if i < len(_RESPONSES) else "validation", adapter) for i, adapter in enumerate(adapters)],
+        ref_template="#/components/schemas/{model}",
+    )
+    return json.dumps(schemas["$defs"])
 
 
 def _chunks(chunk: str) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""Measure what a round costs on two ranks beyond the pass itself, from one verdict to the next.
+
+    python examples/measure_ranks.py                                # two ranks on this machine
+    mlx.launch --hostfile hosts.json examples/measure_ranks.py      # or on others
+
+The target is a small Llama with random weights. A logit bias makes it repeat one token, so prompt lookup proposes as
+many tokens in each round, and all are accepted. Three things are timed, on one process and on the ranks:
+
+* pass alone: each rank feeds the same tokens by itself, as fast as it can, and nobody announces anything. On ranks this
+  is what the model and MLX's ring take.
+* pass: the target's job of one round in a runtime, in which rank 0 announces the pass and the others follow.
+* round: from one verdict to the next, with everything between two passes.
+
+What a round takes beyond the pass alone is the runtime's. The last line is what ranks add to that. Medians; use an idle
+machine with at least two cores for each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import attrs
+import mlx.core as mx
+import trio
+from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
+
+import runtime
+from actors.distributed.rank_address import rank_address
+
+TOKEN = 7
+PROMPT = (TOKEN,) * 16
+# Rounds before the first one that is timed.
+NUM_WARM = 20
+
+
+@attrs.frozen
+class Times:
+    """Medians, in milliseconds."""
+
+    alone: float
+    in_pass: float
+    round: float
+
+    @property
+    def beyond(self) -> float:
+        """What a round takes beyond the pass alone."""
+        return self.round - self.alone
+
+
+def small_model(hidden_size: int, num_layers: int) -> llama.Model:
+    """A Llama with random weights, the same in each process."""
+    mx.random.seed(0)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=hidden_size,
+            num_hidden_layers=num_layers,
+            intermediate_size=2 * hidden_size,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            rms_norm_eps=1e-5,
+            vocab_size=1024,
+        )
+    )
+    mx.eval(model.parameters())
+    return model
+
+
+def passes_alone(model: llama.Model, width: int, num_rounds: int) -> list[float]:
+    """Seconds of passes over `width` tokens one after another; each rank calls this at the same time."""
+    cache, seconds = make_prompt_cache(model), []
+    mx.eval(model(mx.array([PROMPT]), cache=cache))
+    for _ in range(NUM_WARM + num_rounds):
+        began = time.perf_counter()
+        mx.eval(mx.argmax(model(mx.array([[TOKEN] * width]), cache=cache), axis=-1))
+        seconds.append(time.perf_counter() - began)
+    return seconds[NUM_WARM:]
+
+
+async def rounds(model: llama.Model, width: int, num_rounds: int, group: object) -> tuple[list[float], list[float]]:
+    """Seconds of the passes of a runtime's rounds over `width` tokens, and from one verdict to the next."""
+    spans: list[runtime.Span] = []
+
+    def note(event: runtime.Event) -> None:
+        if isinstance(event, runtime.Span) and (event.actor, event.kind) == ("target", "verify"):
+            spans.append(event)
+
+    async with runtime.open((model, None), "ngram", group=group, trace=note, max_streams=1) as rt:
+        await rt.generate(
+            PROMPT,
+            max_tokens=width * (NUM_WARM + num_rounds),
+            lookahead=width - 1,
+            logit_bias={TOKEN: 100.0},
+            ignore_eos=True,
+        )
+    pairs = [
+        (before, after)
+        for before, after in zip(spans[NUM_WARM:], spans[NUM_WARM + 1 :], strict=False)
+        if before.num_tokens == after.num_tokens == width
+    ]
+    return [after.ended - after.began for _, after in pairs], [after.ended - before.ended for before, after in pairs]
+
+
+def measured(alone: list[float], in_pass: list[float], in_round: list[float]) -> Times:
+    return Times(*(1000 * statistics.median(seconds) for seconds in (alone, in_pass, in_round)))
+
+
+def one_process(arguments: argparse.Namespace) -> Times:
+    model = small_model(arguments.hidden_size, arguments.layers)
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for _ in range(arguments.repeats):
+        times[0].extend(passes_alone(model, arguments.width, arguments.rounds))
+        for one, found in zip(times[1:], trio.run(rounds, model, arguments.width, arguments.rounds, None), strict=True):
+            one.extend(found)
+    return measured(*times)
+
+
+def several_ranks(arguments: argparse.Namespace, group: runtime.RankGroup) -> Times | None:
+    """None on ranks other than 0."""
+    alone = small_model(arguments.hidden_size, arguments.layers)
+    alone.shard(group.mlx)
+    model = small_model(arguments.hidden_size, arguments.layers)
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for _ in range(arguments.repeats):
+        times[0].extend(passes_alone(alone, arguments.width, arguments.rounds))
+        if group.rank > 0:
+            runtime.follow((model, None), group)
+            continue
+        for one, found in zip(
+            times[1:], trio.run(rounds, model, arguments.width, arguments.rounds, group), strict=True
+        ):
+            one.extend(found)
+    return measured(*times) if group.rank == 0 else None
+
+
+def start_two() -> int:
+    """Run this program as two ranks on this machine. Returns: the exit status."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    with tempfile.TemporaryDirectory() as folder:
+        hostfile = Path(folder, "hosts.json")
+        hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
+        processes = []
+        for rank in range(2):
+            kernels = Path(folder, f"rank-{rank}")
+            kernels.mkdir()
+            environment = {
+                "MLX_RANK": str(rank),
+                "MLX_HOSTFILE": str(hostfile),
+                "OUTRIDER_CONTROL": f"127.0.0.1:{ports[2]}",
+                "TMPDIR": str(kernels),
+            }
+            processes.append(subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **environment}))
+        return max(process.wait() for process in processes)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    address = rank_address()
+    if address is None:
+        raise SystemExit(start_two())
+    # Before the others have something to do.
+    one = one_process(arguments) if address.rank == 0 else None
+    several = several_ranks(arguments, runtime.join_ranks(timeout_s=600.0))
+    if one is None or several is None:
+        return
+    print(f"{'milliseconds':>14}  pass alone    pass   round  beyond the pass alone")
+    for name, times in {"one process": one, f"{address.size} ranks": several}.items():
+        print(f"{name:>14}  {times.alone:10.2f} {times.in_pass:7.2f} {times.round:7.2f} {times.beyond:22.2f}")
+    print(f"ranks add {several.beyond - one.beyond:.2f} ms to what a round takes beyond its pass")
+
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+parser.add_argument("--width", type=int, default=4, help="tokens of a pass (default: %(default)s)")
+parser.add_argument("--rounds", type=int, default=200, help="rounds that are timed each time (default: %(default)s)")
+parser.add_argument("--repeats", type=int, default=3, help="how often all is timed in turn (default: %(default)s)")
+parser.add_argument("--hidden-size", type=int, default=256, help="width of the model (default: %(default)s)")
+parser.add_argument("--layers", type=int, default=4, help="layers of the model (default: %(default)s)")
+if __name__ == "__main__":
+    main(parser.parse_args())
