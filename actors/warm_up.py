@@ -1,7 +1,7 @@
 """Warm-up: the first measurement of the prices, before anybody waits for a token.
 
-It takes some two dozen passes of the target and up to sixty draft steps. The averages of `protocol.prices` begin with
-its results.
+It takes some two or three dozen passes of the target and up to sixty draft steps. The averages of `protocol.prices`
+begin with its results.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ NUM_TEXT_TOKENS = 8  # fed before the first pass
 # Tokens of each timed pass: the drafter mostly feeds one, and the target's proposals and the passes that streams share
 # are wider.
 DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)
+# Those of the target that are timed, too, as long as the pass before took at most so many times as long as one token's:
+# on a GPU, many rows may cost no more than a few, and how many streams speculate together depends on that.
+WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
 NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
 TEMPERATURE = 1.0  # of the sampled tokens
@@ -75,6 +78,8 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
             await target_worker.run(job)
             prices.observe_verify_pass(width, job.began, job.ended)
         await _time_side_by_side((target_sequence, target_worker), (draft_sequence, draft_worker), prices)
+    async with _open_sequence(*target) as target_sequence:
+        await _time_wide_passes(target[0], target_sequence, target_worker, prices)
     if not prices.plain_decode_s.is_known:
         async with _open_sequence(*target) as target_sequence:
             await _time_plain_decoding(target_sequence, target_worker, prices)
@@ -113,6 +118,22 @@ async def _time_side_by_side(
         is_over = True
     if errors:
         raise errors[0]
+
+
+async def _time_wide_passes(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
+    """Time passes of the target over more and more tokens, until they are dear or the context ends."""
+    width, num_fed = TARGET_WIDTHS[-1], NUM_TEXT_TOKENS
+    for wider in WIDE_WIDTHS:
+        num_fed += (1 + NUM_PASSES_ALONE) * wider
+        is_dear = prices.verify(width) > MAX_COST_BEFORE_WIDER * prices.verify(1)
+        if is_dear or (model.context_length is not None and model.context_length < num_fed):
+            return
+        width = wider
+        await worker.run(_pass(sequence, width))  # not timed, as above
+        for _ in range(NUM_PASSES_ALONE):
+            job = _pass(sequence, width)
+            await worker.run(job)
+            prices.observe_verify_pass(width, job.began, job.ended)
 
 
 async def _time_plain_decoding(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:

@@ -205,10 +205,6 @@ class PassPrice:
             for time, fit, w in zip(times, line, weights, strict=True)
         ]
         pooled = _pooled(drawn, [w + line_weight for w in weights])
-        # Several passes over fewer rows each are always possible, so no entry costs more than they would together.
-        for right in range(1, len(pooled)):
-            proportional = min(pooled[i] * entries[right].rows / entries[i].rows for i in range(right))
-            pooled[right] = max(pooled[right - 1], min(pooled[right], proportional))
         rows, seconds = tuple(entry.rows for entry in entries), tuple(level * time for time in pooled)
         return _Curve(rows, seconds, level * slope, slowdown)
 

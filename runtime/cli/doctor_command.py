@@ -43,10 +43,12 @@ def doctor(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         from runtime.doctor.ranks import examine_ranks, plan, report_on_ranks
-        from runtime.doctor.report import examine, report
+        from runtime.doctor.report import check_examined, examine, report
 
         models.use_device()
         ranks = None
+        if examines_models(arguments):
+            check_examined(models.target, models.draft, **models.options)
         if arguments.distributed:
             display.show_activity("measuring the links between the ranks")
             ranks = examine_ranks(models.options.get("group"))

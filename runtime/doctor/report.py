@@ -114,12 +114,7 @@ async def examine(
 
     Cancellation: takes effect after the current load or timing.
     """
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
-    if draft is not None:
-        sources["draft"] = check_draft_source(draft)
-    options = check_cache_options(**cache_options)
-    if group is not None:
-        check_group(group, sources["target"], sources.get("draft"))
+    sources, options = check_examined(target, draft, group=group, **cache_options)
     loaded: dict[Actor, Loaded] = {}
     examined: dict[Actor, ExaminedModel] = {}
     trained: ExaminedDrafter | None = None
@@ -157,6 +152,24 @@ async def examine(
         blas_in_use(),
         suggestions,
     )
+
+
+def check_examined(
+    target: Source, draft: Source | None = None, *, group: RankGroup | None = None, **cache_options: Any
+) -> tuple[dict[Actor, Source], CacheOptions]:
+    """Check the arguments of `examine`, as far as possible without loading a model.
+
+    Returns: the models to load, and the options of their caches.
+
+    Raises: SettingsError, ModelError, RankError: as `examine`.
+    """
+    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    if draft is not None:
+        sources["draft"] = check_draft_source(draft)
+    options = check_cache_options(**cache_options)
+    if group is not None:
+        check_group(group, sources["target"], sources.get("draft"))
+    return sources, options
 
 
 async def _load(

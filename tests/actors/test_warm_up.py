@@ -10,7 +10,7 @@ import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
 
-from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, warm_up
+from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, WIDE_WIDTHS, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
@@ -77,6 +77,20 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     assert prices.contention == pytest.approx(kappa, abs=0.25)
 
 
+@pytest.mark.parametrize(
+    ("slope", "context_length", "widest"),
+    [(0.0, None, 64), (0.25, None, 32), (0.33, None, 16), (1.0, None, 8), (0.0, 128, 16)],
+)
+def test_wider_passes_are_timed_while_they_are_cheap_and_the_context_lasts(
+    slope: float, context_length: int | None, widest: int
+) -> None:
+    pair = ScriptedModel(truthful, context_length=context_length), ScriptedModel(truthful)
+    prices = run(lambda: warmed_up(*pair, slope=slope))
+    assert [rows for rows, _ in prices.verify.table()] == [w for w in (*TARGET_WIDTHS, *WIDE_WIDTHS) if w <= widest]
+    assert prices.verify(widest) == pytest.approx(1.0 + slope * (widest - 1), rel=0.02)
+    assert nothing_is_open(*pair)
+
+
 @pytest.mark.parametrize("kappa", [0.0, 0.3, 1.0])
 def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) -> None:
     less, more = (run(lambda k=k: warmed_up(*models(), kappa=k)).contention for k in (kappa / 2, kappa))
@@ -129,8 +143,8 @@ def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
             await warmed_up(*pair, kappa=kappa, until=until)
             return trio.current_time() - until
 
-        # It waits for the running passes, and for no other.
-        assert run(cancelled) <= 2 * (1.0 + (max(TARGET_WIDTHS) - 1) * 0.25)
+        # It waits for the running passes, and for no other. The widest is over 32 tokens.
+        assert run(cancelled) <= 2 * (1.0 + 31 * 0.25)
         assert nothing_is_open(*pair)
 
 

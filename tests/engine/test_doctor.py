@@ -184,6 +184,13 @@ def test_a_process_on_its_own_is_told_which_backends_it_has(capsys: pytest.Captu
     assert "a pass exchanges" not in found["target"]
 
 
+def test_models_are_checked_before_ranks_are_examined(capsys: pytest.CaptureFixture[str], target: str) -> None:
+    assert cli.main(["doctor", "--distributed", target, "--draft", "ngram"]) == 2
+    printed = capsys.readouterr()
+    assert "draft must be a model here" in printed.err
+    assert printed.out == ""
+
+
 # --- models under examination ---------------------------------------------------------------------
 
 

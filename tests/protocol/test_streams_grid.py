@@ -15,9 +15,9 @@ from streams_grid import DEVICES, Cell, as_text, cells, geometric_mean, ratios
 logger = logging.getLogger(__name__)
 
 # Least speed of a cell over that of the faster of the two, and least geometric mean of it over the cells of a device.
-# They are what the scheduler reaches now. The aim is 0.98, for texts that end, and a mean above 1 on each device.
-MIN_RATIO = 0.6
-MIN_MEAN_RATIO = 0.9
+# The lowest cells are those of short texts, which end before "auto" has learnt that their drafter is too slow.
+MIN_RATIO = 0.8
+MIN_MEAN_RATIO = 0.99
 
 # A few cells that differ in everything, for every run of the tests.
 SAMPLE = [
@@ -31,6 +31,10 @@ SAMPLE = [
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
 def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns_in_a_sample(cell):
     assert ratios(cell).over_better >= MIN_RATIO
+
+
+def test_several_streams_speculate_together_where_a_plateau_makes_it_free():
+    assert ratios(Cell("m3_ultra_fp16", 8, 0.8, 0.05)).over_plain >= 2.0
 
 
 @pytest.mark.slow
