@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 # Names of this machine, which a page of another host cannot have.
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
-# Maximum number of connections that wait to be accepted.
-_BACKLOG = 128
+# Maximum number of connections that wait to be accepted, as far as the system allows it. One beyond them tries again
+# after 1 s, 3 s and 7 s, whoever filled the queue.
+_BACKLOG = 1024
 
 _REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
 

@@ -53,6 +53,12 @@ _TIMELINE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 
+# Paths of other servers, beside those that are answered: what they stand for is asked for at another path.
+_SAME_ELSEWHERE = {
+    "/completion": "use /v1/completions, in OpenAI's form",
+    "/infill": "use /v1/fim/completions, in Mistral's form",
+}
+
 
 @attrs.frozen
 class Service:
@@ -244,7 +250,8 @@ async def _error_response(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    messages = {404: f"there is nothing at {path}", 405: f"{path} does not support {request.method}"}
+    there = _SAME_ELSEWHERE.get(path.removeprefix("/v1"), "/docs lists what there is")
+    messages = {404: f"there is nothing at {path}; {there}", 405: f"{path} does not support {request.method}"}
     if path.endswith("/embeddings"):
         messages[404] = "there are no embeddings here: the served model generates text; ask an embedding model"
     response = ErrorResponse(error.status_code, messages.get(error.status_code, error.detail))

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -259,6 +260,21 @@ def has_ipv6() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1: how a server listens there is not tested here")
+def test_clients_that_come_all_at_once_while_the_server_is_busy_are_connected(server: Server) -> None:
+    most = Path("/proc/sys/net/core/somaxconn")
+    number = min(300, int(most.read_text(encoding="utf-8")) if most.exists() else 100)
+    clients = []
+    server.process.send_signal(signal.SIGSTOP)  # accepts none of them
+    try:
+        # One that finds the queue full is sent away, and comes again after a second at the earliest.
+        clients = [socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), HANGS_S) for _ in range(number)]
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+        for client in clients:
+            client.close()
+    assert server.health()["ok"] is True
+
+
 def test_a_server_may_listen_at_an_ipv6_address() -> None:
     with serving("--host", "::1") as server:
         assert server.url.startswith("http://[::1]:")

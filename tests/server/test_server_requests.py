@@ -556,10 +556,12 @@ def test_the_one_model_is_listed() -> None:
         assert {"id": MODEL, "object": "model", "owned_by": "outrider", "draft": "small"}.items() <= one.items()
         assert one["has_chat_template"] is True
         assert (await server.ask(f"/v1/models/{MODEL}")).json == one
+        # By vLLM's name: its clients shorten their prompts to it.
+        assert one["max_model_len"] == 40
         missing = await server.ask("/v1/models/a/b")
         assert (missing.status, missing.fault["code"]) == (404, "model_not_found")
 
-    simulated_server(test, small="small")
+    simulated_server(test, ScriptedModel(looping, context_length=40), small="small")
 
 
 @pytest.mark.parametrize(
@@ -581,6 +583,23 @@ def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, stat
         assert answer.fault["message"]
         if status == 405:
             assert method not in answer.headers["allow"]
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/nothing", "/docs lists what there is"),
+        ("/completion", "use /v1/completions, in OpenAI's form"),
+        ("/v1/completion", "use /v1/completions, in OpenAI's form"),
+        ("/infill", "use /v1/fim/completions, in Mistral's form"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(path: str, remedy: str) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(path, {"prompt": "x"})
+        assert (answer.status, answer.fault["message"]) == (404, f"there is nothing at {path}; {remedy}")
 
     simulated_server(test)
 

@@ -30,6 +30,7 @@ class _Slot:
         load: its load, from the request that asks for it to its end.
         num_loads, num_failed_loads: how often it was loaded, and could not be.
         has_chat_template: whether its tokenizer has one; None before it was loaded.
+        context_length: maximum number of tokens of a text; None for no maximum, and before it was loaded.
     """
 
     spec: ServedModel
@@ -38,6 +39,7 @@ class _Slot:
     num_loads: int = 0
     num_failed_loads: int = 0
     has_chat_template: bool | None = None
+    context_length: int | None = None
 
 
 @attrs.define(eq=False)
@@ -151,6 +153,10 @@ class ModelPool:
     def has_chat_template(self, name: str) -> bool | None:
         """Whether a model's tokenizer has a chat template; None before it was first loaded."""
         return self._slots[name].has_chat_template
+
+    def context_length(self, name: str) -> int | None:
+        """Maximum number of tokens of a text of a model; None for no maximum, and before it was first loaded."""
+        return self._slots[name].context_length
 
     async def wait_broken(self) -> None:
         """Wait until the target of a pinned model has failed."""
@@ -285,6 +291,7 @@ class ModelPool:
                 self._instances.append(instance)
                 tokenizer = model.runtime.tokenizer
                 slot.has_chat_template = tokenizer is not None and bool(tokenizer.has_chat_template)
+                slot.context_length = model.runtime.context_length
                 slot.num_loads += 1
                 slot.load, slot.instance, load.instance = None, instance, instance
                 load.is_over.set()

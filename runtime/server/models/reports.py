@@ -37,6 +37,7 @@ def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
         "owned_by": "outrider",
         "draft": spec.draft_name,
         "has_chat_template": models.has_chat_template(name),
+        "max_model_len": models.context_length(name),
         "state": models.state(name),
     }
 

@@ -37,7 +37,10 @@ class ErrorBody(TypedDict):
 
 
 class ModelDescription(TypedDict):
-    """A served model. Whether it has a chat template is known once it was loaded."""
+    """A served model.
+
+    Whether it has a chat template, and the length of its context, by vLLM's name for it, are known once it was loaded.
+    """
 
     id: str
     object: Literal["model"]
@@ -45,6 +48,7 @@ class ModelDescription(TypedDict):
     owned_by: str
     draft: str | None
     has_chat_template: bool | None
+    max_model_len: int | None
     state: Literal["loaded", "loading", "unloaded"]
 
 
