@@ -201,6 +201,11 @@ class LeadingSequence(MLXSequence):
             super().reuse(length)
             self._announcer.ledger.cut(self.number, length)
 
+    @property
+    def can_fork(self) -> bool:
+        """False: the other ranks have their parts of the caches."""
+        return False
+
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """See `MLXSequence.take_state`. The other ranks keep their parts."""
         announcer = self._announcer
