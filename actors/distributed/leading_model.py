@@ -49,7 +49,7 @@ class Announcer:
     @property
     def followers(self) -> list[int]:
         """The other ranks of the target, in the order of their parts."""
-        return list(range(1, self.group.size))
+        return self.group.target_ranks(self.group.draft_rank)[1:]
 
     def next_number(self) -> int:
         """A number for a sequence or a state, which no other has had."""
@@ -86,7 +86,7 @@ class Announcer:
         )
         if not holds_back:
             held_back, self._held_back = self._held_back, []
-            self.group.send(Operations(tuple(held_back)))
+            self.group.send(Operations(tuple(held_back)), to_target=True)
         self._is_inside = True
         try:
             yield True
