@@ -12,13 +12,14 @@ from typing import Generic, TypeVar
 
 import trio
 
-from actors.model import CachedSequence, Model
+from actors.model import CachedSequence, Fork, Model
 from actors.prefix_cache import CacheHit, PrefixCache
 from actors.prompt_cache import open_continued
+from actors.prompt_sharing import PromptReading, PromptReadings, ReadPrompt
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
-from protocol.messages import Close, Message
+from protocol.messages import Close, Features, Message
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
@@ -45,6 +46,8 @@ class ActorSession(ABC):
         scope: ends the actor's task for the session when cancelled.
         is_over: set when the task has ended and its cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
+        reading: of its prompt, while others may wait for it.
+        prompt_features: the target's hidden states of the prompt, from when they are there until they are handed on.
     """
 
     def __init__(self, shared: Session) -> None:
@@ -56,11 +59,24 @@ class ActorSession(ABC):
         self.scope = trio.CancelScope()
         self.is_over = trio.Event()
         self.is_broken = False
+        self.reading: PromptReading | None = None
+        self.prompt_features: Features | None = None
         self._changed = trio.Event()
 
     @abstractmethod
     def receive(self, message: Message) -> None:
         """Take a message from the other actor. Never waits."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether other sessions wait for this one to read the prompt."""
+        return self.reading is not None and self.reading.num_waiting > 0
+
+    def end_reading(self, read: ReadPrompt | None = None) -> None:
+        """Give the prompt to those that wait for it; None if one of them must read it. Harmless the second time."""
+        reading, self.reading = self.reading, None
+        if reading is not None:
+            reading.end(read)
 
     def wake(self) -> None:
         """Wake the session's task, so that it looks at the state again."""
@@ -179,6 +195,7 @@ class Actor(ABC, Generic[S]):
             if trio.current_effective_deadline() == -math.inf:
                 self._take_no_more_sessions()
             del self._sessions[session.id]
+            session.end_reading()
             session.is_over.set()
             session.shared.leave()
 
@@ -239,6 +256,7 @@ class ModelActor(Actor[S]):
         self.chunk_size = PrefillChunkSize()
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
+        self._prompt_readings = PromptReadings()
 
     @property
     def is_alive(self) -> bool:
@@ -270,19 +288,7 @@ class ModelActor(Actor[S]):
         sequence is closed.
         """
         opened = session.shared.opened
-        if opened.settings.reuse_prefix:
-            await self.wait_for_unwanted(session)
-            # The last of these tokens is fed in any case, for its logits.
-            read = opened.prompt[: opened.num_read + 1]
-            if (store := self._prefix_cache.store) is not None:
-                await store.bring_back(read, beside_another=beside_another)
-            call = partial(self._prefix_cache.take_longest_match, read, beside_another=beside_another)
-        elif opened.settings.prompt_cache_file is not None and self.name == "target":
-            # The drafter reads the text alone: it costs speed, not text.
-            call = partial(_open_continued, self.model, opened.settings.prompt_cache_file, beside_another)
-        else:
-            call = partial(_open_empty, self.model, beside_another)
-        hit = await self.worker.run(Job("open", call, session.id))
+        hit = await self._find_sequence(session, beside_another)
         session.cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
         session.sequence = hit.sequence
         is_intact = False
@@ -306,6 +312,44 @@ class ModelActor(Actor[S]):
                 )
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("close", put_away, session.id))
+
+    async def _find_sequence(self, session: S, beside_another: bool) -> CacheHit:
+        """A sequence: of another session that reads the same prompt now, of the prefix cache, or a new one."""
+        opened = session.shared.opened
+        if opened.settings.reuse_prefix:
+            if opened.num_read > 0:
+                joined = await self._prompt_readings.join(opened, beside_another=beside_another)
+                if isinstance(joined, ReadPrompt):
+                    session.prompt_features = joined.features
+                    return await self._run_open(session, partial(_open_fork, joined.fork, opened.num_read))
+                session.reading = joined
+            await self.wait_for_unwanted(session)
+            # The last of these tokens is fed in any case, for its logits.
+            read = opened.prompt[: opened.num_read + 1]
+            if (store := self._prefix_cache.store) is not None:
+                await store.bring_back(read, beside_another=beside_another)
+            call = partial(self._prefix_cache.take_longest_match, read, beside_another=beside_another)
+        elif opened.settings.prompt_cache_file is not None and self.name == "target":
+            # The drafter reads the text alone: it costs speed, not text.
+            call = partial(_open_continued, self.model, opened.settings.prompt_cache_file, beside_another)
+        else:
+            call = partial(_open_empty, self.model, beside_another)
+        hit = await self._run_open(session, call)
+        if session.reading is not None and not hit.sequence.can_fork:
+            session.end_reading()
+        return hit
+
+    async def _run_open(self, session: S, call: Callable[[], CacheHit]) -> CacheHit:
+        return await self.worker.run(Job("open", call, session.id))
+
+    async def _hand_on(self, session: S, sequence: CachedSequence) -> None:
+        """Give the prompt, which was read, to the sessions that wait for it."""
+        read: ReadPrompt | None = None
+        features, session.prompt_features = session.prompt_features, None
+        # A drafter needs the features of all of the prompt. Those of a part that was cached are not there.
+        if session.is_waited_for and (features is None or features.start == 0):
+            read = ReadPrompt(await self.worker.run(Job("open", sequence.fork_point, session.id)), features)
+        session.end_reading(read)
 
     def session_of(self, session_id: int) -> S | None:
         """The actor's state of a session that is under way; None if there is none."""
@@ -341,6 +385,10 @@ class ModelActor(Actor[S]):
 
 def _open_continued(model: Model, path: str, beside_another: bool) -> CacheHit:
     return CacheHit(open_continued(model, path, beside_another=beside_another), 0)
+
+
+def _open_fork(fork: Fork, num_tokens: int) -> CacheHit:
+    return CacheHit(fork(), num_tokens)
 
 
 def _open_empty(model: Model, beside_another: bool) -> CacheHit:

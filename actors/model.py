@@ -7,12 +7,13 @@ far as its cache allows. All its methods run on the model's own thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import attrs
 import mlx.core as mx
 
+from protocol.errors import RewindError
 from protocol.messages import Features
 
 
@@ -26,6 +27,10 @@ class RewindMode(enum.Enum):
 
 class CacheLostError(Exception):
     """A text's cache does not hold what the round was planned with."""
+
+
+Fork = Callable[[], "CachedSequence"]
+"""Opens a sequence that holds what another one held at some moment; as often as it is called, on the model's thread."""
 
 
 class CachedSequence(Protocol):
@@ -148,6 +153,35 @@ class CachedSequence(Protocol):
         Raises: RewindError: some layer's cache holds another number of tokens afterwards.
         """
         ...
+
+    # --- copies for other texts that begin with all of its tokens ---
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether it has a `fork_point`. May be read in any thread while no pass runs."""
+        ...
+
+    def fork_point(self) -> Fork:
+        """Keep the present state, of one token at least, for sequences that go on from it; prefix checkpoints included.
+
+        Features are not part of it. `can_fork` must be true.
+
+        Raises: RewindError: some layer's cache holds another number of tokens than the others.
+        """
+        ...
+
+
+class CannotFork:
+    """The part of a `CachedSequence` that concerns copies, for one that cannot be copied."""
+
+    can_fork = False
+
+    def fork_point(self) -> Fork:
+        """See `CachedSequence.fork_point`.
+
+        Raises: RewindError: always.
+        """
+        raise RewindError(f"a {type(self).__name__} cannot be copied")
 
 
 @attrs.frozen

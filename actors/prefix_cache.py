@@ -195,6 +195,9 @@ class PrefixCache:
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
         try:
+            # A trained drafter is to read tokens again once hidden states have come, and its session may have ended
+            # before that.
+            cached_tokens = cached_tokens[: sequence.rewind(len(cached_tokens))]
             sequence.check(len(cached_tokens))
             num_common = common_length(pack(cached_tokens), pack(committed))
             if num_common < len(cached_tokens) and sequence.reusable_length(num_common, num_common) == num_common:

@@ -73,6 +73,11 @@ class ContinuedSequence(MLXSequence):
         if beginning is not None:
             self.begin(beginning)
 
+    @property
+    def can_fork(self) -> bool:
+        """See `CachedSequence.can_fork`."""
+        return False
+
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """See `MLXSequence.take_state`. None: a file would have to name the tokens before."""
         return None

@@ -13,6 +13,7 @@ from functools import partial
 import mlx.core as mx
 import trio
 
+from actors.drafters.draft_steps import TakesSteps
 from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
 from actors.target.plain_decoder import PlainDecoder
@@ -165,6 +166,9 @@ def _pass(sequence: CachedSequence, width: int, *, samples: bool = False) -> Job
     """A job that feeds `width` tokens and computes the logits of each, and samples from them if `samples`."""
 
     def call() -> None:
+        if isinstance(sequence, TakesSteps):
+            sequence.time_pass((0,) * width)
+            return
         rows = sequence.feed((0,) * width, width)
         assert rows is not None
         if samples:

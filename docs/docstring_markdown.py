@@ -7,6 +7,7 @@ Sections are written `Args:` with indented entries, or `Returns: …` on one lin
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from inspect import cleandoc
 from typing import Any
 
@@ -54,3 +55,16 @@ class DocstringMarkdown(griffe.Extension):
         """Rewrite the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Put the members that classes inherit behind their own, where griffe has them in front."""
+        for cls in _classes(pkg):
+            for name, member in cls.inherited_members.items():
+                cls.members[name] = griffe.Alias(name, member.target, parent=cls)
+
+
+def _classes(module: griffe.Module) -> Iterator[griffe.Class]:
+    yield from module.classes.values()
+    for inner in module.modules.values():
+        if not inner.is_alias:
+            yield from _classes(inner)

@@ -206,6 +206,18 @@ def draw(probs: mx.array, key: mx.array) -> mx.array:
     return mx.random.categorical(mx.log(probs), key=key)
 
 
+def likeliest_only(logits: mx.array, count: int) -> mx.array:
+    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1; lazy.
+
+    A drafted token may be drawn from any distribution, so it may be drawn from few tokens.
+    """
+    if count >= logits.shape[-1]:
+        return logits
+    kept = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
+    nothing = mx.full(logits.shape, -mx.inf, dtype=logits.dtype)
+    return mx.put_along_axis(nothing, kept, mx.take_along_axis(logits, kept, axis=-1), axis=-1)
+
+
 def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array) -> mx.array:
     """Length of the accepted prefix of one proposal.
 

@@ -39,6 +39,7 @@ OPEN_ARGUMENTS = (
     "trace",
     "tune_mlx",
     "group",
+    "draft_rank",
 )
 
 ALIASES = {

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import attrs
 from attrs.validators import deep_iterable, deep_mapping, ge, instance_of
 
+from protocol.draft_rank_messages import Array, DraftRankMessage, TextState
 from protocol.errors import ProtocolError
 
 # A longer message is not one of ours.
@@ -63,9 +64,21 @@ class OpenTarget:
 
     Attributes:
         cache_options: of the target's caches, by name.
+        draft_rank: the rank that holds no part of the target and drafts; None if there is none.
     """
 
     cache_options: dict[str, Any]
+    draft_rank: int | None = None
+
+
+@attrs.frozen
+class Present:
+    """A rank is ready for MLX's group to be made: an answer to `OpenTarget`, if it was not made before."""
+
+
+@attrs.frozen
+class ConnectRanks:
+    """All ranks of the target are ready: each makes MLX's group now."""
 
 
 @attrs.frozen
@@ -191,6 +204,8 @@ RankMessage = (
     | Welcome
     | Beat
     | OpenTarget
+    | Present
+    | ConnectRanks
     | Loaded
     | Operations
     | TensorChunk
@@ -200,21 +215,34 @@ RankMessage = (
     | Measure
     | Measured
     | Broken
+    | DraftRankMessage
 )
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(RankMessage)}
 
+# The key of an object that stands for an array in a line of JSON.
+_ARRAY = "__array__"
+
 
 def encode(message: RankMessage) -> bytes:
     """A message as bytes."""
-    data = b""
+    arrays: list[bytes | memoryview] = []
     if isinstance(message, Operations):
         fields: list[Any] = [[[o.name, o.sequence, o.arguments, o.texts] for o in message.operations]]
     elif isinstance(message, TensorChunk):
-        fields, data = [message.name, message.dtype, message.shape], b"\n" + message.data
+        fields, arrays = [message.name, message.dtype, message.shape], [message.data]
     else:
         fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
-    return json.dumps([type(message).__name__, *fields], separators=(",", ":")).encode() + data
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, TextState):
+            return attrs.astuple(value)
+        assert isinstance(value, Array), value
+        arrays.append(value.data)
+        return {_ARRAY: [value.dtype, value.shape, len(value.data)]}
+
+    line = json.dumps([type(message).__name__, *fields], separators=(",", ":"), default=stand_in).encode()
+    return b"".join((line, b"\n", *arrays)) if arrays else line
 
 
 def decode(data: bytes) -> RankMessage:
@@ -224,12 +252,25 @@ def decode(data: bytes) -> RankMessage:
     """
     try:
         # JSON without indentation has no line breaks.
-        header, _, rest = data.partition(b"\n")
-        name, *fields = json.loads(header)
+        line, _, arrays = data.partition(b"\n")
+        begin = 0
+
+        def array(found: dict[str, Any]) -> Any:
+            nonlocal begin
+            if _ARRAY not in found:
+                return found
+            dtype, shape, num_bytes = found[_ARRAY]
+            data = arrays[begin : begin + num_bytes]
+            if len(data) != num_bytes:
+                raise ValueError(f"{len(data)} bytes are left for an array of {num_bytes}")
+            begin += num_bytes
+            return Array(dtype, shape, data)
+
+        name, *fields = json.loads(line, object_hook=array)
         kind = _KINDS[name]
         if kind is TensorChunk:
             tensor, dtype, shape = fields
-            return TensorChunk(tensor, dtype, shape, rest)
+            return TensorChunk(tensor, dtype, shape, arrays)
         if kind is Operations:
             (operations,) = fields
             return Operations(

@@ -1,4 +1,4 @@
-"""Joining: each rank connects to rank 0, all compare versions, and MLX's group is made."""
+"""Joining: each rank connects to rank 0, and all compare versions."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
         connections = _gather(address, hello, deadline, timeout_s)
     else:
         connections = {0: _reach(address, hello, deadline, timeout_s)}
-    group = RankGroup(address.rank, address.size, connections)
-    group.connect_mlx(max(timeout_s, SILENCE_S))
-    return group
+    return RankGroup(address.rank, address.size, connections)
 
 
 def versions() -> dict[str, str]:

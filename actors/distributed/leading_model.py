@@ -49,7 +49,7 @@ class Announcer:
     @property
     def followers(self) -> list[int]:
         """The other ranks of the target, in the order of their parts."""
-        return list(range(1, self.group.size))
+        return self.group.target_ranks(self.group.draft_rank)[1:]
 
     def next_number(self) -> int:
         """A number for a sequence or a state, which no other has had."""
@@ -86,7 +86,7 @@ class Announcer:
         )
         if not holds_back:
             held_back, self._held_back = self._held_back, []
-            self.group.send(Operations(tuple(held_back)))
+            self.group.send(Operations(tuple(held_back)), to_target=True)
         self._is_inside = True
         try:
             yield True
@@ -200,6 +200,11 @@ class LeadingSequence(MLXSequence):
         with self._announcer.announced("reuse", self.number, length):
             super().reuse(length)
             self._announcer.ledger.cut(self.number, length)
+
+    @property
+    def can_fork(self) -> bool:
+        """False: the other ranks have their parts of the caches."""
+        return False
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """See `MLXSequence.take_state`. The other ranks keep their parts."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -56,6 +58,35 @@ def rank_address(environment: Mapping[str, str] = os.environ) -> RankAddress | N
     if size == 1:
         return None
     return RankAddress(rank, size, *_control(environment, hosts))
+
+
+def is_ring(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the ranks are connected by MLX's ring, from which a rank can be left out."""
+    return _hosts(environment) is not None
+
+
+@contextmanager
+def left_out(rank: int | None) -> Iterator[None]:
+    """While in force, the environment describes a ring without one of its ranks; with all of them if that is None.
+
+    A ring's group cannot be split (`mx.distributed.Group.split`), so the ranks of the target form one without the rank
+    that drafts. MLX reads the environment when it makes the group.
+    """
+    if rank is None:
+        yield
+        return
+    hosts = _hosts(os.environ)
+    assert hosts is not None
+    own = int(os.environ["MLX_RANK"])
+    before = {name: os.environ[name] for name in ("MLX_RANK", "MLX_HOSTFILE")}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(hosts[:rank] + hosts[rank + 1 :], file)
+        file.flush()
+        os.environ.update(MLX_RANK=str(own - (own > rank)), MLX_HOSTFILE=file.name)
+        try:
+            yield
+        finally:
+            os.environ.update(before)
 
 
 def _control(environment: Mapping[str, str], hosts: list[list[str]] | None) -> tuple[str, int]:

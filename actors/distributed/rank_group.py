@@ -15,8 +15,10 @@ import mlx.core as mx
 import outcome
 
 from actors.distributed.connection import Connection
+from actors.distributed.draft_rank_link import DraftRankLink
+from actors.distributed.rank_address import left_out
 from actors.workers.thread_pool import run_on_thread
-from protocol.errors import OutriderError, ProtocolError, RankError
+from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
 
 logger = logging.getLogger("outrider")
@@ -24,6 +26,8 @@ logger = logging.getLogger("outrider")
 # Every rank sends a heartbeat so often, and counts another one as hanging after so many seconds without any.
 BEAT_S = 0.5
 SILENCE_S = 3.5
+# Longest time that MLX may take to connect ranks that are all there, in seconds.
+CONNECT_TIMEOUT_S = 60.0
 
 # In errors of MLX's that may leave the ranks out of step, wherever they come up: those of its distributed engine, and
 # that of a device which has dropped computations that were submitted, with the collectives among them.
@@ -35,12 +39,14 @@ class RankGroup:
 
     Rank 0 is connected to each other rank, and those to rank 0 alone. A thread of its own receives what they send and
     watches their heartbeats. Once a rank has ended, hangs or reports an error, the group is broken for good, on all.
+    The one exception is a rank that drafts: it is lost by itself, and the others go on.
 
     Attributes:
         rank: of this process, in [0, size).
         size: number of ranks.
-        mlx: the same ranks as MLX's group; None until `connect_mlx`.
+        mlx: the ranks of the target as MLX's group; None until `connect_mlx`.
         is_led: whether a runtime at this rank leads the group; there is one at a time.
+        drafter: at rank 0, the way to the rank that drafts for the runtime that is open; None if there is none.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, Connection]) -> None:
@@ -48,8 +54,11 @@ class RankGroup:
         self.rank, self.size = rank, size
         self.mlx: mx.distributed.Group | None = None
         self.is_led = False
-        self._connections = dict(connections)
+        self.drafter: DraftRankLink | None = None
+        self._mlx_without: int | None = None
+        self._connections: Mapping[int, Connection] = dict(connections)
         self._inbox: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
+        self._dropped: list[Connection] = []  # for the thread to close
         self._lock = threading.Lock()
         # Set in this order, before and after the callbacks.
         self._failure: RankError | None = None
@@ -69,18 +78,39 @@ class RankGroup:
         state = "broken" if self.error is not None else "connected"
         return f"<outrider RankGroup, {state}: rank {self.rank} of {self.size}>"
 
-    def connect_mlx(self, timeout_s: float) -> None:
-        """Make MLX's group of the ranks.
+    @property
+    def draft_rank(self) -> int | None:
+        """The rank that drafts for the runtime that is open; None if there is none, and at other ranks than 0."""
+        return None if self.drafter is None else self.drafter.rank
+
+    def target_ranks(self, draft_rank: int | None) -> list[int]:
+        """The ranks that hold the target, if one of them drafts and does nothing else; all if that is None."""
+        return [rank for rank in range(self.size) if rank != draft_rank]
+
+    def check_mlx(self, draft_rank: int | None) -> None:
+        """Raises: SettingsError: MLX's group was made, once and for all, of other ranks than those of the target."""
+        if self.mlx is not None and draft_rank != self._mlx_without:
+            raise SettingsError(
+                f"the ranks were connected with draft_rank={self._mlx_without}, which holds for as long as they run, "
+                f"got draft_rank={draft_rank}; start them again"
+            )
+
+    def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Make MLX's group of the target's ranks, if it was not made before. All of them call this at the same time.
 
         Args:
+            draft_rank: the rank that holds no part of the target; None if all do.
             timeout_s: longest time to wait for the others.
 
         Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
+        if self.mlx is not None:
+            return
         connected: queue.SimpleQueue[outcome.Outcome[mx.distributed.Group] | None] = queue.SimpleQueue()
 
         def connect() -> None:
-            connected.put(outcome.capture(_group_of_all))
+            with left_out(draft_rank):
+                connected.put(outcome.capture(_group_of_all))
 
         with self.on_error(lambda _: connected.put(None)):
             # A thread, since MLX waits for the other ranks without end, and without a look at Ctrl-C.
@@ -96,26 +126,36 @@ class RankGroup:
         if isinstance(result, outcome.Error):
             raise self.fail(f"rank {self.rank} cannot make MLX's group: {result.error}") from result.error
         group = result.unwrap()
-        if (group.rank(), group.size()) != (self.rank, self.size):
+        ranks = self.target_ranks(draft_rank)
+        if (group.rank(), group.size()) != (ranks.index(self.rank), len(ranks)):
             raise self.fail(
                 f"rank {self.rank} of {self.size} is rank {group.rank()} of {group.size()} in MLX's group; start all "
                 "ranks by mlx.launch"
             )
-        self.mlx = group
+        self.mlx, self._mlx_without = group, draft_rank
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def send(self, message: RankMessage, *, to: int | None = None) -> None:
+    def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
         """Send a message to rank 0, or from rank 0 to all others, or to one of them.
+
+        Args:
+            message: what to send.
+            to: the one rank to send it to; None for all.
+            to_target: whether the drafting rank is left out.
 
         Raises: RankError: the group is broken.
         """
         self.check()
-        for rank in self._connections if to is None else (to,):
+        for rank, connection in self._connections.items():
+            if to not in (None, rank) or (to_target and rank == self.draft_rank):
+                continue
             try:
-                self._connections[rank].send(message)
+                connection.send(message)
             except OSError as error:
-                raise self._lose(rank, f"takes no message ({error})") from error
+                lost = self._lose(rank, f"takes no message ({error})")
+                if rank != self.draft_rank:
+                    raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
         """Wait for the next message. To be called by one thread at a time.
@@ -138,6 +178,27 @@ class RankGroup:
             self.check()
             raise RankError("the group of ranks was closed")
         return received
+
+    @contextmanager
+    def drafted_by(self, rank: int | None, on_lost: Callable[[RankError], None]) -> Iterator[None]:
+        """While in force, a rank drafts; None for none. Rank 0 calls this.
+
+        A rank that was lost as a drafter is missing afterwards, so the group is broken then.
+
+        Args:
+            rank: which one.
+            on_lost: called in any thread with the reason, if the rank is lost.
+        """
+        if rank is not None:
+            self.drafter = DraftRankLink(rank, self._connections[rank], on_lost)
+        try:
+            yield
+        finally:
+            drafter, self.drafter = self.drafter, None
+            if drafter is not None and drafter.error is not None:
+                self.fail(str(drafter.error))
+            if drafter is not None:
+                drafter.close()
 
     # --- failure ----------------------------------------------------------------------------------
 
@@ -175,6 +236,8 @@ class RankGroup:
             except OSError as error:
                 logger.debug("a rank could not be told that %s: %s", reason, error)
         self._inbox.put(None)
+        if (drafter := self.drafter) is not None:
+            drafter.lose(reason)
         self._others_are_told.set()
         return _again(failure)
 
@@ -237,7 +300,20 @@ class RankGroup:
         return "; ".join(said)
 
     def _lose(self, rank: int, how: str) -> RankError:
-        return self.fail(f"rank {rank} {how}")
+        reason, drafter = f"rank {rank} {how}", self.drafter
+        if drafter is None or rank != drafter.rank:
+            return self.fail(reason)
+        self._drop(rank)
+        return drafter.lose(reason)
+
+    def _drop(self, rank: int) -> None:
+        """Use a connection no more."""
+        with self._lock:
+            # A new mapping, since other threads may be going through the old one.
+            connections = dict(self._connections)
+            if (dropped := connections.pop(rank, None)) is not None:
+                self._connections = connections
+                self._dropped.append(dropped)
 
     # --- the thread -------------------------------------------------------------------------------
 
@@ -245,6 +321,8 @@ class RankGroup:
         silent_s = dict.fromkeys(self._connections, 0.0)
         next_beat = looked = time.monotonic()
         while not self._others_are_told.is_set():
+            while self._dropped:
+                self._dropped.pop().close()
             readable, _, _ = select.select(list(self._connections.values()), (), (), BEAT_S / 2)
             now = time.monotonic()
             for rank, connection in self._connections.items():
@@ -263,7 +341,7 @@ class RankGroup:
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat()
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self._dropped):
             connection.close()
 
     def _take_from(self, rank: int, connection: Connection) -> None:
@@ -272,11 +350,18 @@ class RankGroup:
         except (OSError, ProtocolError) as error:
             self._lose(rank, f"has ended, or cannot be reached any more ({error})")
             return
+        drafter = self.drafter
         for message in messages:
-            if isinstance(message, Broken):
-                self.fail(message.reason)
-            elif isinstance(message, Beat):
+            if isinstance(message, Beat):
                 self._heard[rank] = message
+            elif drafter is not None and rank == drafter.rank:
+                if isinstance(message, Broken):
+                    self._drop(rank)
+                    drafter.lose(message.reason)
+                else:
+                    drafter.put(message)
+            elif isinstance(message, Broken):
+                self.fail(message.reason)
             else:
                 self._inbox.put((rank, message))
 

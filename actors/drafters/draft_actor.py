@@ -111,6 +111,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             async with self._open_sequence(session, beside_another=True) as sequence:
                 await session.wait_for_features()
                 await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
+                await self._hand_on(session, sequence)
                 await session.index_committed()
                 await self._draft_on(session, sequence)
         except Exception as error:  # of any kind: it costs speed, never text

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import attrs
 import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, RewindMode
 from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import TokenHistory, pad
-from actors.session import Session
+from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory, pad
 from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Step
-from protocol.acceptance import distribution, draw, likeliest, scores
+from protocol.acceptance import distribution, draw, likeliest, likeliest_only, scores
 from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
@@ -71,6 +71,41 @@ class FollowingStep:
         return partial(draft_steps.begin, self.plan, self.trail, self.history, self.draft_budget)
 
 
+class DraftedText(Protocol):
+    """What a draft step needs of its session."""
+
+    @property
+    def opened(self) -> Open:
+        """The message that began it."""
+        ...
+
+    @property
+    def logits_pipeline(self) -> LogitsPipeline:
+        """Shapes the draft model's logits."""
+        ...
+
+
+class TakesSteps(ABC):
+    """A sequence whose model is elsewhere: each draft step is taken there as a whole, so that no logits travel.
+
+    User code is called here. A session that has some is drafted for as by any model, and its logits do travel.
+    """
+
+    @abstractmethod
+    def take_step(self, draft_steps: DraftSteps, plan: FeedPlan, trail: int, history: TokenHistory) -> StepOutcome:
+        """Draft one token. Args, Raises: as `DraftSteps.begin`."""
+
+    @abstractmethod
+    def catch_up(
+        self, plan: FeedPlan, shared: DraftedText, vocab_size: int, num_rows: int, history: TokenHistory
+    ) -> list[tuple[int, float]] | RewoundToCheckpoint:
+        """See `catch_up`."""
+
+    @abstractmethod
+    def time_pass(self, tokens: tuple[int, ...]) -> None:
+        """Process tokens and compute the logits after each, which stay there; to measure what that takes."""
+
+
 @attrs.frozen
 class DraftSteps:
     """Draft steps in a row: the first drafts after a text, each of the others after the choice of the one before.
@@ -84,15 +119,19 @@ class DraftSteps:
         num_guesses: guesses wanted from each step, >= 1: the drafter's choice, and the likeliest other tokens.
         clock: returns seconds.
         chains: see `DraftActor`.
+        max_drawn_from: under the rejection rule, a token is drawn from so many of the likeliest ones; None for all. The
+            rule is exact for any distribution that the token was really drawn from, and a distribution may have to
+            travel.
     """
 
     sequence: CachedSequence
     settled: int
-    shared: Session
+    shared: DraftedText
     vocab_size: int
     num_guesses: int
     clock: Callable[[], float]
     chains: bool | None
+    max_drawn_from: int | None = None
 
     def begin(self, plan: FeedPlan, trail: int, history: TokenHistory, draft_budget: DraftBudget) -> Step[StepOutcome]:
         """Draft one token.
@@ -106,6 +145,10 @@ class DraftSteps:
         Returns: the guesses, and the next step if the budget allows one; or the reason why nothing was fed.
         Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
+        if isinstance(self.sequence, TakesSteps) and not self.shared.logits_pipeline.runs_user_code:
+            taken = self.sequence.take_step(self, plan, trail, history)
+            following = self._following(taken, trail, history, draft_budget) if isinstance(taken, Drafted) else None
+            return Step(taken, None if following is None else following.of(self))
         if (hindrance := self.prepare(plan)) is not None:
             return Step(hindrance)
         rows = self.sequence.feed(plan.feed, 1)
@@ -164,16 +207,22 @@ class DraftSteps:
         position = fed.keep + len(fed.feed)
         drafted_guesses = lazy.read()
         lazy.logit_check.check(0, position, "draft")
-        token = drafted_guesses[0].token
         self.sequence.check(position)
         drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)
+        return drafted, self._following(drafted, trail, history, draft_budget)
+
+    def _following(
+        self, drafted: Drafted, trail: int, history: TokenHistory, draft_budget: DraftBudget
+    ) -> FollowingStep | None:
+        """The step that follows one, if the budget allows it."""
+        token = drafted.guesses[0].token
         # Nothing comes after the end of the text.
         if not drafted.can_look_ahead or token in self.shared.opened.stop_tokens:
-            return drafted, None
-        if (remaining := draft_budget.after(drafted_guesses, self.clock())) is None:
-            return drafted, None
-        plan = FeedPlan(position, (token,))
-        return drafted, FollowingStep(plan, further(trail, token), history.appended(token), remaining)
+            return None
+        if (remaining := draft_budget.after(drafted.guesses, self.clock())) is None:
+            return None
+        plan = FeedPlan(drafted.fed.keep + len(drafted.fed.feed), (token,))
+        return FollowingStep(plan, further(trail, token), history.appended(token), remaining)
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """Guesses at the token at a position, from the draft model's logits (1, V)."""
@@ -182,6 +231,8 @@ class DraftSteps:
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
         chosen = self.shared.logits_pipeline.sample(logits)
+        if self.max_drawn_from is not None and self.shared.opened.settings.rule == "rejection":
+            logits = likeliest_only(logits, self.max_drawn_from)
         lazy = guesses(
             logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
         )
@@ -304,7 +355,7 @@ def _zero_if_nan(confidence: float) -> float:
 
 
 def catch_up(
-    sequence: CachedSequence, plan: FeedPlan, shared: Session, vocab_size: int, num_rows: int, history: TokenHistory
+    sequence: CachedSequence, plan: FeedPlan, shared: DraftedText, vocab_size: int, num_rows: int, history: TokenHistory
 ) -> list[tuple[int, float]] | RewoundToCheckpoint:
     """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
@@ -317,6 +368,8 @@ def catch_up(
         NotANumberError: no token can be chosen from some row of the draft model's logits.
         CacheLostError: see `DraftSteps.prepare`.
     """
+    if isinstance(sequence, TakesSteps) and not shared.logits_pipeline.runs_user_code:
+        return sequence.catch_up(plan, shared, vocab_size, num_rows, history)
     if sequence.length < plan.keep:
         raise CacheLostError
     if (length := sequence.rewind(plan.keep)) < plan.keep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import attrs
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
@@ -41,6 +42,14 @@ class CacheOptions:
     def make_cache(self, model: Module) -> list[Any]:
         """Empty caches for one text: the model's own, but for sliding windows caches that can always be trimmed."""
         return [_trimmable(layer) for layer in make_prompt_cache(model, max_kv_size=self.max_kv_size)]
+
+    def grown_cache(self, model: Module, num_tokens: int, *, quantized: bool) -> list[Any]:
+        """Caches that hold `num_tokens` tokens, to compare shapes with. They are lazy, and never computed."""
+        cache = self.make_cache(model)
+        model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
+        if quantized:
+            attrs.evolve(self, quantized_kv_start=0).quantize(cache, num_tokens)
+        return cache
 
     def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
         """Whether every layer could take `num_tokens` more and then drop its tail; see `can_trim_after`."""

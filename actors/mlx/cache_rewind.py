@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -27,6 +28,19 @@ from mlx_lm.models.cache import (
 from actors.mlx.sliding_window import SlidingWindowCache
 
 Restore = Callable[[], None]
+
+
+@attrs.frozen
+class Checkpoint:
+    """The state of a sequence's caches when they held `length` tokens.
+
+    Attributes:
+        length: number of tokens.
+        restores: one function for each cache, which restores its state.
+    """
+
+    length: int
+    restores: list[Restore]
 
 
 def can_trim_after(layer: Any, num_tokens: int, back_to: int | None = None) -> bool:

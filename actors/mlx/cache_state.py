@@ -8,6 +8,7 @@ shape in a file is compared with such a cache before a model works on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -42,6 +43,11 @@ class LayerState:
     kind: str
     state: State = None
     inner: tuple[LayerState, ...] = ()
+
+    @property
+    def arrays(self) -> State:
+        """All of the state, as `mx.eval` takes it."""
+        return [inner.arrays for inner in self.inner] if self.inner else self.state
 
 
 class MisfitError(Exception):
@@ -137,13 +143,19 @@ def put_prefix_checkpoint(taken: LayerState, length: int, layer: Any, like: Any,
         return cut
     put_lengths = lengths(put_state(taken, like, longer))
     _require(all(put_length == length for put_length in put_lengths), "another length in a prefix checkpoint", like)
-    kind = _KINDS[type(layer)]
+    return partial(fill, layer, taken)
 
-    def restore() -> None:
-        # New views each time, so that writes after a first restore do not show in a second.
-        vars(layer).update(vars(kind.make(_as_view(taken.state), type(layer))))
 
-    return restore
+def fill(layer: Any, taken: LayerState) -> None:
+    """Give a layer's cache a state that was taken of a cache of the same layer, and was not read from a file.
+
+    The cache has new views each time, so that writes after a first call do not show in a second.
+    """
+    if type(layer) is CacheList:
+        for inner, taken_inner in zip(layer.caches, taken.inner, strict=True):
+            fill(inner, taken_inner)
+        return
+    vars(layer).update(vars(_KINDS[type(layer)].make(_as_view(taken.state), type(layer))))
 
 
 # --- by class -------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ def load(
     *,
     adapter: Path | None = None,
     quantize: Mapping[str, Any] | None = None,
+    is_lazy: bool = False,
     **mlx_lm_options: Any,
 ) -> tuple[Module, TokenizerWrapper]:
     """Load a model and its tokenizer. The weights are evaluated on the calling thread.
@@ -76,6 +77,7 @@ def load(
         path_or_hub_id: where the model is.
         adapter: the directory of an adapter, which is put on the model; None for none.
         quantize: `bits`, `group_size` and `mode`, to which the weights are quantised before; None leaves them.
+        is_lazy: whether each weight is left in its file until it is used, on the same thread.
         **mlx_lm_options: further options of `mlx_lm.load`.
 
     Raises:
@@ -85,13 +87,14 @@ def load(
     """
     _check_config(path_or_hub_id)
     # Lazily, so that no weights are in memory that will be replaced.
-    model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id), lazy=quantize is not None, **mlx_lm_options)
+    model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id), lazy=is_lazy or quantize is not None, **mlx_lm_options)
     if quantize is not None:
         _quantize(model, **quantize)
     if adapter is not None:
         model = load_adapters(model, str(adapter))
         model.eval()
-    mx.eval(model.parameters())
+    if not is_lazy:
+        mx.eval(model.parameters())
     return model, tokenizer
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import Restore, can_always_trim, checkpoint_bytes, lengths, snapshot, trim
+from actors.mlx.cache_rewind import Checkpoint, can_always_trim, checkpoint_bytes, lengths, snapshot, trim
 from actors.mlx.cache_state import (
+    LayerState,
     MisfitError,
     can_take_state,
+    fill,
     put_prefix_checkpoint,
     put_state,
     take_prefix_checkpoint,
@@ -26,7 +26,7 @@ from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import can_take_rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
-from actors.model import RewindMode
+from actors.model import Fork, RewindMode
 from actors.trained.features import RecordedFeatures, RecorderSlot, RecordsFeatures
 from protocol.errors import RewindError
 
@@ -230,16 +230,10 @@ class MLXSequence(RecordsFeatures):
 
         Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
         """
-        if state.others is not None:
-            raise MisfitError("it has the parts of several ranks, and this model is that of one process")
-        parts = (state.layers, *(checkpoint.layers for checkpoint in state.prefix_checkpoints))
-        if any(len(layers) != len(self.cache) for layers in parts):
-            raise MisfitError(f"it has {len(state.layers)} layers where the model has {len(self.cache)}")
-        bounds = [0, *(checkpoint.length for checkpoint in state.prefix_checkpoints), len(state.tokens) + 1]
-        if any(length >= next_length for length, next_length in pairwise(bounds)):
-            raise MisfitError(f"its prefix checkpoints are at {bounds[1:-1]}, and it has {len(state.tokens)} tokens")
+        state.check(num_layers=len(self.cache))
         is_quantized = any(layer.kind == "QuantizedKVCache" for layer in state.layers)
-        like = [*zip(*(self._grown_cache(n, quantized=is_quantized) for n in (1, 8)), strict=True)]
+        grown = (self._options.grown_cache(self._model, n, quantized=is_quantized) for n in (1, 8))
+        like = [*zip(*grown, strict=True)]
         empty = self.cache
         try:
             self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
@@ -256,13 +250,40 @@ class MLXSequence(RecordsFeatures):
         self._length = len(state.tokens)
         self._is_quantized = is_quantized
 
-    def _grown_cache(self, num_tokens: int, *, quantized: bool) -> list[Any]:
-        """Caches that hold `num_tokens` tokens, to compare shapes with. They are lazy, and never computed."""
-        cache = self._options.make_cache(self._model)
-        self._model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
-        if quantized:
-            attrs.evolve(self._options, quantized_kv_start=0).quantize(cache, num_tokens)
-        return cache
+    @property
+    def can_fork(self) -> bool:
+        """See `CachedSequence.can_fork`."""
+        # A quantised cache is of another class than the one that a new sequence begins with.
+        return self._options.kv_bits is None and all(map(can_take_state, self.cache))
+
+    def fork_point(self) -> Fork:
+        """See `CachedSequence.fork_point`. Forks share memory with this sequence until either is fed."""
+        state = self.take_state((0,) * self._length)
+        assert state is not None, "`can_fork` is true, and there are tokens"
+        mx.eval([layer.arrays for layer in state.all_layers])
+        make = partial(
+            MLXSequence,
+            self._model,
+            self._options,
+            vocab_size=self._vocab_size,
+            layer_evaluation=self.layer_evaluation,
+            recorder_slot=self.features.slot,
+        )
+        return lambda: make()._filled(state)
+
+    def _filled(self, state: SequenceState) -> MLXSequence:
+        """The sequence, which was empty, with the state of another one of the model."""
+        for checkpoint in state.prefix_checkpoints:
+            self._fill(checkpoint.layers, checkpoint.length)
+            self._prefix_checkpoints.append(self._make_checkpoint())
+        self._fill(state.layers, len(state.tokens))
+        self.check_caches(self._length)
+        return self
+
+    def _fill(self, layers: Sequence[LayerState], length: int) -> None:
+        for layer, taken in zip(self.cache, layers, strict=True):
+            fill(layer, taken)
+        self._length = length
 
     def close(self) -> None:
         """See `CachedSequence.close`."""
@@ -270,8 +291,7 @@ class MLXSequence(RecordsFeatures):
             self._batch.drop(self)
             self._batch = None
         self.cache = []
-        self._checkpoints = []
-        self._prefix_checkpoints = []
+        self._checkpoints, self._prefix_checkpoints = [], []
 
     @property
     def num_bytes(self) -> int:
@@ -378,16 +398,3 @@ class MLXSequence(RecordsFeatures):
         # Caches grow in steps of 256 tokens, and MLX would keep each outgrown buffer for later use.
         if old_length // 256 != self._length // 256:
             release_buffers()
-
-
-@attrs.frozen
-class Checkpoint:
-    """The state of a sequence's caches when they held `length` tokens.
-
-    Attributes:
-        length: number of tokens.
-        restores: one function for each cache, which restores its state.
-    """
-
-    length: int
-    restores: list[Restore]

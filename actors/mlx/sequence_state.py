@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import attrs
@@ -39,6 +40,22 @@ class SequenceState:
     layers: tuple[LayerState, ...]
     prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()
     others: OtherParts | tuple[SequenceRecord, ...] | None = None
+
+    def check(self, *, num_layers: int) -> None:
+        """Raises: MisfitError: a model of one process with so many caches cannot have it."""
+        if self.others is not None:
+            raise MisfitError("it has the parts of several ranks, and this model is that of one process")
+        parts = (self.layers, *(checkpoint.layers for checkpoint in self.prefix_checkpoints))
+        if any(len(layers) != num_layers for layers in parts):
+            raise MisfitError(f"it has {len(self.layers)} layers where the model has {num_layers}")
+        bounds = [0, *(checkpoint.length for checkpoint in self.prefix_checkpoints), len(self.tokens) + 1]
+        if any(length >= next_length for length, next_length in pairwise(bounds)):
+            raise MisfitError(f"its prefix checkpoints are at {bounds[1:-1]}, and it has {len(self.tokens)} tokens")
+
+    @property
+    def all_layers(self) -> list[LayerState]:
+        """The states of all caches: now, and then those at each prefix checkpoint."""
+        return [*self.layers, *(layer for checkpoint in self.prefix_checkpoints for layer in checkpoint.layers)]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -90,8 +107,7 @@ class Recorder:
         self._num_tensors = 0
         assert not isinstance(sequence.others, tuple), "a state from a file is recorded once it is put into a sequence"
         self._others = None if sequence.others is None else sequence.others.copied()
-        checkpoints = [layer for checkpoint in sequence.prefix_checkpoints for layer in checkpoint.layers]
-        self._waiting = [*sequence.layers, *checkpoints]
+        self._waiting = sequence.all_layers
         self._described: list[Any] = []
 
     def step(self) -> SequenceRecord | None:

@@ -1,11 +1,11 @@
-"""Reading a prompt: prefill, and the scores of its last tokens if those are what the session is for."""
+"""The scores of a prompt's last tokens, if those are what the session is for."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from actors.model import CachedSequence
-from actors.prefill import prefill, tokens_per_pass
+from actors.prefill import tokens_per_pass
 from actors.sampling.logit_check import LogitCheck
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, Worker
@@ -17,10 +17,10 @@ from protocol.scores import TokenScore, token_scores
 _MAX_LOGITS = 2**24
 
 
-async def read_prompt(
+async def score_prompt(
     worker: Worker, sequence: CachedSequence, session: TargetSession, chunk_size: PrefillChunkSize, vocab_size: int
 ) -> None:
-    """Prefill; then, in a session that scores, feed the tokens to be scored and close the session.
+    """After prefill, in a session that scores: feed the tokens to be scored, and close the session.
 
     Args:
         chunk_size: of the model.
@@ -29,7 +29,6 @@ async def read_prompt(
     Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
     """
     opened, cached_tokens = session.shared.opened, session.cached_tokens
-    await prefill(worker, sequence, cached_tokens, opened, chunk_size)
     if opened.num_scored == 0:
         return
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)

@@ -9,12 +9,13 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
 from actors.model import CachedSequence, Model
+from actors.prefill import prefill
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
 from actors.target.pass_queue import PassQueue
 from actors.target.round_runner import RoundRunner
-from actors.target.scoring import read_prompt
+from actors.target.scoring import score_prompt
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
@@ -79,8 +80,10 @@ class TargetActor(ModelActor[TargetSession]):
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
                 sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
-                await read_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
+                await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
                 await self._give_prompt_features(session, sequence)
+                await self._hand_on(session, sequence)
+                await score_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
                 self._passes.forget(session.id)
@@ -103,12 +106,13 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _give_prompt_features(self, session: TargetSession, sequence: CachedSequence) -> None:
         """Give a drafter that reads features those of the prompt."""
-        if self.drafter.mailbox is None or not session.shared.opened.drafted or not sequence.feature_arrays():
+        if self.drafter.mailbox is None or not session.shared.opened.drafted:
             return
-        call = partial(sequence.take_features, len(session.cached_tokens))
-        features = await self.worker.run(Job("prefill", call, session.id))
-        if features is not None:
-            self.drafter.send(PromptFeatures(session.id, features))
+        if sequence.feature_arrays():
+            call = partial(sequence.take_features, len(session.cached_tokens))
+            session.prompt_features = await self.worker.run(Job("prefill", call, session.id))
+        if session.prompt_features is not None:
+            self.drafter.send(PromptFeatures(session.id, session.prompt_features))
 
     async def _end_or_break(self, session: TargetSession, error: JobError) -> None:
         """End a session one of whose jobs failed, and the runtime if the model does not work any more.

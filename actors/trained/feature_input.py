@@ -42,3 +42,10 @@ class FeatureInput(ABC):
     def foreseen(self) -> int | None:
         """The first position whose token cannot be drafted from the features that were given; None without a bound."""
         return None
+
+    @property
+    def refreshes_at(self) -> int | None:
+        """The length that the text falls back to once the features of the position before are given: what comes after
+        was read without. None if nothing was.
+        """
+        return None

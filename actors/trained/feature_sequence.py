@@ -112,14 +112,21 @@ class FeatureSequence(TrainedSequence):
         return 0 if self._first_stale is None else len(self._tokens) - self._first_stale
 
     @property
+    def refreshes_at(self) -> int | None:
+        """See `FeatureInput.refreshes_at`."""
+        if self._first_stale is None or self._first_stale < self._first_given + 1:
+            return None
+        return self._first_stale
+
+    @property
     def length(self) -> int:
         """Tokens that need not be fed again."""
         # The first token that can be read with the features that were given.
         readable = self._first_given + 1
         if readable < self._num_skipped and readable <= self._num_given:
             return readable
-        if self._first_stale is not None and readable <= self._first_stale <= self._num_given:
-            return self._first_stale
+        if (refreshed := self.refreshes_at) is not None and refreshed <= self._num_given:
+            return refreshed
         return len(self._tokens)
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:

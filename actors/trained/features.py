@@ -24,22 +24,22 @@ class RecorderSlot:
 
 
 class RecordedFeatures:
-    """The features of one text's last tokens, until they are taken."""
+    """The features of one text's last tokens, until they are taken.
+
+    Attributes:
+        slot: has the recorder of the model's passes, while there is one.
+    """
 
     def __init__(self, slot: RecorderSlot) -> None:
-        """Make an empty record.
-
-        Args:
-            slot: has the recorder of the model's passes, while there is one.
-        """
-        self._slot = slot
+        """Make an empty record."""
+        self.slot = slot
         self._is_wanted = True
         self._rows = PositionedRows()
 
     @property
     def recorder(self) -> FeatureRecorder | None:
         """Of the next pass over the text; None if nobody reads its features."""
-        return self._slot.recorder if self._is_wanted else None
+        return self.slot.recorder if self._is_wanted else None
 
     def want(self, wanted: bool) -> None:
         """Say whether somebody reads the features of this text. Drops all if not."""

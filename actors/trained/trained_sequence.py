@@ -7,11 +7,11 @@ from typing import cast
 
 import mlx.core as mx
 
-from actors.model import RecordsNothing, RewindMode
+from actors.model import CannotFork, RecordsNothing, RewindMode
 from actors.trained.feature_input import FeatureInput
 
 
-class TrainedSequence(RecordsNothing, FeatureInput):
+class TrainedSequence(CannotFork, RecordsNothing, FeatureInput):
     """A `CachedSequence` that takes features, and can go back to any length.
 
     Features are given in any thread; everything else happens on the model's.

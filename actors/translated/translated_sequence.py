@@ -8,7 +8,7 @@ from itertools import accumulate, chain
 import attrs
 import mlx.core as mx
 
-from actors.model import CachedSequence, RecordsNothing, RewindMode
+from actors.model import CachedSequence, Fork, RecordsNothing, RewindMode
 from protocol.errors import ModelError, RewindError
 from protocol.vocabulary_map import VocabularyMap
 
@@ -236,3 +236,23 @@ class TranslatedSequence(RecordsNothing):
         """See `CachedSequence.reuse`."""
         self.own.reuse(self._own_lengths[length])
         del self._own_lengths[length + 1 :]
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    @property
+    def can_fork(self) -> bool:
+        """See `CachedSequence.can_fork`."""
+        return self.own.can_fork
+
+    def fork_point(self) -> Fork:
+        """See `CachedSequence.fork_point`."""
+        self._follow_own()
+        fork_own, own_lengths = self.own.fork_point(), tuple(self._own_lengths)
+        vocabulary_map, tables, context_length = self._map, self._tables, self._context_length
+
+        def fork() -> TranslatedSequence:
+            sequence = TranslatedSequence(fork_own(), vocabulary_map, tables, context_length)
+            sequence._own_lengths = list(own_lengths)
+            return sequence
+
+        return fork

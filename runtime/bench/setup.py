@@ -36,11 +36,10 @@ from runtime.loading.model_sources import (
     check_draft_source,
     check_source,
     load_draft_onto,
-    load_onto,
 )
 from runtime.loading.processor import processor_name
-from runtime.ranks.leading import check_group, leading, target_worker
-from runtime.ranks.sharded_target import load_sharded_onto
+from runtime.ranks.leading import check_group, leading, worker_for
+from runtime.ranks.sharded_target import load_target_onto
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -180,17 +179,14 @@ async def load_models(
         circumstances.num_ranks = group.size
     stack.enter_context(wired_memory())
     events = EventSwitch()
-    target_thread = ThreadWorker("target", events) if group is None else target_worker(group, events)
+    target_thread = worker_for("target", events, group, None)
     workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(target_thread)}
     if group is not None:
         stack.enter_context(leading(group, target_thread))
     for name in sources:
         workers[name] = await stack.enter_async_context(ThreadWorker("draft", events))
     on_progress("loading the target")
-    if group is None:
-        loaded_target = await load_onto(workers[TARGET], "target", target, request.cache_options)
-    else:
-        loaded_target = await load_sharded_onto(workers[TARGET], target, request.cache_options, group)
+    loaded_target = await load_target_onto(workers[TARGET], target, request.cache_options, group)
     await _cast_on(workers[TARGET], loaded_target.model, request.dtype)
     loaded: dict[str, LoadedDraft] = {}
     for name, source in sources.items():

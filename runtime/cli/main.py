@@ -235,7 +235,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=doctor)
     add_models(
         parser,
-        without=(*PREFIX_CACHE, "chat_template_args"),
+        without=(*PREFIX_CACHE, "chat_template_args", "draft_rank"),
         draft_help="path or hub id of a draft model",
         target_first=True,
     )
@@ -261,7 +261,7 @@ Ctrl-C stops the benchmark and shows the figures so far.""",
     parser.set_defaults(command=bench)
     add_models(
         parser,
-        without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args"),
+        without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", "draft_rank"),
         draft_help='path or hub id of a drafter; "ngram" for prompt lookup; may be given more than once',
         several_drafts=True,
     )

@@ -61,5 +61,5 @@ def follow(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     else:
         from runtime.ranks.following import follow as follow_target
 
-        follow_target(models.target, models.options["group"])
+        follow_target(models.target, models.options["group"], models.draft)
     return CommandOutcome(finish_reason="complete")

@@ -84,11 +84,13 @@ def take_part_in_examination(group: RankGroup) -> None:
 
 def _measure(group: RankGroup, description: dict[str, str]) -> Links:
     with breaking(group, lambda: "measuring the links"):
+        group.connect_mlx()
         return measure_links(group, description)
 
 
 def _take_part(group: RankGroup) -> None:
     with breaking(group, lambda: "measuring the links"):
+        group.connect_mlx()
         take_part(group, _description())
 
 

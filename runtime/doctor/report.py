@@ -38,8 +38,8 @@ from runtime.loading.model_sources import (
 )
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.vocabularies import vocabulary_map
-from runtime.ranks.leading import check_group, leading, target_worker
-from runtime.ranks.sharded_target import load_sharded_onto
+from runtime.ranks.leading import check_group, leading, worker_for
+from runtime.ranks.sharded_target import load_target_onto
 
 
 @attrs.frozen
@@ -123,7 +123,7 @@ async def examine(
         for role, source in sources.items():
             ranks = group if role == "target" else None
             worker = await stack.enter_async_context(
-                ThreadWorker(role) if ranks is None else target_worker(ranks, lambda _: None)
+                ThreadWorker(role) if ranks is None else worker_for(role, lambda _: None, ranks, None)
             )
             if ranks is not None:
                 stack.enter_context(leading(ranks, worker))
@@ -177,7 +177,7 @@ async def _load(
 ) -> Loaded:
     if group is None:
         return await load_onto(worker, role, source, options)
-    return await load_sharded_onto(worker, source, options, group)
+    return await load_target_onto(worker, source, options, group)
 
 
 async def _is_trained(worker: ThreadWorker, source: Source) -> bool:

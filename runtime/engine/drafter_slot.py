@@ -10,6 +10,7 @@ from typing import Literal
 
 import trio
 
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.model import Model
@@ -126,6 +127,8 @@ class DrafterSlot:
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
-                    self._target.drafter.attach(actor.mailbox, has_model=isinstance(actor, DraftActor))
+                    # A drafter at another rank leaves this one's processor time to the target.
+                    is_here = isinstance(actor, DraftActor) and not isinstance(actor.model, RemoteDrafter)
+                    self._target.drafter.attach(actor.mailbox, has_model=is_here)
         finally:
             has_ended.set()

@@ -32,6 +32,7 @@ class OpenOptions(TypedDict, total=False):
     trace: Trace
     tune_mlx: bool
     group: RankGroup | None
+    draft_rank: int | None
 
 
 class OpenOptionsAndSettings(OpenOptions, SettingsArguments, total=False):

@@ -13,6 +13,7 @@ from typing import Any, Never, Unpack
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
@@ -25,7 +26,7 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
-from protocol.errors import SettingsError, WrongEventLoopError
+from protocol.errors import ModelError, SettingsError, WrongEventLoopError
 from protocol.prices import Prices
 from protocol.reprs import shown
 from protocol.settings import MAX_BATCH, NGRAM, SettingsLike, keywords_of
@@ -45,13 +46,12 @@ from runtime.loading.model_sources import (
     check_draft_source,
     check_source,
     check_unknown,
-    load_draft_onto,
-    load_onto,
 )
 from runtime.loading.tokenizers import check_template_args, copy_of
 from runtime.persistence.prefix_files import check_folder
-from runtime.ranks.leading import check_group, ending_all, leading, target_worker
-from runtime.ranks.sharded_target import check_drafter, load_sharded_onto
+from runtime.ranks.draft_rank import load_drafter_onto
+from runtime.ranks.leading import check_group, ending_all, leading, worker_for
+from runtime.ranks.sharded_target import check_drafter, load_target_onto
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
@@ -81,6 +81,7 @@ async def open(
     trace: Trace = None,
     tune_mlx: bool = True,
     group: RankGroup | None = None,
+    draft_rank: int | None = None,
     **unknown: Never,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -123,7 +124,9 @@ async def open(
         tune_mlx: whether MLX gets the environment variables of `runtime.loading.mlx_environment`, which leave a drafter
             room on a GPU. MLX reads them when it first computes there: False has no effect after that.
         group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
-            with the same target. This process is rank 0, and the drafter is its own. None for one process.
+            with the same target. This process is rank 0. None for one process.
+        draft_rank: a rank of the group that holds the drafter alone, and no part of the target; it calls
+            `runtime.follow` with the drafter, too. None or 0 for rank 0, which drafts beside its part of the target.
         **unknown: an error.
 
     Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
@@ -162,6 +165,7 @@ async def open(
             "trace": trace,
             "tune_mlx": tune_mlx,
             "group": group,
+            "draft_rank": draft_rank,
             **unknown,
         },
     )
@@ -182,35 +186,34 @@ async def open(
         draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
             role: await (draft_stack if role == "draft" else stack).enter_async_context(
-                ThreadWorker(role, events, may_be_given_up=role == "draft")
-                if group is None or role == "draft"
-                else target_worker(group, events)
+                worker_for(role, events, group, draft_rank)
             )
             for role in sources
         }
         if group is not None:
-            stack.enter_context(leading(group, workers["target"]))
+            stack.enter_context(leading(group, workers["target"], workers.get("draft"), draft_rank))
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
-        target_loaded, draft_loaded = await _load_target(workers["target"], sources["target"], options, group), None
+        target_loaded, drafter = await load_target_onto(workers["target"], sources["target"], options, group), None
         if "draft" in sources:
-            draft_loaded = await load_draft_onto(workers["draft"], sources["draft"], options, target_loaded)
-            draft_stack.callback(target_loaded.model.record_features, None)
-        _warn_if_too_large(each.model for each in (target_loaded, draft_loaded) if each is not None)
+            drafter = await load_drafter_onto(
+                workers["draft"], sources["draft"], options, target_loaded, group, draft_stack
+            )
+        _warn_if_too_large(each for each in (target_loaded.model, drafter) if each is not None)
         if isinstance(listener, TimelineFile):
             listener.tokenizer = target_loaded.tokenizer
         stack.enter_context(target_loaded.model.evaluating_layers())
-        if draft_loaded is not None:
-            draft_stack.enter_context(draft_loaded.model.evaluating_layers())
+        if drafter is not None:
+            draft_stack.enter_context(drafter.evaluating_layers())
         copied = partial(copy_of, target_loaded.tokenizer, chat_template_args or {})
         tokenizer = await workers["target"].run(Job("load", copied))
         if max_batch > 1 and max_streams != 1:
             await _probe_sharing(target_loaded.model, workers["target"])
         prices = Prices(core_hold_s=CORES.hold_s)
-        if draft_loaded is not None:
-            await _time_models((target_loaded.model, workers["target"]), (draft_loaded.model, workers["draft"]), prices)
+        if drafter is not None:
+            await _time_models((target_loaded.model, workers["target"]), (drafter, workers["draft"]), prices)
         async with running(
             (target_loaded.model, workers["target"]),
-            (draft_loaded.model, workers["draft"]) if draft_loaded is not None else NGRAM if draft == NGRAM else None,
+            (drafter, workers["draft"]) if drafter is not None else NGRAM if draft == NGRAM else None,
             tokenizer=tokenizer,
             shared_tokenizer=target_loaded.tokenizer,
             events=events,
@@ -225,7 +228,7 @@ async def open(
             load_draft=partial(_load_draft, target_loaded, workers["target"], options, events, prices),
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
-            del draft, draft_loaded
+            del draft, drafter
             for by_role in (workers, sources):
                 by_role.pop("draft", None)
             with nullcontext() if group is None else ending_all(group, runtime._sessions.fail):
@@ -256,7 +259,12 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     given = {name: inspect.signature(open).parameters[name].default for name in OPTIONS} | dict(options)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None and draft != NGRAM:
-        sources["draft"] = check_draft_source(draft)
+        try:
+            sources["draft"] = check_draft_source(draft)
+        except ModelError:
+            if not given["draft_rank"]:
+                raise
+            sources["draft"] = draft  # the path may be there where it is loaded
     cache_options = check_cache_options(*(given[name] for name in _CACHE_OPTIONS))
     if given["max_streams"] is not None:
         check_integer("max_streams", given["max_streams"], 1)
@@ -269,15 +277,8 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     check_template_args(given["chat_template_args"])
     if not isinstance(given["tune_mlx"], bool):
         raise SettingsError(f"tune_mlx must be True or False, got {shown(given['tune_mlx'])}")
-    if given["group"] is not None:
-        check_group(given["group"], sources["target"], sources.get("draft"))
+    check_group(given["group"], sources["target"], sources.get("draft"), given["draft_rank"])
     return sources, cache_options
-
-
-async def _load_target(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
-    if group is None:
-        return await load_onto(worker, "target", source, options)
-    return await load_sharded_onto(worker, source, options, group)
 
 
 async def _load_draft(
@@ -296,13 +297,12 @@ async def _load_draft(
     source = check_draft_source(draft)
     check_drafter(source)
     worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
-    draft_loaded = await load_draft_onto(worker, source, options, target_loaded)
-    stack.callback(target_loaded.model.record_features, None)
-    _warn_if_too_large((target_loaded.model, draft_loaded.model))
-    stack.enter_context(draft_loaded.model.evaluating_layers())
+    drafter = await load_drafter_onto(worker, source, options, target_loaded, None, stack)
+    _warn_if_too_large((target_loaded.model, drafter))
+    stack.enter_context(drafter.evaluating_layers())
     prices.forget_drafter()
-    await _time_models((target_loaded.model, target_worker), (draft_loaded.model, worker), prices)
-    return draft_loaded.model, worker
+    await _time_models((target_loaded.model, target_worker), (drafter, worker), prices)
+    return drafter, worker
 
 
 async def _probe_sharing(model: MLXModel, worker: Worker) -> None:
@@ -349,11 +349,11 @@ async def keep_open(
         is_released.set()
 
 
-def _warn_if_too_large(models: Iterable[MLXModel | TranslatedModel | TrainedDrafter]) -> None:
+def _warn_if_too_large(models: Iterable[MLXModel | TranslatedModel | TrainedDrafter | RemoteDrafter]) -> None:
     if (limit := recommended_working_set()) is None:
         return
     # One module may be target and draft model.
-    distinct = {id(model.module): model for model in models}
+    distinct = {id(model.module): model for model in models if not isinstance(model, RemoteDrafter)}
     num_bytes = sum(model.num_bytes for model in distinct.values())
     if num_bytes > limit:
         logger.warning(

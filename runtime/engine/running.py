@@ -13,6 +13,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.actor import PREFIX_CACHE_BYTES
+from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor
@@ -112,7 +113,7 @@ async def running(
                 prefix_cache_bytes=prefix_cache_bytes,
                 target_queue=target_queue,
                 chains=chains,
-                max_batch=max_batch,
+                max_batch=1 if isinstance(draft[0], RemoteDrafter) else max_batch,
             )
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import attrs
 import mlx.core as mx
@@ -68,6 +68,43 @@ class LoadedDraft:
     model: MLXModel | TranslatedModel | TrainedDrafter
     tokenizer: TokenizerWrapper | None
     kind: str | None = None
+
+
+class DraftedModel(Protocol):
+    """What the loading of a drafter needs of its target; an `MLXModel` has it."""
+
+    @property
+    def module(self) -> Module:
+        """mlx-lm's model."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Model.vocab_size`."""
+        ...
+
+    def record_features(self, layer_ids: Sequence[int] | None) -> None:
+        """See `MLXModel.record_features`."""
+        ...
+
+
+class DraftedTarget(Protocol):
+    """The same with what comes with the model, as in `Loaded`."""
+
+    @property
+    def model(self) -> DraftedModel:
+        """The model."""
+        ...
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper | None:
+        """Its tokenizer, if it has one."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """See `Loaded.folder`."""
+        ...
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -247,7 +284,26 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer), folder_of(source))
 
 
-async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, loaded_target: Loaded) -> LoadedDraft:
+def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
+    """A model and its tokenizer, to be used on this thread. A weight in a file is read when it is first used.
+
+    Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
+    """
+    if isinstance(source, tuple):
+        built, tokenizer = source
+        return built, None if tokenizer is None else tokenizer_wrapper(tokenizer)
+    try:
+        return load(str(source), is_lazy=True, **(_load_options(source) if isinstance(source, ModelSpec) else {}))
+    except OutriderError:
+        raise
+    # mlx-lm raises errors of many kinds.
+    except Exception as error:
+        raise ModelError(f"cannot load target {str(source)!r}: {error}") from error
+
+
+async def load_draft_onto(
+    worker: Worker, source: Source, options: CacheOptions, loaded_target: DraftedTarget
+) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, or one that was trained for the target.
 
     For the latter, the target records what it reads from then on; see `MLXModel.record_features`. A language model of
@@ -313,7 +369,7 @@ def _load_options(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-async def _with_the_targets_tokens(worker: Worker, target: Loaded, draft: Loaded) -> MLXModel | TranslatedModel:
+async def _with_the_targets_tokens(worker: Worker, target: DraftedTarget, draft: Loaded) -> MLXModel | TranslatedModel:
     """A draft model with its target's tokens: itself, unless its vocabulary is another one."""
     if target.tokenizer is None or draft.tokenizer is None:
         return draft.model

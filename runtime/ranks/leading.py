@@ -13,8 +13,9 @@ from actors.workers.thread_worker import ThreadWorker
 from protocol.errors import OutriderError, RankError, SettingsError
 from protocol.rank_messages import CloseTarget
 from protocol.reprs import shown
-from protocol.trace import Event
+from protocol.trace import Actor, Event
 from runtime.loading.model_sources import Source
+from runtime.ranks.draft_rank import check_draft_rank
 from runtime.ranks.sharded_target import check_drafter, check_sharded
 
 # Ranks that are out of step in spite of all checks wait for each other without end, and all send heartbeats. So a job
@@ -22,22 +23,37 @@ from runtime.ranks.sharded_target import check_drafter, check_sharded
 PASS_TIMEOUT_S = 60.0
 
 
-def check_group(group: Any, target: Source, draft: Source | None) -> None:
-    """Check the option `group` of `open`, and what does not go with it.
+def check_group(group: Any, target: Source, draft: Source | None, draft_rank: Any = None) -> None:
+    """Check the options `group` and `draft_rank` of `open`, and what does not go with them.
 
     Raises:
         SettingsError: it is no group of ranks, this is not rank 0, another runtime leads the group, or another option
             does not go with ranks.
         RankError: the group is broken.
     """
+    if group is None and draft_rank is None:
+        return
+    if group is None:
+        raise SettingsError(
+            "draft_rank is one of several ranks, and there is no group of them; give group=runtime.join_ranks() in a "
+            "process that mlx.launch has started, or leave draft_rank out"
+        )
     if not isinstance(group, RankGroup):
         raise SettingsError(f"group must be what runtime.join_ranks() returns, or None, got {shown(group)}")
     if group.rank != 0:
         raise SettingsError(f"this is rank {group.rank}, and rank 0 opens the runtime; call runtime.follow() here")
     _check_free(group)
-    check_sharded(target)
-    check_drafter(draft, target)
+    remote = check_draft_rank(group, draft_rank, has_model=draft is not None)
+    if is_sharded(group, remote):
+        check_sharded(target)
+    if remote is None:
+        check_drafter(draft, target)
     group.check()
+
+
+def is_sharded(group: RankGroup, draft_rank: int | None) -> bool:
+    """Whether the target of a group is sharded: not if all ranks but rank 0 draft."""
+    return len(group.target_ranks(draft_rank or None)) > 1
 
 
 def _check_free(group: RankGroup) -> None:
@@ -45,23 +61,51 @@ def _check_free(group: RankGroup) -> None:
         raise SettingsError("another runtime is open in this group of ranks, which has one at a time; close it first")
 
 
-def target_worker(group: RankGroup, on_event: Callable[[Event], None]) -> ThreadWorker:
-    """The worker of a sharded target: its thread can be abandoned, and its errors name the rank that caused them."""
-    return ThreadWorker("target", on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)
+def worker_for(
+    role: Actor, on_event: Callable[[Event], None], group: RankGroup | None, draft_rank: int | None
+) -> ThreadWorker:
+    """The worker of a model.
+
+    That of a sharded target has a thread that can be abandoned, and its errors name the rank that caused them.
+
+    Args:
+        role: of the model.
+        on_event: see `ThreadWorker`.
+        group, draft_rank: as in `open`.
+    """
+    if role == "draft":
+        return ThreadWorker(role, on_event, may_be_given_up=True, computes=not draft_rank)
+    if group is None or not is_sharded(group, draft_rank):
+        return ThreadWorker(role, on_event)
+    return ThreadWorker(role, on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)
 
 
 @contextmanager
-def leading(group: RankGroup, worker: ThreadWorker) -> Iterator[None]:
+def leading(
+    group: RankGroup, worker: ThreadWorker, drafter: ThreadWorker | None = None, draft_rank: int | None = None
+) -> Iterator[None]:
     """While in force, the worker ends as soon as the group is broken; afterwards the other ranks release their parts.
 
-    A collective whose peers are gone may wait for ever, so the thread is not waited for.
+    A collective whose peers are gone may wait for ever, so the thread is not waited for. The drafter's worker ends
+    alone, with the rank that drafts.
+
+    Args:
+        group: the ranks.
+        worker: of the target.
+        drafter: the drafter's worker, if it has one.
+        draft_rank: as in `open`.
 
     Raises: SettingsError: another runtime leads the group.
     """
     _check_free(group)
     group.is_led = True
+    lost = _in_trio(drafter.give_up) if drafter is not None else _ignore
     try:
-        with ending_all(group, worker.give_up), group.watching(lambda: worker.is_hanging):
+        with (
+            group.drafted_by(draft_rank or None, lost),
+            ending_all(group, worker.give_up),
+            group.watching(lambda: worker.is_hanging),
+        ):
             try:
                 yield
             finally:
@@ -74,13 +118,22 @@ def leading(group: RankGroup, worker: ThreadWorker) -> Iterator[None]:
 @contextmanager
 def ending_all(group: RankGroup, end: Callable[[OutriderError], None]) -> Iterator[None]:
     """While in force, have trio call a function with the error once the group is broken."""
+    with group.on_error(_in_trio(end)):
+        yield
+
+
+def _in_trio(call: Callable[[OutriderError], None]) -> Callable[[RankError], None]:
+    """What has trio call a function, from any thread."""
     token = trio.lowlevel.current_trio_token()
 
-    def call(error: RankError) -> None:
+    def call_soon(error: RankError) -> None:
         try:
-            token.run_sync_soon(end, error)
+            token.run_sync_soon(call, error)
         except trio.RunFinishedError:
             return  # nothing is left to end
 
-    with group.on_error(call):
-        yield
+    return call_soon
+
+
+def _ignore(_: RankError) -> None:
+    """A runtime without a drafter has none to lose."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
@@ -17,18 +17,20 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import tokenizer_wrapper
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, OutriderError, RankError, SettingsError
+from protocol.rank_messages import ConnectRanks, OpenTarget, Operation, Operations, Present
 from protocol.rank_messages import Loaded as PartLoaded
-from protocol.rank_messages import OpenTarget, Operation, Operations
-from runtime.loading.model_sources import Loaded, Source, folder_of, layer_evaluation_by_environment
+from runtime.loading.model_sources import Loaded, Source, folder_of, layer_evaluation_by_environment, load_onto
 from runtime.loading.model_spec import ModelSpec
 
 logger = logging.getLogger("outrider")
 
-# Between two messages to the log about ranks that have not loaded their part, in seconds.
+# Between two messages to the log about ranks that are waited for, in seconds.
 _REPORT_S = 10.0
 
 # Announced once all ranks have loaded the same model: each checks its part, which takes passes of all.
 BEGIN = "begin"
+
+M = TypeVar("M", Present, PartLoaded)
 
 
 def check_sharded(source: Source) -> None:
@@ -57,38 +59,46 @@ def check_drafter(draft: Source | None, target: Source | None = None) -> None:
 
 
 def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
-    """What loads this rank's part, to be called on the thread that will use it.
-
-    Raises: SettingsError: as `check_sharded`.
-    """
-    check_sharded(source)
-    assert group.mlx is not None
+    """What loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
     if isinstance(source, tuple):
-        built, tokenizer = source
-        mx.eval(built)  # on the caller's thread, which may have made lazy arrays
-        return partial(shard_in_place, built, None if tokenizer is None else tokenizer_wrapper(tokenizer), group.mlx)
-    options: dict[str, Any] = {}
-    if isinstance(source, ModelSpec):
-        options = {"tokenizer_config": dict(source.tokenizer_config), "trust_remote_code": source.trust_remote_code}
-    return partial(load_shard, str(source), group.mlx, partial(folder_of, source), **options)
+        mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
+
+    def read() -> Shard:
+        assert group.mlx is not None
+        if isinstance(source, tuple):
+            built, tokenizer = source
+            return shard_in_place(built, None if tokenizer is None else tokenizer_wrapper(tokenizer), group.mlx)
+        options: dict[str, Any] = {}
+        if isinstance(source, ModelSpec):
+            options = {"tokenizer_config": dict(source.tokenizer_config), "trust_remote_code": source.trust_remote_code}
+        return load_shard(str(source), group.mlx, partial(folder_of, source), **options)
+
+    return read
 
 
-async def load_sharded_onto(worker: Worker, source: Source, options: CacheOptions, group: RankGroup) -> Loaded:
-    """Load rank 0's part on a worker's thread, while the other ranks load theirs.
+async def load_target_onto(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
+    """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs.
 
     Raises:
-        SettingsError: as `check_sharded`.
         ModelError: the model cannot be loaded or sharded; the other ranks are told.
         RankError: another rank cannot load its part, or has loaded another model.
     """
+    if group is not None:
+        group.send(OpenTarget(attrs.asdict(options), group.draft_rank))
+    if group is None or len(group.target_ranks(group.draft_rank)) == 1:
+        return await load_onto(worker, "target", source, options)
     read, evaluation = read_shard(source, group), layer_evaluation_by_environment()
     name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
-    group.send(OpenTarget(attrs.asdict(options)))
 
     def load() -> tuple[LeadingModel, Shard]:
+        if group.mlx is None:
+            for _ in _from_each(group, Present, "follow"):
+                continue
+            group.send(ConnectRanks(), to_target=True)
+            group.connect_mlx(group.draft_rank)
         shard = read()
         _compare(shard, group)
-        group.send(Operations((Operation(BEGIN),)))
+        group.send(Operations((Operation(BEGIN),)), to_target=True)
         return LeadingModel(shard.model, options, group, f"target {name!r}", evaluation), shard
 
     try:
@@ -108,14 +118,29 @@ def _compare(shard: Shard, group: RankGroup) -> None:
 
     Raises: RankError: one has another model, or has failed.
     """
-    missing = set(range(1, group.size))
+    for rank, message in _from_each(group, PartLoaded, "load its part of the target"):
+        if (different := difference(shard.parts, message.parts)) is not None:
+            raise group.fail(f"rank {rank} has loaded another model or stage than rank 0: {different}")
+
+
+def _from_each(group: RankGroup, kind: type[M], do_it: str) -> Iterator[tuple[int, M]]:
+    """Wait for a message of each other rank of the target, and log which have not sent theirs for long.
+
+    Args:
+        group: the ranks.
+        kind: of the message. Others are ignored.
+        do_it: what a rank does before it sends the message.
+
+    Yields: the rank, and its message.
+    Raises: RankError: a rank has failed.
+    """
+    missing = set(group.target_ranks(group.draft_rank)) - {0}
     while missing:
         try:
             rank, message = group.receive(_REPORT_S)
         except TimeoutError:
-            logger.info("waiting for rank %s to load its part of the target", ", ".join(map(str, sorted(missing))))
+            logger.info("waiting for rank %s to %s", ", ".join(map(str, sorted(missing))), do_it)
             continue
-        if isinstance(message, PartLoaded):
+        if isinstance(message, kind):
             missing.discard(rank)
-            if (different := difference(shard.parts, message.parts)) is not None:
-                raise group.fail(f"rank {rank} has loaded another model or stage than rank 0: {different}")
+            yield rank, message

@@ -29,6 +29,7 @@ from runtime.server.background import Background, in_thread
 from runtime.server.connections.body_memory import BodyMemory
 from runtime.server.errors import ErrorResponse
 from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext, find_model
+from runtime.server.lanes import Lanes
 from runtime.server.metrics import Metrics
 from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
 from runtime.server.models.pool import ModelPool
@@ -36,7 +37,6 @@ from runtime.server.models.reports import describe, health_report, properties
 from runtime.server.openai.api import Chats, Completions, Fims
 from runtime.server.openai.openapi import description
 from runtime.server.openai.responses import ModelList, Version
-from runtime.server.preparation import Preparation
 from runtime.server.responses.api import Responses, StoredResponses
 from runtime.server.responses.store import ResponseStore
 from runtime.server.tokenizer_endpoints import DetokenizeEndpoint, TokenizeEndpoint
@@ -113,7 +113,7 @@ def application(
     Args:
         models: those that generate.
         service: the settings.
-        background: runs the tokenizer.
+        background: runs the tokenizer, and makes long responses.
     """
     admission = RequestAdmission(service.max_streams, service.max_waiting, trio.current_time)
     metrics = Metrics(models, is_draining=lambda: admission.is_draining)
@@ -122,7 +122,8 @@ def application(
         service.limits,
         admission,
         metrics,
-        Preparation(background),
+        Lanes(background),
+        Lanes(background),
         BodyMemory(service.limits.max_bodies_bytes),
         is_strict=service.is_strict,
     )

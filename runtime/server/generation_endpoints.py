@@ -18,18 +18,20 @@ from runtime.server.answers.api import Answer, Api
 from runtime.server.answers.choices import Choice, Choices
 from runtime.server.answers.event_stream import send_events, send_whole
 from runtime.server.answers.ignored_fields import IgnoredFields
+from runtime.server.answers.json_body import encoded_aside
 from runtime.server.answers.parts import AnswerSplitter
 from runtime.server.connections.body_memory import BodyMemory
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.errors import ErrorResponse, error_response_of, short_json
+from runtime.server.lanes import SHORT, Lanes
 from runtime.server.metrics import Metrics
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool
 from runtime.server.models.served_model import ModelLoadError, ServedModel
+from runtime.server.openai.choices import num_named_tokens
 from runtime.server.openai.prompts import tokenizer_of
 from runtime.server.openai.requests import ChatRequest, Request
 from runtime.server.openai.tool_fields import tools_of_request
-from runtime.server.preparation import SHORT, Preparation
 from runtime.server.prepared_prompts import PreparedPrompt, PromptPreparation, answer_splitter
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class ServerContext:
         admission: of all requests.
         metrics: of all requests.
         preparation: parses bodies and tokenises prompts, which may take long.
+        encoding: makes the bodies of responses, which may take long, too.
         body_memory: of the bodies that are being read.
         is_strict: whether what means nothing here is refused instead of ignored: unknown fields, a `max_tokens` beyond
             the limit, and the name of another model where there is one.
@@ -90,7 +93,8 @@ class ServerContext:
     limits: Limits
     admission: RequestAdmission
     metrics: Metrics
-    preparation: Preparation
+    preparation: Lanes
+    encoding: Lanes
     body_memory: BodyMemory
     is_strict: bool = False
 
@@ -205,10 +209,16 @@ class Endpoint(Generic[B]):
                 outcome.failure = await send_events(choices, self._api.last_events, send)
                 outcome.is_sent = outcome.failure is None
                 return
-            outcome.failure = await send_whole(choices, partial(self._api.whole, body), send)
+            make = partial(self._body_of, body, request, client)
+            outcome.failure = await send_whole(choices, make, send)
             if outcome.failure is not None:
                 raise error_response_of(outcome.failure) from outcome.failure
             outcome.is_sent = True
+
+    async def _body_of(self, body: B, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
+        """The body of a response, whose generations are over."""
+        make = partial(self._api.whole, body, choices)
+        return await encoded_aside(make, num_named_tokens(request, choices), self._context.encoding, client)
 
     def _begun(
         self,
@@ -232,7 +242,8 @@ class Endpoint(Generic[B]):
         splitter = answer_splitter(request, tools, stream, tokenizer_of(model.runtime))
         answer = _answer(model, prompt, stream, splitter, before, counts_prompt=number == 0)
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        return Choice(self._api.serializer(body, answer), stream, statistics)
+        num_echoed = 0 if prompt.echo is None else len(prompt.ids)
+        return Choice(self._api.serializer(body, answer), stream, statistics, num_echoed)
 
     async def _prepared(
         self, model: LoadedModel, request: Request, tools: Tools | None, client: str

@@ -20,13 +20,13 @@ from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.parts import AnswerSplitter
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.constraint import Constraint
+from runtime.server.lanes import Lanes
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.openai.choices import check_size
 from runtime.server.openai.min_tokens import min_tokens
 from runtime.server.openai.prompts import Encoded, encode_all, encode_prediction, encoding_length, tokenizer_of
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, Request
 from runtime.server.openai.serializers.echo import Echo, make_echo
-from runtime.server.preparation import Preparation
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -78,7 +78,7 @@ class PromptPreparation:
     request: Request
     tools: Tools | None
     client: str
-    threads: Preparation
+    threads: Lanes
     max_prompt_tokens: int | None
     settings: dict[str, Any]
 

@@ -40,7 +40,7 @@ class TokenizerEndpoint(ABC, Generic[B]):
 
         Raises: ErrorResponse: the request is rejected; nothing was sent.
 
-        Cancellation: as of `Preparation.run`.
+        Cancellation: as of `Lanes.run`.
         """
         context = self._context
         context.admission.check()

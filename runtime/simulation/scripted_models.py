@@ -14,7 +14,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from actors.model import FeedsEach, RecordsNothing, RewindMode
+from actors.model import CannotFork, FeedsEach, RecordsNothing, RewindMode
 from protocol.errors import RewindError
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.scripted_features import ReadsFeatures, RecordsEmptyFeatures
@@ -61,7 +61,7 @@ def _beta_draws(mean: float, spread: float) -> tuple[float, ...]:
     return tuple(draws.betavariate(mean * spread, (1.0 - mean) * spread) for _ in range(_NUM_PROBS))
 
 
-class _ScriptedSequence(RecordsNothing):
+class _ScriptedSequence(CannotFork, RecordsNothing):
     """One text in a scripted model: a hash for each of its prefixes."""
 
     def __init__(self, rows: Callable[[list[int], int], mx.array], history: int) -> None:

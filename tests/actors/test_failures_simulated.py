@@ -223,7 +223,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
         assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
 
 
-@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+@pytest.mark.parametrize("lookahead", [0, 2, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_feed_that_fails_once_ends_at_most_its_stream_with_the_error_and_no_other(lookahead: Any) -> None:
     async def fail_at(n: int) -> None:
         target = ScriptedModel(truthful, fails={"feed": {n}})

@@ -194,7 +194,7 @@ def leaving(what: float, at: int) -> Callable[[mx.array, mx.array], mx.array]:
     return processor
 
 
-@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))])
 @pytest.mark.parametrize("lookahead", [0, 3])
 @pytest.mark.parametrize("mode", ["greedy", "match", "rejection", "filters", "logprobs"])
 async def test_processors_that_leave_nothing_end_the_stream_and_are_blamed(

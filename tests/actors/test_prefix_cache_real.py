@@ -160,7 +160,7 @@ async def test_a_turn_cancelled_while_its_prompt_is_read_leaves_what_was_read(na
 
 
 @every_family
-@pytest.mark.parametrize("num_given", [1, 2, 5, 11])
+@pytest.mark.parametrize("num_given", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 11)), 5])
 async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt(name: str, num_given: int) -> None:
     prompt = some_prompt(41)
     async with runtime.open((family(name), None), (drafter(name), None)) as rt:

@@ -27,6 +27,7 @@ from scripted import (
     truthful,
     within,
 )
+from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
 from protocol.errors import RewindError
@@ -205,12 +206,13 @@ async def test_a_text_that_shares_most_of_another_takes_its_sequence(autojump_cl
 async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
-        streams = [simulation.runtime.stream([*PROMPT, last], max_tokens=6, reuse_prefix=True) for last in (1, 2)]
+        prompts = [[*PROMPT, other, 3] for other in (1, 2)]
+        streams = [simulation.runtime.stream(prompt, max_tokens=6, reuse_prefix=True) for prompt in prompts]
         texts = [[], []]
         async with trio.open_nursery() as nursery:
             for text, stream in zip(texts, streams, strict=True):
                 nursery.start_soon(read_into_list, text, stream)
-        assert texts == [continuation([*PROMPT, last], 6) for last in (1, 2)]
+        assert texts == [continuation(prompt, 6) for prompt in prompts]
         assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
 
 
@@ -274,6 +276,18 @@ async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(aut
             ]
             assert cached_tokens == text[: len(cached_tokens)]
             assert len(cached_tokens) > len(PROMPT)
+
+
+async def test_a_trained_drafter_whose_text_ends_before_it_has_read_tokens_again_keeps_the_rest(
+    caplog: pytest.LogCaptureFixture, autojump_clock: Any
+) -> None:
+    prompt = list(range(1, 41))
+    draft = TrainedDraft(lambda history, staleness: truthful(history))
+    async with simulated(RecordingTarget(truthful), draft, draft_price=priced(prefill=0.25)) as simulation:
+        for num_tokens in (8, 8, 9):
+            await turn(simulation, prompt, num_tokens, lookahead=3, prefill_step_size=8)
+    assert len(draft.sequences) == 1
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("nth", range(1, 7))

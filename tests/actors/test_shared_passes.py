@@ -72,7 +72,18 @@ def texts_of(name: str, model: nn.Module, wrapped: MLXModel) -> list[Text]:
     return [Text(wrapped, prompt, greedy(model, prompt, NUM_TOKENS + 8)) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ALONE])
+# One family of each kind of cache; the others are slow tests.
+QUICK = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1", "mamba2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in ARCHITECTURES
+        if name not in ALONE
+    ],
+)
 def test_each_text_is_what_it_is_alone(name: str) -> None:
     model = build(name)
     wrapped = MLXModel(model, CacheOptions())

@@ -31,7 +31,8 @@ NUM_TOKENS = 200
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
 
-def test_generate_gives_the_text_of_one_process(tmp_path: Path):
+@pytest.mark.parametrize("draft", [["ngram"], ["model", "--draft-rank", "1"]], ids=["", "draft-rank"])
+def test_generate_gives_the_text_of_one_process(tmp_path: Path, draft: list[str]):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
     ports = free_ports(2)
     hostfile = tmp_path / "hosts.json"
@@ -39,7 +40,8 @@ def test_generate_gives_the_text_of_one_process(tmp_path: Path):
     command = [sys.executable, "-m", "runtime", "generate", "w1 w2 w3", "-m", "8", "--target", str(model)]
     processes = [
         subprocess.Popen(
-            [*command, "--draft", "ngram", "--raw"],
+            [*command, "--raw", "--draft", *draft],
+            cwd=tmp_path,
             env=environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile), "TMPDIR": str(kernels_of(rank))},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -97,9 +97,9 @@ async def test_a_group_is_led_by_one_runtime_at_a_time(pair):
 
 def test_a_rank_that_is_told_to_open_another_target_says_so():
     told = iter([(0, OpenTarget({})), (0, OpenTarget({}))])
-    group: Any = SimpleNamespace(rank=1, receive=lambda: next(told), send=lambda _: None, fail=RankError)
+    group: Any = SimpleNamespace(rank=1, mlx=..., receive=lambda: next(told), send=lambda _: None, fail=RankError)
     with pytest.raises(RankError, match="rank 1 follows a target, and rank 0 sent OpenTarget"):
-        following._follow(lambda: Shard(None, None, {}), group)
+        following._follow(lambda: Shard(None, None, {}), lambda: None, group)
 
 
 def test_ranks_that_have_not_loaded_are_named_while_they_are_waited_for(caplog):
@@ -110,7 +110,7 @@ def test_ranks_that_have_not_loaded_are_named_while_they_are_waited_for(caplog):
             raise TimeoutError
         return found
 
-    group: Any = SimpleNamespace(size=3, receive=receive)
+    group: Any = SimpleNamespace(draft_rank=None, target_ranks=lambda _: [0, 1, 2], receive=receive)
     with caplog.at_level(logging.INFO, "outrider"):
         sharded_target._compare(Shard(None, None, {}), group)
     assert caplog.messages == ["waiting for rank 1 to load its part of the target"]
@@ -133,7 +133,7 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
     try:
         ranks.follow(
             argparse.Namespace(command=main.generate),
-            SimpleNamespace(use_device=lambda: None, target="owner/name", options={"group": None}),
+            SimpleNamespace(use_device=lambda: None, target="owner/name", draft=None, options={"group": None}),
         )
     finally:
         for number, handler in before.items():

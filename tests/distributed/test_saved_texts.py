@@ -72,7 +72,7 @@ class Wire:
     def fail(self, reason: str) -> RankError:
         return RankError(reason)
 
-    def send(self, message: RankMessage, *, to: int | None = None) -> None:
+    def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
         self.sent.append(decode(encode(message)))
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:

@@ -169,7 +169,15 @@ async def by_dropping(rt: runtime.Runtime, arm: Callable[[Callable[[], object]],
 WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        by_scope,
+        by_leaving,
+        by_dropping,
+        *(pytest.param(way, marks=pytest.mark.slow) for way in (by_timeout, by_aclose, by_break)),
+    ],
+)
 @pytest.mark.parametrize("event", EVENTS, ids=name_of)
 async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, way: Any) -> None:
     trigger = Trigger()

@@ -94,13 +94,24 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+# Pages whose blocks take more than a few seconds to run.
+LONG = {f"docs/{page}.md" for page in ("asyncio", "conversations", "many-streams", "migrating", "streams")}
+
+
 def having(language: str, marker: str) -> Any:
     """Parameters: the blocks of one kind, page by page."""
     found: dict[Path, list[Block]] = {}
     for block in BLOCKS:
         if (block.language, block.marker) == (language, marker):
             found.setdefault(block.page, []).append(block)
-    return pytest.mark.parametrize("blocks", found.values(), ids=map(named, found))
+    runs_long = language == "python" and marker in ("", "run: trio")
+    return pytest.mark.parametrize(
+        "blocks",
+        [
+            pytest.param(blocks, id=named(page), marks=[pytest.mark.slow] if runs_long and named(page) in LONG else [])
+            for page, blocks in found.items()
+        ],
+    )
 
 
 @pytest.fixture(autouse=True)

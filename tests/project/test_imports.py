@@ -300,6 +300,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
     minders = {
         "actors/distributed/connection.py",
+        "actors/distributed/draft_rank_link.py",
         "actors/distributed/rank_group.py",
         "runtime/ranks/group_thread.py",
         "actors/mlx/memory.py",
@@ -314,6 +315,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
+        "runtime/server/responses/store.py",
         "runtime/sync/iteration.py",
         "runtime/sync/thread.py",
     }

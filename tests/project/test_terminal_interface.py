@@ -435,8 +435,12 @@ async def ends(somebody: Person, process: trio.Process) -> tuple[int | None, lis
 
 @pytest.mark.parametrize(
     ("way", "status"),
-    [(CTRL_C, 0), (f"{ESCAPE}{CTRL_D}", 0), (signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 2)],
-    ids=["Ctrl-C", "Esc and Ctrl-D", "SIGTERM", "SIGINT"],
+    [
+        pytest.param(CTRL_C, 0, id="Ctrl-C"),
+        pytest.param(f"{ESCAPE}{CTRL_D}", 0, id="Esc and Ctrl-D", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 128 + 15, id="SIGTERM"),
+        pytest.param(signal.SIGINT, 128 + 2, id="SIGINT", marks=pytest.mark.slow),
+    ],
 )
 async def test_leaving_gives_the_terminal_back_and_leaves_the_text_on_it(
     way: str | signal.Signals, status: int, endless: str

@@ -25,6 +25,7 @@ from protocol.acceptance import (
     count_matches,
     distribution,
     draw,
+    likeliest_only,
     residual,
 )
 from protocol.errors import ProtocolError
@@ -123,6 +124,16 @@ def test_the_bound_of_acceptance_is_p_over_q_to_twelve_digits(target_prob, draft
     bound = target_prob / draft_prob
     for uniform, expected in ((bound * (1 - 1e-12), 1), (bound * (1 + 1e-12), 0)):
         assert count_accepted(doubles([target_prob]), doubles([draft_prob]), doubles([uniform])).item() == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6])
+def test_a_token_may_be_drawn_from_the_likeliest_alone(count):
+    logits = mx.array([[0.5, -2.0, 3.0, -mx.inf, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    left = np.array(likeliest_only(logits, count))
+    for row, kept in zip(np.array(logits), left, strict=True):
+        best = np.argsort(-row)[:count]
+        assert np.array_equal(kept[best], row[best])
+        assert np.all(np.isneginf(np.delete(kept, best)))
 
 
 def test_the_residual_is_what_p_has_beyond_q():

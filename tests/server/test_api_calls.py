@@ -77,8 +77,9 @@ sizes = pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_calls_are_blocks_of_a_message(case: str, size: int) -> None:
     text, is_complete, said, calls = CASES[case]
     tokens = tokens_of(text, size, is_complete=is_complete)
-    whole: Any = MessageSerializer(answer()).whole(tokens, STATISTICS)
-    message = assembled_message(streamed(MessageSerializer(answer()), tokens))
+    chat = parse_chat(MessagesRequest, b'{"messages": [{"role": "user", "content": "a"}]}')
+    whole: Any = MessageSerializer(chat, answer()).whole(tokens, STATISTICS)
+    message = assembled_message(streamed(MessageSerializer(chat, answer()), tokens))
     assert text_of_message(message) == text_of_message(whole) == said
     uses = [block for block in whole["content"] if block["type"] == "tool_use"]
     assert [(use["name"], use["input"]) for use in uses] == calls

@@ -21,15 +21,16 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
+from assembled import assembled_message, assembled_response, text_of_message, text_of_response
 from calling_models import calling_tokenizer
 from scripted import ScriptedModel, hashed
 from transformers import AddedToken
 
 from runtime.generation.token_reader import Token
+from runtime.server.answers.shown_tokens import ShownTokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.openai.min_tokens import min_tokens
 from runtime.server.openai.requests import ChatRequest, parse_request
-from runtime.server.openai.shown_tokens import ShownTokens
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.store import ResponseStore
 
@@ -148,13 +149,60 @@ def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_re
     ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
     tokens = [Token(id, tokenizer.decode([id]), i, from_draft=False) for i, id in enumerate(ids)]
 
-    def shown(*, has_tools: bool = False, **fields: Any) -> str:
+    def shown(**fields: Any) -> str:
         request = ChatRequest.model_validate({**HELLO, **fields})
-        return "".join(token.text for token in ShownTokens(request, tokenizer, has_tools=has_tools)(tokens))
+        return "".join(token.text for token in ShownTokens(request, tokenizer)(tokens))
 
     assert shown(skip_special_tokens=True) == "<think>a</think>b"
     assert shown() == shown(skip_special_tokens=False) == "<think>a</think>b<|user|>"
-    assert shown(skip_special_tokens=True, has_tools=True) == "<think>a</think>b<|user|>"
+    assert (
+        shown(skip_special_tokens=True, tools=[{"type": "function", "function": {"name": "f"}}])
+        == "<think>a</think>b<|user|>"
+    )
+
+
+OTHERS = pytest.mark.parametrize(
+    ("path", "body", "text_of"),
+    [
+        (RESPONSES, {"input": "hello", "max_output_tokens": 30}, text_of_response),
+        (MESSAGES, {**HELLO, "max_tokens": 30}, text_of_message),
+    ],
+    ids=["responses", "messages"],
+)
+ASSEMBLED: Any = {RESPONSES: assembled_response, MESSAGES: assembled_message}
+
+
+@OTHERS
+def test_the_other_apis_show_what_has_stopped_a_text_too(path: str, body: Any, text_of: Any) -> None:
+    async def test(server: Served) -> None:
+        whole = (await direct(server, HELLO, max_tokens=30)).text
+        stop = whole[11:13]
+        token = {"stop": [], "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
+        for more, expected in (
+            ({"stop": stop}, whole[: whole.index(stop)] + stop),
+            (token, whole[: whole.index(whole[11]) + 1]),
+        ):
+            asked = {**body, "include_stop_str_in_output": True, **more}
+            answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
+            assert "x-outrider-ignored" not in answer.headers
+            assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
+
+    simulated_server(test)
+
+
+@OTHERS
+def test_the_other_apis_leave_special_tokens_out_too(path: str, body: Any, text_of: Any) -> None:
+    tokenizer: Any = Letters()
+    tokenizer.added_tokens_decoder = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
+    start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
+
+    async def test(server: Served) -> None:
+        for more, expected in (({}, "axbxc"), ({"skip_special_tokens": True}, "abc")):
+            answer, streamed = [await server.ask(path, {**body, **more, "stream": stream}) for stream in (False, True)]
+            assert "x-outrider-ignored" not in answer.headers
+            assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
+
+    simulated_server(test, ScriptedModel(saying("axbxc", start)), tokenizer=tokenizer)
 
 
 def test_special_tokens_that_are_left_out_have_no_place_in_the_text() -> None:

@@ -76,7 +76,13 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param(COMPLETIONS, DEF, id="completions"),
+        pytest.param(CHAT, HELLO, id="chat", marks=pytest.mark.slow),  # reads these fields by the same code
+    ],
+)
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: Any) -> None:
     fields, wanted = FIELDS[field]

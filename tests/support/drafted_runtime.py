@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from drafters_elsewhere import at_another_rank
 from models import greedy
 from scripted import Price
 
@@ -28,11 +29,18 @@ NUM_TOKENS = 40
 
 @asynccontextmanager
 async def drafted(
-    folder: Path, built: Any, *, cache_options: CacheOptions | None = None, price: Price | None = None, **options: Any
+    folder: Path,
+    built: Any,
+    *,
+    cache_options: CacheOptions | None = None,
+    price: Price | None = None,
+    is_elsewhere: bool = False,
+    **options: Any,
 ) -> AsyncIterator[Any]:
     """A runtime of a target and the drafter in a folder.
 
     Args:
+        is_elsewhere: whether the drafter is used as if it were at another rank.
         price: seconds that a job takes in simulated time, which needs an autojumping clock; None for real time.
     """
     events = options.setdefault("events", Events())
@@ -44,6 +52,8 @@ async def drafted(
         target = await target_worker.run(Job("load", lambda: MLXModel(built, cache_options or CacheOptions())))
         drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
         target.record_features(drafter.feature_layers)
+        if is_elsewhere:
+            drafter, _ = at_another_rank(drafter)
         with target.evaluating_layers():
             async with running((target, target_worker), (drafter, draft_worker), **options) as rt:
                 yield rt

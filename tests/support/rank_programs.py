@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -17,7 +18,9 @@ import chat_models
 import mlx.core as mx
 import mlx.nn as nn
 import models
+import trained_drafters
 import trio
+from polling import until_in_trio
 
 import actors.distributed.following_model
 import actors.distributed.joining
@@ -58,9 +61,15 @@ def family(name: str, size: int = 2, *, seed: int = 0, **changes: Any) -> nn.Mod
 
 async def texts(target: nn.Module, draft: nn.Module | None, group: Any) -> dict[str, list[int]]:
     """Texts of several streams at once, of one alone, and of one that reuses a prefix, by name."""
+    return (await texts_and_accepted(target, None if draft is None else (draft, None), group))[0]
+
+
+async def texts_and_accepted(
+    target: nn.Module, source: Any, group: Any, draft_rank: int | None = None, each_settings: Any = SETTINGS
+) -> tuple[dict[str, list[int]], int]:
+    """Texts as `texts`, and how many drafted tokens were accepted."""
     found: dict[str, list[int]] = {}
-    source = None if draft is None else (draft, None)
-    async with runtime.open((target, None), source, group=group) as rt:
+    async with runtime.open((target, None), source, group=group, draft_rank=draft_rank) as rt:
 
         async def generate(name: str, prompt: tuple[int, ...], **settings: Any) -> list[int]:
             completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, **settings)
@@ -68,7 +77,7 @@ async def texts(target: nn.Module, draft: nn.Module | None, group: Any) -> dict[
             return found[name]
 
         async with trio.open_nursery() as nursery:
-            for i, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+            for i, (prompt, settings) in enumerate(zip(PROMPTS, each_settings, strict=True)):
                 nursery.start_soon(partial(generate, f"together {i}", prompt, **settings))
         await generate("alone", PROMPTS[0])
         answer = await generate("first turn", PROMPTS[1], reuse_prefix=True)
@@ -76,7 +85,9 @@ async def texts(target: nn.Module, draft: nn.Module | None, group: Any) -> dict[
         async with rt.stream(turn, max_tokens=NUM_TOKENS, ignore_eos=True, reuse_prefix=True) as stream:
             found["second turn"] = [token.id async for token in stream]
             found["cached"] = [stream.statistics().cached_tokens]
-    return found
+        statistics = rt.statistics()
+    assert statistics.draft_failures == 0
+    return found, statistics.accepted
 
 
 async def cancelled_texts(target: nn.Module, draft: nn.Module | None, group: Any) -> dict[str, list[int]]:
@@ -114,11 +125,15 @@ async def plain_texts(target: nn.Module, _: nn.Module, group: Any) -> dict[str, 
 RUNS = {"drafted": texts, "plain": plain_texts, "beside cancelled": cancelled_texts}
 
 
-def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
-    """Rank 0 gives, for each family and each of its runs, the texts of one process and those of the ranks."""
-    # A drafter that comes late is left behind, and that changes what the rejection rule draws.
+def wait_for_the_drafter() -> None:
+    """A drafter that comes late is left behind, and that changes what the rejection rule draws."""
     actors.target.drafter_link.proposal_wait_s = lambda *_: 1e9
     actors.target.drafter_link.prompt_wait_s = lambda *_: 1e9
+
+
+def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
+    """Rank 0 gives, for each family and each of its runs, the texts of one process and those of the ranks."""
+    wait_for_the_drafter()
     group = runtime.join_ranks()
     for name, runs in cases.items():
         target = family(name, group.size)
@@ -131,6 +146,86 @@ def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
         for run in runs:
             alone = trio.run(RUNS[run], family(name, group.size), draft, None)
             give((name, run, alone, trio.run(RUNS[run], target, draft, group)))
+
+
+def equal_texts_drafted_elsewhere(give: Give, kind: str) -> None:
+    """Rank 0 gives the texts of one process, those drafted by the last rank, and how many tokens were accepted there.
+
+    The ranks between hold parts of the target.
+    """
+    wait_for_the_drafter()
+    group = runtime.join_ranks()
+    settings = SETTINGS
+    if kind != "model":
+        # At such a temperature both models choose by the noise alone, so even random weights agree.
+        settings = [each | ({"temperature": 30.0} if "temperature" in each else {}) for each in SETTINGS]
+    with tempfile.TemporaryDirectory() as folder:
+
+        def pair() -> tuple[nn.Module, Any]:
+            if kind == "model":
+                return family("llama"), (models.near(family("llama"), noise=0.05), None)
+            return trained_drafters.make(kind, Path(folder)), folder
+
+        target, draft = pair()
+        mx.eval(target)
+        if group.rank > 0:
+            runtime.follow((target, None), group, draft)
+            return
+        alone, _ = trio.run(texts_and_accepted, *pair(), None, None, settings)
+        give((alone, *trio.run(texts_and_accepted, target, draft, group, group.size - 1, settings)))
+
+
+def lose_the_drafter(give: Give) -> None:
+    """Rank 0 gives the text of one process, and what becomes of a stream whose drafter is lost, and of one after it."""
+    group = runtime.join_ranks()
+    target, draft = family("llama"), (models.near(family("llama"), noise=0.05), None)
+    asked: dict[str, Any] = {"max_tokens": 120, "lookahead": 3, "ignore_eos": True}
+    if group.rank > 0:
+        give("joined")
+        runtime.follow((target, None), group, draft)
+        return
+
+    async def main() -> None:
+        async with runtime.open((target, None)) as rt:
+            give([token.id for token in (await rt.generate(PROMPTS[0], **asked)).tokens])
+        async with runtime.open((target, None), draft, group=group, draft_rank=1) as rt:
+            found = []
+            async with rt.stream(PROMPTS[0], **asked) as stream:
+                async for token in stream:
+                    found.append(token.id)
+                    if token.index == 9:
+                        give(stream.statistics().accepted)
+                        await until_in_trio(lambda: group.drafter.error is not None)
+            give(found)
+            give(stream.statistics().draft_failures)
+            give([token.id for token in (await rt.generate(PROMPTS[0], **asked)).tokens])
+            give(rt.health().draft)
+            await rt.detach_draft()
+            await rt.attach_draft(draft)
+            give((await rt.generate(PROMPTS[0], **asked)).statistics.accepted)
+        give(str(group.error))
+
+    trio.run(main)
+
+
+def open_without_its_draft(give: Give) -> None:
+    """Rank 1 is to draft, and is given no draft model; then it is, and rank 0 gives how many tokens it was right in."""
+    group = runtime.join_ranks()
+    target, draft = family("llama"), (models.near(family("llama"), noise=0.05), None)
+    if group.rank > 0:
+        runtime.follow((target, None), group)
+        runtime.follow((target, None), group, draft)
+        return
+
+    async def main() -> None:
+        async with runtime.open((target, None), draft, group=group, draft_rank=1) as rt:
+            give((await rt.generate(PROMPTS[0], lookahead=3, ignore_eos=True)).statistics.accepted)
+
+    try:
+        trio.run(main)
+    except runtime.SettingsError as error:
+        give(str(error))
+    trio.run(main)
 
 
 # --- saved texts ----------------------------------------------------------------------------------

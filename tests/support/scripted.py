@@ -27,7 +27,7 @@ from outcome import Error, Outcome
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.model import FeedsEach, RecordsNothing, RewindMode
+from actors.model import FeedsEach, Fork, RecordsNothing, RewindMode
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
@@ -274,6 +274,25 @@ class ScriptedSequence(RecordsNothing):
         self.resumed.append(length)
         self.model.fail_if_told("reuse")
 
+    @property
+    def can_fork(self) -> bool:
+        self._check_open()
+        return True
+
+    def fork_point(self) -> Fork:
+        self._check_open()
+        if not self.tokens:
+            self._misuse("an empty sequence was to be copied")
+        model, tokens, prefix_checkpoints = self.model, list(self.tokens), list(self.prefix_checkpoints)
+        model.fail_if_told("fork_point")
+
+        def fork() -> ScriptedSequence:
+            sequence = model.open_sequence(beside_another=False)
+            sequence.tokens, sequence.prefix_checkpoints = list(tokens), list(prefix_checkpoints)
+            return sequence
+
+        return fork
+
     def _take(self, tokens: tuple[int, ...]) -> None:
         self._check_open()
         self.model.fail_if_told("feed")
@@ -321,9 +340,9 @@ class ScriptedModel(FeedsEach):
             undo: which tokens a sequence can drop without a checkpoint.
             keeps_states: whether a sequence that cannot drop tokens can return to a checkpoint.
             bytes_per_token: the size that sequences report, per token.
-            fails: the calls that raise, for "open", "feed", "check", "close" and "reuse", counted from 1 over all
-                sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its length
-                is wrong.
+            fails: the calls that raise, for "open", "feed", "check", "close", "reuse" and "fork_point", counted from 1
+                over all sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its
+                length is wrong.
         """
         self.script = script
         self.vocab_size = vocab_size
@@ -333,7 +352,7 @@ class ScriptedModel(FeedsEach):
         self.sequences: list[ScriptedSequence] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
-        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0}
+        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0, "fork_point": 0}
         self._fails = dict(fails or {})
 
     def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 from scripted import ScriptedModel, ScriptedSequence
 
+from actors.model import CannotFork
 from runtime.simulation.scripted_features import ReadsFeatures, RecordsEmptyFeatures
 
 StaleScript = Callable[[Sequence[int], int], Sequence[float]]
@@ -35,7 +36,7 @@ class RecordingTarget(ScriptedModel):
         return self.sequences[-1]
 
 
-class TrainedSequence(ReadsFeatures, ScriptedSequence):
+class TrainedSequence(CannotFork, ReadsFeatures, ScriptedSequence):
     """One text of a drafter that reads hidden states."""
 
     def __init__(self, model: TrainedDraft) -> None:

@@ -34,6 +34,12 @@ OPTIONS: tuple[Option, ...] = (
     ),
     ("prefix_cache_dir_bytes", "N", parse_value, "size limit of that directory in bytes (default: 16 GiB)"),
     ("chat_template_args", "JSON", str, 'variables of the chat template, such as {"enable_thinking": false}'),
+    (
+        "draft_rank",
+        "R",
+        parse_value,
+        "rank that holds the draft model alone, under mlx.launch (default: 0)",
+    ),
     ("rewind", "HOW", str, 'how caches drop rejected tokens: "trim", "checkpoint", "none" or "auto" (default: auto)'),
 )
 

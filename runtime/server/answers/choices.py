@@ -25,13 +25,20 @@ class Choice:
         serializer: of its part of the response.
         stream: gives its tokens; None where nothing is to be generated.
         statistics: of the generation so far.
+        num_echoed: tokens of its prompt, if that is repeated.
         tokens: all of its tokens, for a response as one body.
     """
 
     serializer: Serializer
     stream: TokenStream | None
     statistics: Callable[[], Statistics]
+    num_echoed: int = 0
     tokens: Sequence[Token] = ()
+
+    def finish(self, tokens: Sequence[Token]) -> None:
+        """Keep all tokens, and the statistics as they are now, from which another thread may make the response."""
+        self.tokens, statistics = tokens, self.statistics()
+        self.statistics = lambda: statistics
 
 
 Begin = Callable[[Sequence[Choice]], Choice]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import trio
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import Send
 
 from protocol.errors import OutriderError
@@ -28,13 +27,13 @@ _EVENT_STREAM_HEADERS = [
 
 
 async def send_whole(
-    choices: Choices, whole: Callable[[Sequence[Choice]], Mapping[str, Any]], send: Send
+    choices: Choices, body_of: Callable[[Sequence[Choice]], Awaitable[bytes]], send: Send
 ) -> OutriderError | None:
     """Send the response as one body.
 
     Args:
         choices: its generations, the first of which have begun; all are read to their ends.
-        whole: makes the body of them.
+        body_of: makes the body of them, as JSON.
         send: of ASGI.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
@@ -48,8 +47,8 @@ async def send_whole(
     if failures:
         return failures[0]
     for index, choice in enumerate(choices.begun):
-        choice.tokens = tokens[index]
-    response = JSONResponse(whole(choices.begun))
+        choice.finish(tokens[index])
+    response = Response(await body_of(choices.begun), media_type="application/json")
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
     return None

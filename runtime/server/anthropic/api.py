@@ -22,4 +22,4 @@ class Messages(Api[ChatRequest]):
 
     def serializer(self, body: ChatRequest, answer: Answer) -> Serializer:
         """See `Api`."""
-        return MessageSerializer(answer)
+        return MessageSerializer(body, answer)

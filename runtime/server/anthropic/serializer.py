@@ -18,6 +18,7 @@ from runtime.generation.tool_calls.events import (
 )
 from runtime.server.answers.api import Answer
 from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.answers.shown_tokens import ShownTokens
 from runtime.server.anthropic.errors import messages_error_body
 from runtime.server.anthropic.responses import (
     AnthropicMessage,
@@ -28,6 +29,7 @@ from runtime.server.anthropic.responses import (
     MessagesUsage,
 )
 from runtime.server.errors import ErrorResponse
+from runtime.server.openai.requests import ChatRequest
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
@@ -36,11 +38,17 @@ if TYPE_CHECKING:
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`."""
 
-    def __init__(self, answer: Answer) -> None:
-        """For one response."""
+    def __init__(self, request: ChatRequest, answer: Answer) -> None:
+        """For one response.
+
+        Args:
+            request: the chat that the request stands for.
+            answer: its generation.
+        """
         self.id = f"msg_{secrets.token_hex(16)}"
         self._model = answer.model
         self._splitter = answer.splitter
+        self._shown = ShownTokens(request, answer.tokenizer)
         self._content: list[Content] = []
         self._index = -1  # of the last block that events have begun
         self._is_open = False
@@ -103,6 +111,7 @@ class MessageSerializer(Serializer):
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
         """Add the parts of tokens to the content, and yield the events that say so."""
+        tokens = self._shown(tokens)
         if tokens:
             self._last_token = tokens[-1]
         for part in self._splitter.add(tokens):

@@ -40,6 +40,12 @@ def check_size(request: Request, num_prompt_tokens: Sequence[int], max_tokens: i
         )
 
 
+def num_named_tokens(request: Request, choices: Sequence[Choice]) -> int:
+    """How many tokens, and likely other tokens, the response to a request has; see `MAX_NAMED_TOKENS`."""
+    each = 1 + (request.num_logprobs or 0)
+    return each * sum(choice.num_echoed + len(choice.tokens) for choice in choices)
+
+
 def whole_of_choices(request: Request, choices: Sequence[Choice]) -> Mapping[str, Any]:
     """The body of a response, of the bodies of its choices; the tokens of those that are not given are counted."""
     bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]

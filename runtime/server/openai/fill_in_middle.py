@@ -41,6 +41,9 @@ _ENDS = (
     *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "[MIDDLE]"),
 )
 
+# What is put in front of a suffix, and its tokens left out: a character that is part of no longer token.
+_FRONT = "☺"
+
 
 @attrs.frozen
 class FillInMiddle:
@@ -64,9 +67,20 @@ class FillInMiddle:
 
         first = tokenizer.encode("", verbose=False)[:1] if tokenizer.bos_token is not None else []
         begin = [id for id in first if id == tokenizer.bos_token_id]
+        before, after = encoded(prefix), encoded(suffix)
+        if suffix and _adds_space(tokenizer, encoded("x")):
+            # A suffix goes on where the middle ends. With a text in front of it, no space is added to it.
+            joined, front = encoded(_FRONT + suffix), encoded(_FRONT)
+            after = joined[len(front) :] if joined[: len(front)] == front else after
         if self.middle is None:
-            return (*begin, self.suffix, *encoded(suffix), self.prefix, *encoded(prefix))
-        return (*begin, self.prefix, *encoded(prefix), self.suffix, *encoded(suffix), self.middle)
+            return (*begin, self.suffix, *after, self.prefix, *before)
+        return (*begin, self.prefix, *before, self.suffix, *after, self.middle)
+
+
+def _adds_space(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> bool:
+    """Whether a tokenizer puts a space in front of a text, as sentencepiece does: as in these tokens of an x."""
+    convert = getattr(tokenizer, "convert_ids_to_tokens", None)
+    return convert is not None and str(convert(tokens[0])).startswith("▁")
 
 
 def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:

@@ -20,6 +20,7 @@ from runtime.generation.tool_calls.events import (
 )
 from runtime.server.answers.api import Answer
 from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.answers.shown_tokens import ShownTokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.openai.token_logprobs import TokenLogprobs
 from runtime.server.responses.bodies import ItemStatus, OutputItem, ResponseBody, ResponsesUsage
@@ -45,6 +46,7 @@ class ResponseSerializer(Serializer):
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
         self._splitter = answer.splitter
+        self._shown = ShownTokens(parsed.chat, answer.tokenizer)
         self._store = store
         self._num_events = 0
         self._index = -1  # of the last item that events have begun
@@ -86,6 +88,7 @@ class ResponseSerializer(Serializer):
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
         """Add the parts of tokens to the output, and yield the events that say so."""
+        tokens = self._shown(tokens)
         if tokens:
             self._last_token = tokens[-1]
         if self._logprobs is None:

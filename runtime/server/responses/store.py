@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import attrs
@@ -30,8 +31,7 @@ class StoredResponse:
 class ResponseStore:
     """Responses by id, within bounds; the one that was used least recently is dropped first.
 
-    Bodies of requests are parsed in other threads, which may call `get` and `item`: both are single operations on
-    dictionaries.
+    Other threads may call its methods: those that parse bodies of requests, and those that make responses.
     """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
@@ -46,14 +46,17 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._owners: dict[str, str] = {}  # ids of responses by ids of their items
         self._num_bytes = 0
+        # What `get` and `item` do are single operations on dictionaries.
+        self._changing = threading.RLock()
 
     def put(self, id: str, response: StoredResponse) -> None:
         """Keep a response, with a new id; one that is larger than the bound is not kept."""
-        self._responses[id] = response
-        self._owners |= dict.fromkeys(response.items, id)
-        self._num_bytes += response.num_bytes
-        while len(self._responses) > self._max_responses or self._num_bytes > self._max_bytes:
-            self.delete(next(iter(self._responses)))
+        with self._changing:
+            self._responses[id] = response
+            self._owners |= dict.fromkeys(response.items, id)
+            self._num_bytes += response.num_bytes
+            while len(self._responses) > self._max_responses or self._num_bytes > self._max_bytes:
+                self.delete(next(iter(self._responses)))
 
     def get(self, id: str) -> StoredResponse | None:
         """A response, which counts as used now; None if it is not kept."""
@@ -62,7 +65,7 @@ class ResponseStore:
             try:
                 self._responses.move_to_end(id)
             except KeyError:
-                return response  # dropped by trio's thread at this moment
+                return response  # dropped by another thread at this moment
         return response
 
     def item(self, id: str) -> bytes | None:
@@ -72,10 +75,11 @@ class ResponseStore:
 
     def delete(self, id: str) -> bool:
         """Drop a response; whether it was kept."""
-        response = self._responses.pop(id, None)
-        if response is None:
-            return False
-        self._num_bytes -= response.num_bytes
-        for item in response.items:
-            self._owners.pop(item, None)
-        return True
+        with self._changing:
+            response = self._responses.pop(id, None)
+            if response is None:
+                return False
+            self._num_bytes -= response.num_bytes
+            for item in response.items:
+                self._owners.pop(item, None)
+            return True

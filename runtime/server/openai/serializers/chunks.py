@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 from protocol.statistics import Statistics
 from runtime.server.answers.api import Answer
 from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.answers.shown_tokens import ShownTokens
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.requests import ChatRequest, Request
+from runtime.server.openai.requests import Request
 from runtime.server.openai.responses import Chunk, FinishReason, Usage
-from runtime.server.openai.shown_tokens import ShownTokens
 from runtime.server.openai.speculation import INTERVAL_S, speculation
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class ChunkSerializer(Serializer):
         self._model = answer.model
         self._has_usage = request.usage
         self._has_continuous_usage = request.continuous_usage
-        has_tools = isinstance(request, ChatRequest) and bool(request.tools or request.functions)
-        self._shown = ShownTokens(request, answer.tokenizer, has_tools=has_tools)
+        self._shown = ShownTokens(request, answer.tokenizer)
         self._num_logprobs = request.num_logprobs
         self._tokenizer = answer.tokenizer
         self._timeline = answer.watch(self.id) if request.stream and request.speculation else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runtime.server.openai.requests import Request
+from runtime.server.openai.requests import ChatRequest, Request
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
@@ -21,14 +21,15 @@ _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
 class ShownTokens:
     """Changes the texts of an answer's tokens."""
 
-    def __init__(self, request: Request, tokenizer: Any, *, has_tools: bool) -> None:
+    def __init__(self, request: Request, tokenizer: Any) -> None:
         """For one answer.
 
         Args:
             request: the request.
             tokenizer: the target's.
-            has_tools: whether the answer may have calls, in which special tokens are needed.
         """
+        # Calls, where there may be some, are told apart by special tokens.
+        has_tools = isinstance(request, ChatRequest) and bool(request.tools or request.functions)
         self._tokenizer = tokenizer
         self._shows_stop = bool(request.include_stop_str_in_output)
         self._hidden = _special_texts(tokenizer) if request.skip_special_tokens and not has_tools else {}

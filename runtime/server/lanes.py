@@ -1,4 +1,4 @@
-"""The work on long requests that would hold up trio's thread: parsing bodies, and tokenising prompts."""
+"""The work on long requests and responses that would hold up trio's thread, such as tokenising a prompt."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ T = TypeVar("T")
 SHORT = 2**14
 
 
-class Preparation:
-    """Threads that prepare requests: one for short ones, and one for long ones, at which clients take turns.
+class Lanes:
+    """Two threads for work on requests or responses: one for short ones, and one for long ones, at which clients take
+    turns.
 
-    So a short request waits for short ones only, however many long ones there are, and a client with a long one for at
-    most one of each other client.
+    So a short one waits for short ones only, however many long ones there are, and a client with a long one for at most
+    one of each other client.
     """
 
     def __init__(self, background: Background) -> None:
@@ -39,7 +40,7 @@ class Preparation:
 
         Args:
             do: uses no model: it is abandoned when the client leaves.
-            length: bytes or characters that it works on.
+            length: bytes, characters or tokens that it works on.
             client: the client's address.
 
         Cancellation: the function runs to its end in its thread, for which others of its length wait.
