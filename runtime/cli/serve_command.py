@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import attrs
 import trio
 
-from protocol.errors import SettingsError
+from protocol.errors import RuntimeBrokenError, SettingsError
 from protocol.reprs import shown
 from runtime.cli.arguments.limits import add_limits, check_limits
 from runtime.cli.arguments.mlx_lm import add_flags_of_server
@@ -165,7 +165,7 @@ class _Server:
         bound: a socket bound to the address, not listening yet.
         display: shows the loading of the models.
         is_serving: whether requests are accepted.
-        is_broken: whether the target has failed.
+        failure: the error of all streams, if the target has failed.
         stopping: set to stop the server.
     """
 
@@ -177,7 +177,7 @@ class _Server:
     bound: socket.socket
     display: Display
     is_serving: bool = False
-    is_broken: bool = False
+    failure: RuntimeBrokenError | None = None
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
 
@@ -267,17 +267,18 @@ async def _open_and_serve(server: _Server) -> None:
         outer: ASGIApp = AccessLog(app, print_stderr) if arguments.access_log else app
         if proxies := [network(proxy) for proxy in arguments.trusted_proxy]:
             outer = ForwardedClients(outer, proxies)
-        await serve(outer, [listener], until_over, connection_limits, partial(_drain, app.admission, arguments))
-    if server.is_broken:
-        raise ServerError("the target model has failed, and the server has ended; start it again")
+        await serve(outer, [listener], until_over, connection_limits, partial(_drain, app.admission, server))
+    if server.failure is not None:
+        raise ServerError(f"the server has ended, start it again: {server.failure}")
 
 
-async def _drain(admission: RequestAdmission, arguments: argparse.Namespace) -> None:
+async def _drain(admission: RequestAdmission, server: _Server) -> None:
     """Take no new requests, and return once those that were taken have ended."""
     admission.drain()
-    if admission.num_admitted:
+    # Where the target has failed, all that is left to do is to tell them.
+    if admission.num_admitted and server.failure is None:
         print_message(
-            f"stopping: {admission.num_admitted} requests may end within {arguments.grace_seconds} s "
+            f"stopping: {admission.num_admitted} requests may end within {server.arguments.grace_seconds} s "
             "(--grace-seconds), and new ones are refused; another signal ends the server at once"
         )
     await admission.wait_drained()
@@ -299,8 +300,7 @@ async def _load_now(models: ModelPool) -> None:
 
 async def _stop_if_broken(models: ModelPool, server: _Server) -> None:
     """Stop a server of one model when its target has failed, so that a supervisor can start it again."""
-    await models.wait_broken()
-    server.is_broken = True
+    server.failure = await models.wait_broken()
     server.stopping.set()
 
 

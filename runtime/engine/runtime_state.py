@@ -6,6 +6,7 @@ import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.target.target_actor import TargetActor
+from protocol.errors import RuntimeBrokenError
 from protocol.prices import Prices
 from protocol.statistics import Statistics
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
@@ -75,12 +76,16 @@ class RuntimeState:
             draft=None if (draft := self._draft) is None else is_open and draft.is_alive,
         )
 
-    async def wait_broken(self) -> None:
+    async def wait_broken(self) -> RuntimeBrokenError:
         """Wait until the target has failed and every stream has its error; a server then has nothing left to do.
 
-        Returns at once if that has happened already. Cancellation, and not closing the runtime, ends the waiting.
+        Returns: the error of every stream; at once if that has happened already.
+
+        Cancellation: ends the waiting; closing the runtime does not.
         """
         await self._sessions.has_failed.wait()
+        assert self._sessions.failure is not None
+        return self._sessions.failure
 
     def statistics(self) -> Statistics:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot.

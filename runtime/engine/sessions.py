@@ -58,6 +58,7 @@ class Sessions:
     Attributes:
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
+        failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
     """
 
@@ -84,6 +85,7 @@ class Sessions:
         """
         self.by_id: dict[int, Session] = {}
         self.past = Counts()
+        self.failure: RuntimeBrokenError | None = None
         self.has_failed = trio.Event()
         self._target = target
         self._drafter = drafter
@@ -286,7 +288,8 @@ class Sessions:
     def fail(self, error: OutriderError) -> None:
         """End every session with the target's error, and take no others."""
         cause = error.__cause__ or error
-        self.close(RuntimeBrokenError(f"the target model failed, and the runtime with it: {cause}"), cause)
+        self.failure = RuntimeBrokenError(f"the target model failed, and the runtime with it: {cause}")
+        self.close(self.failure, cause)
         self.has_failed.set()
 
     def close(self, error: OutriderError, cause: BaseException | None = None) -> None:

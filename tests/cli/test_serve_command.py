@@ -363,7 +363,9 @@ sys.exit(cli.main(sys.argv[1:]))
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert json.loads(events[-1])["error"]["code"] == "models_unavailable"
         assert server.ends() == 1
-    assert "outrider: error: the target model has failed, and the server has ended; start it again\n" in server.said
+    cause = "the target model failed, and the runtime with it: the device is gone"
+    assert f"outrider: error: the server has ended, start it again: {cause}\n" in server.said
+    assert "stopping" not in server.said  # nothing more can end well
 
 
 # --- before it begins -----------------------------------------------------------------------------

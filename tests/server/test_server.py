@@ -621,7 +621,7 @@ def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_th
         rt, broken = server.simulation.runtime, []
 
         async def wait() -> None:
-            await rt.wait_broken()
+            assert str(await rt.wait_broken()).startswith("the target model failed, and the runtime with it: ")
             broken.append(rt.num_streams)
 
         async with trio.open_nursery() as nursery:

@@ -15,6 +15,7 @@ from itertools import count
 import attrs
 import trio
 
+from protocol.errors import RuntimeBrokenError
 from runtime.engine.nursery import BackgroundNursery
 from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
 from runtime.server.models.served_model import ModelLoadError, ServedModel
@@ -117,6 +118,7 @@ class ModelPool:
         self._uses = count()
         self._changed = trio.Event()
         self._is_broken = trio.Event()
+        self._failure: RuntimeBrokenError | None = None
         self._when_unloaded: list[Callable[[LoadedModel], None]] = []
 
     # --- what there is ----------------------------------------------------------------------------
@@ -158,9 +160,11 @@ class ModelPool:
         """Maximum number of tokens of a text of a model; None for no maximum, and before it was first loaded."""
         return self._slots[name].context_length
 
-    async def wait_broken(self) -> None:
-        """Wait until the target of a pinned model has failed."""
+    async def wait_broken(self) -> RuntimeBrokenError:
+        """Wait until the target of a pinned model has failed. Returns the error of its streams."""
         await self._is_broken.wait()
+        assert self._failure is not None
+        return self._failure
 
     def when_unloaded(self, call: Callable[[LoadedModel], None]) -> None:
         """Register a function that is called with each model that nobody uses any more, before it is unloaded."""
@@ -336,8 +340,9 @@ class ModelPool:
 
     async def _dismiss_if_broken(self, instance: _Instance) -> None:
         """Unload a model whose target has failed, so that the next request loads it anew."""
-        await instance.model.runtime.wait_broken()
+        failure = await instance.model.runtime.wait_broken()
         if instance.slot.spec.is_pinned:
+            self._failure = failure
             self._is_broken.set()
         else:
             self._announce(f"model {instance.model.name} has failed; its next request loads it again")
