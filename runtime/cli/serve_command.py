@@ -20,9 +20,9 @@ import trio
 from protocol.errors import RuntimeBrokenError, SettingsError
 from protocol.reprs import shown
 from runtime.cli.arguments.limits import add_limits, check_limits
-from runtime.cli.arguments.mlx_lm import add_flags_of_server, parse_size
+from runtime.cli.arguments.mlx_lm import add_flags_of_server
 from runtime.cli.arguments.models import Models
-from runtime.cli.arguments.settings import add_defaults, defaults_of
+from runtime.cli.arguments.settings import add_defaults, defaults_of, parse_size
 from runtime.cli.flags import flag
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.model_spec import ModelSpec

@@ -251,7 +251,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     there = _SAME_ELSEWHERE.get(path.removeprefix("/v1"), "/docs lists what there is")
-    messages = {404: f"there is nothing at {path}; {there}", 405: f"{path} does not support {request.method}"}
+    if path.startswith("/v1/v1/"):
+        # Of a client that adds /v1 by itself, as Anthropic's do.
+        there = "leave /v1 out of the client's base URL"
+    allowed = (error.headers or {}).get("Allow", "another method")
+    messages = {
+        404: f"there is nothing at {path}; {there}",
+        405: f"{path} does not support {request.method}; use {allowed}",
+    }
     if path.endswith("/embeddings"):
         messages[404] = "there are no embeddings here: the served model generates text; ask an embedding model"
     response = ErrorResponse(error.status_code, messages.get(error.status_code, error.detail))

@@ -123,6 +123,8 @@ _EXPECTED_TYPES = {
 }
 
 
+_MEDIA = frozenset({"image", "audio", "video", "file"})
+
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
@@ -165,8 +167,8 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
             message = f"{location[0]} must have token ids for keys, got {short_json(first['input'])}"
         case _ if location[:1] == ("prompt",):
             message = (
-                "prompt must be a text, a list of token ids of at least 0, or a list of up to 128 of either, "
-                f"got {short_json(first['input'])}"
+                "prompt must be a text, a list of token ids of at least 0, or a list of up to 128 texts or "
+                f"of up to 128 lists of token ids, got {short_json(first['input'])}"
             )
         case _:
             message = f"{param or 'the body'} must be {_expected(problems)}, got {short_json(first['input'])}"
@@ -174,6 +176,8 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
             is_too_small = first["type"] == "greater_than_equal"
             if names and names[-1] in _REMEDIES and not is_too_small:
                 message += f"; {_REMEDIES[names[-1]]}"
+            elif location[:1] in (("messages",), ("input",)) and _is_media(first["input"]):
+                message += "; models here read text alone"
     return ErrorResponse(400, message, param=None if param is None else param[:100])
 
 
@@ -200,6 +204,12 @@ def _location(loc: tuple[int | str, ...], tags: Set[str]) -> tuple[int | str, ..
         if not (is_member or is_format_type or is_tag):
             location.append(part)
     return tuple(location)
+
+
+def _is_media(value: Any) -> bool:
+    """Whether a part of a message that was refused, or its type, is an image, a sound or a file."""
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    return isinstance(kind, str) and kind.removeprefix("input_").removesuffix("_url") in _MEDIA
 
 
 def _hint(unknown: str, known: Sequence[str]) -> str:

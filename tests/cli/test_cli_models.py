@@ -124,13 +124,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ("command", "more"),
     [
         (["generate", "hi"], {}),
-        (["chat"], {"prefix_cache_bytes": 5}),
-        (["serve", "--port", "0"], {"prefix_cache_bytes": 5}),
+        (["chat"], {"prefix_cache_bytes": 5_000_000}),
+        (["serve", "--port", "0"], {"prefix_cache_bytes": 5_000_000}),
     ],
     ids=["generate", "chat", "serve"],
 )
 def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
-    flags = [*FLAGS, *(["--prefix-cache-bytes", "5"] if more else [])]
+    flags = [*FLAGS, *(["--prefix-cache-bytes", "5MB"] if more else [])]
     assert cli.main([*command, *flags]) == 1
     of_serve = {"trace", "max_streams", "max_batch", "defaults"}
     assert GIVEN | more == {name: value for name, value in opened.items() if name not in of_serve}

@@ -288,16 +288,21 @@ def test_a_field_that_is_wrong_is_named_with_its_bound(
         (COMPLETIONS, {}, "prompt", "prompt is missing"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),
         (COMPLETIONS, {"prompt": []}, "prompt", "the prompt is empty"),
-        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.0", "or a list of up to 128 of either"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.0", "or a list of up to 128 texts or of up to 128 lists"),
         (COMPLETIONS, {"prompt": [64]}, "prompt", "outside the target's vocabulary"),
-        (COMPLETIONS, {"prompt": [-1]}, "prompt.0", "or a list of up to 128 of either, got -1"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt.0", "lists of token ids, got -1"),
         (COMPLETIONS, {"prompt": "a", "echo": 1}, "echo", "echo must be true or false, got 1"),
         (COMPLETIONS, {"prompt": "a", "suffix": 1}, "suffix", "suffix must be text, got 1"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "at most 20, got 21"),
         (CHAT, {}, "messages", "messages is missing"),
         (CHAT, {"messages": []}, "messages", "messages must be a list of at least 1, got []"),
         (CHAT, {"messages": [{"role": "tools", "content": ""}]}, "messages.0.role", "'tool' or 'function'"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "image_url"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            None,
+            "; models here read text alone",
+        ),
         (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools", "tools[0] has no function"),
         (CHAT, {**HELLO, "tool_choice": "required"}, "tools", "tool_choice 'required' needs tools"),
         (CHAT, {**HELLO, "top_logprobs": 21}, "top_logprobs", "at most 20"),
@@ -589,6 +594,7 @@ def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, stat
         assert answer.fault["message"]
         if status == 405:
             assert method not in answer.headers["allow"]
+            assert answer.fault["message"].endswith(f"; use {answer.headers['allow']}")
 
     simulated_server(test)
 
@@ -597,6 +603,7 @@ def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, stat
     ("path", "remedy"),
     [
         ("/nothing", "/docs lists what there is"),
+        ("/v1/v1/messages", "leave /v1 out of the client's base URL"),
         ("/completion", "use /v1/completions, in OpenAI's form"),
         ("/v1/completion", "use /v1/completions, in OpenAI's form"),
         ("/infill", "use /v1/fim/completions, in Mistral's form"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from runtime.cli.arguments.settings import parse_size
 from runtime.terminal.display import print_message
 
 _ONE_MACHINE = "the models run on one machine"
@@ -56,16 +57,6 @@ class _Hint(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
         print_message(f"{option_string} has no effect: {self.const}")
-
-
-def parse_size(text: str) -> int | str:
-    """The number of bytes in a text such as "2GB", as mlx-lm reads it; the text itself if it is none."""
-    number = text.strip().upper().removesuffix("B")
-    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
-    try:
-        return int(float(number[:-1] if factor > 1 else number) * factor)
-    except (ValueError, OverflowError):
-        return text
 
 
 def _origins(text: str) -> list[str]:

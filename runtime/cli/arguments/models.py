@@ -13,7 +13,7 @@ from protocol.errors import SettingsError
 from protocol.reprs import shown
 from protocol.settings import MTP, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
-from runtime.cli.arguments.settings import Option, parse_value
+from runtime.cli.arguments.settings import Option, parse_size, parse_value
 from runtime.cli.flags import flag
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.device import use_device
@@ -25,14 +25,14 @@ OPTIONS: tuple[Option, ...] = (
     ("kv_group_size", "N", parse_value, "quantisation group: 32, 64 or 128 (default: 64)"),
     ("quantized_kv_start", "N", parse_value, "number of tokens in a cache from which it is quantised (default: 5000)"),
     ("max_kv_size", "N", parse_value, "most tokens in a cache; older ones are dropped (default: no limit)"),
-    ("prefix_cache_bytes", "N", parse_value, "size limit of a model's prefix cache in bytes; 0 turns it off"),
+    ("prefix_cache_bytes", "SIZE", parse_size, "size limit of a model's prefix cache, such as 2GB; 0 turns it off"),
     (
         "prefix_cache_dir",
         "DIR",
         str,
         "directory for what leaves the target's prefix cache, found after a restart",
     ),
-    ("prefix_cache_dir_bytes", "N", parse_value, "size limit of that directory in bytes (default: 16 GiB)"),
+    ("prefix_cache_dir_bytes", "SIZE", parse_size, "size limit of that directory, such as 40GB (default: 16 GiB)"),
     ("chat_template_args", "JSON", str, 'variables of the chat template, such as {"enable_thinking": false}'),
     (
         "draft_rank",

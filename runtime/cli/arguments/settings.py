@@ -28,6 +28,16 @@ def parse_value(text: str) -> Value:
     return text
 
 
+def parse_size(text: str) -> int | str:
+    """The number of bytes in a text such as "2GB", as mlx-lm reads it; the text itself if it is none."""
+    number = text.strip().upper().removesuffix("B")
+    factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
+    try:
+        return int(float(number[:-1] if factor > 1 else number) * factor)
+    except (ValueError, OverflowError):
+        return text
+
+
 def parse_values(text: str) -> tuple[Value, ...]:
     """The values in a list such as "1,2"; `Settings` rejects those that are not numbers."""
     return tuple(parse_value(part.strip()) for part in text.split(",")) if text.strip() else ()
