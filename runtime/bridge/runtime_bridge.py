@@ -67,5 +67,5 @@ class RuntimeBridge(Generic[Thread]):
             generation_seconds=0.0,
             time_to_first_token=None,
             peak_memory=peak_memory(),
-            estimates=self.runtime.prices.estimates(),
+            estimates=self.runtime.estimates,
         )

@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.target.target_actor import TargetActor
 from protocol.errors import RuntimeBrokenError
-from protocol.prices import Prices
+from protocol.prices import Estimates, Prices
 from protocol.statistics import Statistics
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
 from runtime.engine.sessions import Sessions
@@ -101,9 +101,9 @@ class RuntimeState:
         return self._target.worker.busy_seconds, self._drafter.busy_seconds
 
     @property
-    def prices(self) -> Prices:
-        """Measured costs of the models' passes and draft steps; they change while the models work."""
-        return self._prices
+    def estimates(self) -> Estimates:
+        """What the models' passes have been measured to cost, and what speculating gains."""
+        return self._prices.estimates()
 
     @property
     def num_streams(self) -> int:

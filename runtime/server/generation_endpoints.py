@@ -294,7 +294,7 @@ def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
         generation_seconds=0.0,
         time_to_first_token=None,
         peak_memory=0,
-        estimates=model.runtime.prices.estimates(),
+        estimates=model.runtime.estimates,
     )
 
 

@@ -75,7 +75,7 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path):
     assert about["rank 0"] == about["rank 1"]
     assert socket.gethostname() in about["rank 1"]
     about = found["links"]
-    times = r"\d+\.\d\d ms \(\d+\.\d\d–\d+\.\d\d\)"
+    times = r"[\d,]+\.\d\d ms \([\d,]+\.\d\d–[\d,]+\.\d\d\)"
     assert re.fullmatch(f"an announcement and its answer take {times}", about["control, rank 1"])
     assert re.fullmatch(times, about["all_sum of 4 bytes"])
     assert re.fullmatch(rf"{times}, \S+ Gbit/s", about["all_sum of 4.2 MB"])
@@ -84,7 +84,7 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path):
     flags = about["to plan with"].removeprefix("outrider simulate … ")
     assert re.fullmatch(r"--all-reduce ring --link-latency \S+ --link-bandwidth \S+", flags)
     about = found["target"]
-    assert re.fullmatch(rf"T_v\(1\) = {times}, of it exchange \d+\.\d\d ms", about["a pass of 1 token"])
+    assert re.fullmatch(rf"T_v\(1\) = {times}, of it exchange [\d,]+\.\d\d ms", about["a pass of 1 token"])
     # Two for each of two layers, of hidden states with 32 numbers in float32.
     assert about["a pass exchanges"] == "512 bytes a token, by 4 × all_sum"
     assert "exchange" not in found["draft"]["a pass of 1 token"]

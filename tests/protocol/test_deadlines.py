@@ -159,7 +159,7 @@ async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clo
         draft_price=lambda job: 0.0 if job.kind != "draft" else 1.0 if job.round == 0 else 0.1,
     ) as simulation:
         for seed in range(num_texts):
-            prices = simulation.runtime.prices.draft_alone = PassPrice()
+            prices = simulation.runtime._prices.draft_alone = PassPrice()
             for _ in range(200):
                 prices.observe(1, 0.0, 0.1)
             completion = await simulation.runtime.generate(

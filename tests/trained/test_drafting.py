@@ -38,7 +38,7 @@ async def test_open_takes_a_folder(tmp_path: Path) -> None:
         stream = rt.stream(PROMPTS[0], max_tokens=30, lookahead=2, ignore_eos=True)
         assert [token.id async for token in stream] == greedy(built, PROMPTS[0], 30)
         assert stream.statistics().proposed > 0
-        assert rt.prices.estimates().draft_seconds > 0
+        assert rt.estimates.draft_seconds > 0
         await rt.detach_draft()
         # Nothing is recorded where nobody reads it.
         assert [token.id async for token in rt.stream(PROMPTS[1], max_tokens=30, ignore_eos=True)] == greedy(

@@ -253,7 +253,7 @@ async def test_open_takes_a_folder(tmp_path: Path) -> None:
     built = build("llama")
     async with runtime.open((built, None), write_medusa(tmp_path, built)) as rt:
         await check_greedy(rt, built, 2)
-        assert rt.prices.estimates().draft_seconds > 0
+        assert rt.estimates.draft_seconds > 0
         await rt.detach_draft()
         await rt.attach_draft(tmp_path)
         await check_greedy(rt, built, 2)
