@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import threading
@@ -48,6 +49,22 @@ class Connection:
         data = encode(message)
         with self._sends:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def send_unless_busy(self, message: RankMessage) -> None:
+        """Send a short message without waiting; not at all where another one is on its way, or the other end takes
+        nothing at the moment.
+
+        Raises: OSError: the connection is lost.
+        """
+        if not self._sends.acquire(blocking=False):
+            return
+        try:
+            _, writable, _ = select.select((), [self._socket], (), 0)
+            if writable:
+                data = encode(message)
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        finally:
+            self._sends.release()
 
     def receive(self) -> RankMessage:
         """Wait for a message.

@@ -28,17 +28,26 @@ class DraftRankLink:
         rank: which one it is.
     """
 
-    def __init__(self, rank: int, connection: Connection, on_lost: Callable[[RankError], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        connection: Connection,
+        on_lost: Callable[[RankError], None],
+        *,
+        drop: Callable[[], None] = lambda: None,
+    ) -> None:
         """Use a connection of the group's.
 
         Args:
             rank: at the other end.
             connection: to it.
             on_lost: called once, in any thread, with the reason why the drafter cannot be reached any more.
+            drop: called in any thread where the connection must not be used any more: part of a message was sent.
         """
         self.rank = rank
         self._connection = connection
         self._on_lost = on_lost
+        self._drop = drop
         self._received: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._numbers = count()
         self._lock = threading.Lock()
@@ -59,6 +68,7 @@ class DraftRankLink:
         try:
             self._connection.send(message)
         except OSError as error:
+            self._drop()
             raise self.lose(f"rank {self.rank} has ended, or cannot be reached any more ({error})") from error
 
     def receive(self) -> Any:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -190,7 +191,7 @@ class RankGroup:
             on_lost: called in any thread with the reason, if the rank is lost.
         """
         if rank is not None:
-            self.drafter = DraftRankLink(rank, self._connections[rank], on_lost)
+            self.drafter = DraftRankLink(rank, self._connections[rank], on_lost, drop=partial(self._drop, rank))
         try:
             yield
         finally:
@@ -370,7 +371,8 @@ class RankGroup:
         beat = Beat(operation, round(time.monotonic() - since, 1))
         for rank, connection in self._connections.items():
             try:
-                connection.send(beat)
+                # A message on its way says as much, and one rank that takes nothing must not silence this one.
+                connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
 

@@ -189,6 +189,11 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
         raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
 
 
+async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
+    """Close a sequence that is not kept. Where the model is sharded, the other ranks hear of it."""
+    await _run(actor, Job("close", filled.sequence.close))
+
+
 async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     """Put a sequence into the prefix cache, for the session that will continue its text."""
     prefix_cache = await actor.settled_prefix_cache()

@@ -88,7 +88,7 @@ class DiskPrefixCache:
         """
         try:
             await self._open()
-        except (JobError, HangError) as error:
+        except (JobError, HangError, RankError) as error:
             logger.warning("there is no prefix cache on disk for the %s: %s", self._actor.name, error)
             self._actor.prefix_cache.store = None
             return
@@ -148,12 +148,14 @@ class DiskPrefixCache:
             if match is not None and match.num_reusable >= num_reusable:
                 return
             recorded = await trio.to_thread.run_sync(files.read, best)
-            filled = await saved_sequence.fill(self._actor, recorded, beside_another=beside_another)
-            if filled.tokens != best.tokens:
-                raise SessionFileError("its tokens are not those of its index")
-            put = partial(cache.put, filled.sequence, filled.tokens, filled.tokens)
-            call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
-            await self._actor.worker.run(Job("load", call))
+            with trio.CancelScope(shield=True):  # until the sequence is kept, nobody else would close it
+                filled = await saved_sequence.fill(self._actor, recorded, beside_another=beside_another)
+                if filled.tokens != best.tokens:
+                    await saved_sequence.discard(self._actor, filled)
+                    raise SessionFileError("its tokens are not those of its index")
+                put = partial(cache.put, filled.sequence, filled.tokens, filled.tokens)
+                call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
+                await self._actor.worker.run(Job("load", call))
         except (SessionFileError, JobError, RankError) as error:
             logger.warning("a stored prefix is left out: %s", error)
             if isinstance(error, RankError) or isinstance(error.__cause__, RankError):

@@ -71,7 +71,9 @@ def _parsed(path: Path, file: BinaryIO) -> PromptCacheFile:
     if size > _MAX_HEADER:
         raise ValueError("its header is too long")
     header = json.loads(file.read(size))
-    metadata = header["__metadata__"]
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict):
+        raise ValueError("it has no metadata")
     classes: list[str] = []
     while (name := metadata.get(f"1.{len(classes)}")) is not None:
         classes.append(name)

@@ -154,6 +154,8 @@ class SessionSaver:
             session: read from the file.
             drafted: whether the session will have a drafter.
 
+        Cancellation: takes effect once the sequences are kept.
+
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
         saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
@@ -162,18 +164,20 @@ class SessionSaver:
         if self.draft is not None:
             saved_states.append((self.draft, session.draft, True))
         filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
-        try:
-            for actor, saved, beside_another in saved_states:
-                if saved is not None and saved.sequence is not None:
-                    sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
-                    filled.append((actor, sequence))
-        except SessionFileError as error:
-            raise SessionFileError(
-                f"{named(path)} does not fit: {error}; use another copy of it, or save again"
-            ) from error
-        # Prefix caches are searched by text, so it is harmless if a cancellation strikes after the first of the two.
-        for actor, sequence in filled:
-            await saved_sequence.keep(actor, sequence)
+        with trio.CancelScope(shield=True):  # until the sequences are kept, nobody else would close them
+            try:
+                for actor, saved, beside_another in saved_states:
+                    if saved is not None and saved.sequence is not None:
+                        sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
+                        filled.append((actor, sequence))
+            except SessionFileError as error:
+                for actor, sequence in filled:
+                    await saved_sequence.discard(actor, sequence)
+                raise SessionFileError(
+                    f"{named(path)} does not fit: {error}; use another copy of it, or save again"
+                ) from error
+            for actor, sequence in filled:
+                await saved_sequence.keep(actor, sequence)
 
     @property
     def _cache_options(self) -> dict[str, int | None]:

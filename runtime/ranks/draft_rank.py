@@ -61,10 +61,10 @@ def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> i
 
     Raises: SettingsError: there is no such rank, it would have nothing to load, or it cannot be left out of the others.
     """
-    if draft_rank is None:
-        return None
-    check_integer("draft_rank", draft_rank, 0, group.size - 1)
-    if draft_rank == 0:
+    if draft_rank is not None:
+        check_integer("draft_rank", draft_rank, 0, group.size - 1)
+    if not draft_rank:
+        group.check_mlx(None)
         return None
     if not has_model:
         raise SettingsError(

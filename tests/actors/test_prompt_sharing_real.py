@@ -23,8 +23,9 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.prefill import CHECKPOINT_DISTANCE
-from protocol.trace import Event, Instant, Span
-from runtime.engine.events import Events
+from actors.target import target_actor
+from protocol.messages import Features, PromptFeatures
+from protocol.trace import Event, Span
 
 # Plain key-value caches, sliding windows that the prompt fills, and recurrent states.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -93,26 +94,25 @@ async def test_caches_that_depend_on_passes_give_the_texts_of_separate_requests(
 
 
 async def test_a_trained_drafter_has_the_features_of_the_prompt_in_each_session(
-    tmp_path: Path, autojump_clock: Any
+    tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, events, seen = build("llama"), Events(), list[Event]()
-    events.listen(seen.append)
+    built, given = build("llama"), dict[int, Features]()
     asked: dict[str, Any] = {"max_tokens": 20, "lookahead": 3, "ignore_eos": True, "temperature": 0.8}
 
-    def proposed(session: int) -> list[tuple[int, ...]]:
-        proposals = [event for event in seen if isinstance(event, Instant) and event.kind == "proposal"]
-        return [event.tokens for event in proposals if event.session == session]
+    def noted(session: int, features: Features) -> PromptFeatures:
+        given[session] = features
+        return PromptFeatures(session, features)
 
-    async with drafted(write_eagle3(tmp_path, built), built, events=events, price=priced(load=0.0)) as rt:
+    monkeypatch.setattr(target_actor, "PromptFeatures", noted)
+    async with drafted(write_eagle3(tmp_path, built), built, price=priced(load=0.0)) as rt:
         alone = [await rt.generate(PROMPT, seed=seed, **asked) for seed in range(3)]
         together = await rt.generate_many([(PROMPT, {"seed": seed}) for seed in range(3)], reuse_prefix=True, **asked)
         assert list(map(ids, together)) == list(map(ids, alone))
         assert sum(completion.statistics.prefilled_tokens for completion in together) == NUM_READ
-    # Where the drafter is not late, it proposes the same. Without the features of the prompt, it would not.
-    for session in range(3):
-        shared = proposed(3 + session)[1:]
-        assert len(shared) >= 4
-        assert shared == proposed(session)[-len(shared) :]
+    assert sorted(given) == list(range(6))
+    for features in given.values():
+        assert (features.start, len(features.values)) == (0, NUM_READ)
+        assert mx.allclose(features.values, given[0].values, atol=ATOL)
 
 
 # --- copies of a sequence ---------------------------------------------------------------------------

@@ -100,6 +100,13 @@ def test_ranks_that_are_connected_stay_so(group: Any, monkeypatch: Any) -> None:
         check_group(group, "owner/name", "owner/draft", draft_rank=1)
 
 
+@pytest.mark.parametrize("draft_rank", [None, 0])
+def test_ranks_that_were_connected_without_one_stay_so(group: Any, draft_rank: int | None) -> None:
+    group.mlx, group._mlx_without = object(), 1
+    with pytest.raises(SettingsError, match=r"the ranks were connected with draft_rank=1, .* got draft_rank=None"):
+        check_group(group, "owner/name", "owner/draft", draft_rank=draft_rank)
+
+
 def test_a_ring_is_described_without_the_rank_that_drafts(tmp_path: Any, monkeypatch: Any) -> None:
     hosts = tmp_path / "hosts.json"
     hosts.write_text('[["a:1"], ["b:1"], ["c:1"]]')

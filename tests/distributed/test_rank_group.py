@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from actors.distributed.rank_address import RankAddress
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Hello, Loaded, OpenTarget, decode
+from protocol.rank_messages import Beat, Hello, Loaded, OpenTarget, decode
 from runtime.cli import main, ranks
 from runtime.ranks import following, leading, sharded_target
 
@@ -47,6 +48,30 @@ def pair() -> Iterator[tuple[RankGroup, Connection]]:
     group.fail("the test is over")
     group._thread.join(30)  # which closes its socket
     end.close()
+
+
+# --- heartbeats -----------------------------------------------------------------------------------
+
+
+def test_a_heartbeat_does_not_wait_for_an_end_that_takes_nothing():
+    own, other = connected()
+    sender, beat = Connection(own, 60.0), Beat("feed", 1.0)
+    own.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            own.send(bytes(1 << 16))
+    own.settimeout(60.0)
+    sender.send_unless_busy(beat)  # would take a minute
+    sender._sends.acquire()  # as by a message on its way
+    sender.send_unless_busy(beat)
+    own.close()
+    other.close()
+
+
+def test_a_heartbeat_arrives(pair):
+    group, end = pair
+    group._beat()
+    assert isinstance(end.receive(), Beat)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -165,8 +165,8 @@ def _no_caches() -> bytes:
     [
         (b"", "is no prompt cache file"),
         (b"no such file, but a text of some length", "is no prompt cache file"),
-        (struct.pack("<Q", 2) + b"{}", "is no prompt cache file"),
-        (struct.pack("<Q", 2) + b"[]", "is no prompt cache file"),
+        (struct.pack("<Q", 2) + b"{}", r"is no prompt cache file \(it has no metadata\)"),
+        (struct.pack("<Q", 2) + b"[]", r"is no prompt cache file \(it has no metadata\)"),
         (_no_caches(), "it names no caches"),
         (struct.pack("<Q", 2**40), "its header is too long"),
         (None, "cannot read the prompt cache file"),

@@ -18,6 +18,7 @@ from models import greedy, llama, prompt_of
 
 import runtime
 from actors.mlx.sequence_state import SequenceRecord
+from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import Fingerprint
 from actors.prefix_cache import pack
 from actors.tensor import Tensor
@@ -90,6 +91,49 @@ async def test_what_has_no_room_in_memory_comes_back_from_disk(tmp_path: Path, m
         await until(lambda: len(cache_of(rt)._stored) == 1)
         assert await answer(rt, one) == (texts[0], len(one) - 1)
         assert await answer(rt, other) == (texts[1], len(other) - 1)
+
+
+async def test_what_a_cancelled_request_has_brought_back_is_kept(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(80)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        text, _ = await answer(rt, prompt)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await until(lambda: cache_of(rt)._stored != {})
+        fill = saved_sequence.fill
+        with trio.CancelScope() as scope:
+
+            async def fill_and_leave(*arguments: Any, **options: Any) -> saved_sequence.FilledSequence:
+                filled = await fill(*arguments, **options)
+                scope.cancel()
+                return filled
+
+            monkeypatch.setattr(saved_sequence, "fill", fill_and_leave)
+            await cache_of(rt).bring_back(tuple(prompt), beside_another=False)
+        monkeypatch.undo()
+        tmp_path.rename(tmp_path.with_name("gone"))  # it comes from memory now
+        assert await answer(rt, prompt) == (text, len(prompt) - 1)
+
+
+async def test_what_is_not_the_text_of_its_index_is_closed(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(80)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        text, _ = await answer(rt, prompt)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await until(lambda: cache_of(rt)._stored != {})
+        fill, closed = saved_sequence.fill, []
+
+        async def fill_another(*arguments: Any, **options: Any) -> saved_sequence.FilledSequence:
+            filled = await fill(*arguments, **options)
+            monkeypatch.setattr(filled.sequence, "close", lambda: closed.append(filled.sequence))
+            return attrs.evolve(filled, tokens=filled.tokens[1:])
+
+        monkeypatch.setattr(saved_sequence, "fill", fill_another)
+        assert await answer(rt, prompt) == (text, 0)
+    assert len(closed) == 1
 
 
 async def test_streams_go_on_while_a_file_is_written(
