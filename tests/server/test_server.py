@@ -238,6 +238,31 @@ def test_the_chunk_that_ends_a_text_has_no_text(ending: str, path: str, body: An
     simulated_server(test, ScriptedModel(looping))
 
 
+@BOTH
+def test_the_first_chunk_of_each_choice_comes_with_its_first_token(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        answer = await server.ask(path, {**body, "max_tokens": 3, "n": 2, "stream": True, "lookahead": 0})
+        times = [
+            time
+            for message, time in zip(answer.sent, answer.times, strict=True)
+            if b"data: " in message.get("body", b"")
+        ]
+        waited = [stream.statistics().time_to_first_token for _, stream in seen]
+        assert times[0] - answer.times[0] == pytest.approx(min(waited), abs=0.1)
+        assert min(waited) > 5
+        for index in range(2):
+            first, *others = [event["choices"][0] for event in answer.events if event["choices"][0]["index"] == index]
+            if path == CHAT:
+                # As OpenAI's service has it: the role in a chunk of its own.
+                assert first["delta"] == {"role": "assistant", "content": ""}
+                first, *others = others
+            assert first.get("text") or first["delta"]["content"]
+            assert len(others) == 3
+
+    simulated_server(test, ScriptedModel(looping), price=priced(prefill=8.0, decode=2.0, verify=2.0))
+
+
 # --- thoughts -------------------------------------------------------------------------------------
 
 TAGS = ("<t>", "</t>")

@@ -89,8 +89,13 @@ def counted_all_along(answers: Sequence[Exchange]) -> bool:
 
 def said_by(answer: Exchange, index: int) -> str:
     """What a stream says with one of its answers."""
+    return "".join(texts_of(answer, index))
+
+
+def texts_of(answer: Exchange, index: int) -> list[str]:
+    """The texts of the chunks of one of a stream's answers."""
     chunks = [each for each in choices_of_chunks(answer) if each["index"] == index]
-    return "".join(each["text"] if "text" in each else each["delta"].get("content") or "" for each in chunks)
+    return [each["text"] if "text" in each else each["delta"].get("content") or "" for each in chunks]
 
 
 def reasons_of(answer: Exchange) -> int:
@@ -586,6 +591,16 @@ COMPLETIONS = [
         "likewise in one stream",
         [completion("What is an LLM?", n=3, temperature=1.0, seed=42, stream=True)],
         lambda answers: len({said_by(answers[0], index) for index in range(3)}) == reasons_of(answers[0]) == 3,
+    ),
+    texts(
+        "test_parallel_streaming",
+        "a chunk for each token, the last with the reason",
+        [completion("What is an LLM?", n=3, stream=True)],
+        lambda answers: all(
+            0 < len(texts_of(answers[0], index)[:-1]) <= 8 and texts_of(answers[0], index)[-1] == ""
+            for index in range(3)
+        ),
+        "a chunk has the tokens of a round, and the reason is in a chunk of its own",
     ),
     texts(
         "test_batch_completions",

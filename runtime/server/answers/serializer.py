@@ -57,7 +57,7 @@ class Serializer(ABC):
 
     @abstractmethod
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events that tell the client at once that its request was accepted."""
+        """The events that come before any token: that the request was accepted, in APIs that say so."""
 
     @abstractmethod
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:

@@ -45,8 +45,7 @@ class ChatSerializer(ChunkSerializer):
     def chunk(self, tokens: Sequence[Token]) -> ChatChunk:
         """See `ChunkSerializer`."""
         parts = self._split(tokens)
-        delta: Delta = {"role": "assistant", "content": ""} if self._is_first else {}
-        self._is_first = False
+        delta: Delta = {}
         if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
             delta["content"] = text
         if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
@@ -57,13 +56,16 @@ class ChatSerializer(ChunkSerializer):
             elif calls[0]["index"] == 0:
                 # The old form has one call.
                 delta["function_call"] = calls[0]["function"]
-        choice: ChunkChoice = {
-            "index": self._index,
-            "delta": delta,
-            "logprobs": self._logprobs(tokens) if tokens else None,
-            "finish_reason": self._chat_finish_reason(tokens),
-        }
-        return self._chunk([choice])
+        logprobs = self._logprobs(tokens) if tokens else None
+        return self._chunk([self._choice(delta, logprobs, self._chat_finish_reason(tokens))])
+
+    def chunks(self, tokens: Sequence[Token]) -> list[Chunk]:
+        """See `ChunkSerializer`; the role comes with the first token, in a chunk of its own as from OpenAI."""
+        role: list[Chunk] = []
+        if tokens and self._is_first:
+            self._is_first = False
+            role.append(self._chunk([self._choice({"role": "assistant", "content": ""})]))
+        return [*role, *super().chunks(tokens)]
 
     def has_content(self, chunk: Chunk) -> bool:
         """See `ChunkSerializer`."""
@@ -113,6 +115,11 @@ class ChatSerializer(ChunkSerializer):
             ],
             "usage": self._usage(statistics),
         }
+
+    def _choice(
+        self, delta: Delta, logprobs: ChatLogprobs | None = None, finish_reason: ChatFinishReason | None = None
+    ) -> ChunkChoice:
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
         return {

@@ -51,8 +51,8 @@ class ChunkSerializer(Serializer):
         self._num_reasoning_tokens = 0
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`: an empty chunk, with the response's id."""
-        return self.events([], statistics)
+        """See `Serializer`: none before the first token, except for who watches."""
+        return self.idle_events(statistics)
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         """See `Serializer`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.server.answers.api import Answer
+from runtime.server.answers.serializer import Event
 from runtime.server.openai.fingerprint import fingerprint
 from runtime.server.openai.requests import CompletionRequest
 from runtime.server.openai.responses import Chunk, Completion, CompletionChoice, CompletionLogprobs
@@ -34,6 +35,10 @@ class CompletionSerializer(ChunkSerializer):
         self._detokenizer = Detokenizer(answer.tokenizer)
         for id in () if answer.echo is None else answer.echo.last_ids:
             self._detokenizer.add(id)
+
+    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `ChunkSerializer`; everything, where nothing is to be generated."""
+        return self.events([], statistics) if self._is_empty else super().first_events(statistics)
 
     def chunk(self, tokens: Sequence[Token]) -> Completion:
         """See `ChunkSerializer`."""
