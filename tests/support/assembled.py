@@ -86,7 +86,7 @@ def assembled_response(events: list[Any]) -> Any:
             item["arguments"] += event["delta"]
             continue
         if kind == "function_call_arguments.done":
-            assert item["arguments"] == event["arguments"]
+            assert (item["name"], item["arguments"]) == (event["name"], event["arguments"])
             continue
         assert event["content_index"] == 0
         if kind == "content_part.added":

@@ -54,7 +54,6 @@ class TextContentBlock(TypedDict):
 
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingContentBlock(TypedDict):

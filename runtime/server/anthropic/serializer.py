@@ -141,7 +141,7 @@ class MessageSerializer(Serializer):
     def _text(self, text: str) -> Iterator[MessagesEvent]:
         """Add text to the content, and yield the events that say so."""
         if not self._is_open or self._block["type"] != "text":
-            yield from self._begun({"type": "text", "text": "", "citations": None})
+            yield from self._begun({"type": "text", "text": ""})
         assert self._block["type"] == "text"
         self._block["text"] += text
         yield self._delta({"type": "text_delta", "text": text})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -105,7 +105,7 @@ class ResponseFailure(TypedDict):
 
 
 class ResponseBody(TypedDict):
-    """A response of `/v1/responses`; settings of the request are given back as they were sent."""
+    """A response of `/v1/responses`; settings of the request are given back as they were sent, `usage` at the end."""
 
     id: str
     object: Literal["response"]
@@ -116,7 +116,7 @@ class ResponseBody(TypedDict):
     incomplete_details: IncompleteDetails | None
     model: str
     output: list[OutputItem]
-    usage: ResponsesUsage | None
+    usage: NotRequired[ResponsesUsage]
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, Any]
@@ -132,7 +132,7 @@ class ResponseBody(TypedDict):
     top_p: float
     truncation: Literal["disabled"]
     background: Literal[False]
-    user: str | None
+    user: NotRequired[str]
 
 
 class DeletedResponse(TypedDict):
@@ -239,6 +239,7 @@ class ArgumentsDone(TypedDict):
     sequence_number: int
     item_id: str
     output_index: int
+    name: str
     arguments: str
 
 

@@ -205,8 +205,8 @@ class ResponseSerializer(Serializer):
         self._is_open = False
         item = self._item
         if item["type"] == "function_call":
-            arguments = item["arguments"]
-            yield self._event("response.function_call_arguments.done", **self._place, arguments=arguments)
+            called = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **self._place, **called)
         else:
             content = item["content"][0]
             if content["type"] == "reasoning_text":
@@ -272,7 +272,7 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
     request = parsed.request
     repeated = {"reasoning", "text", "tools", "tool_choice"}
     given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)
-    return {
+    begun: ResponseBody = {
         "id": id,
         "object": "response",
         "created_at": int(time.time()),
@@ -282,7 +282,6 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
         "incomplete_details": None,
         "model": model,
         "output": [],
-        "usage": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
@@ -298,8 +297,9 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": "disabled",
         "background": False,
-        "user": request.user,
     }
+    # The clients' schemas have no null for it.
+    return begun if request.user is None else {**begun, "user": request.user}
 
 
 def _id(prefix: str) -> str:

@@ -1,0 +1,137 @@
+"""Responses against the schemas of the clients that read them, nulls included."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import pytest
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
+from asgi import CHAT, COMPLETIONS, COUNT_TOKENS, FIM, MESSAGES, RESPONSES, Exchange
+from every_response import all_seen
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter, ValidationError
+
+# Locations of fields, without the indices of lists.
+Locations = Mapping[str, bool]
+
+
+@attrs.frozen
+class Schema:
+    """What clients read at one path.
+
+    Clients for Python take null for any field that may be left out, and the other way round. Which fields may be null
+    is from those for JavaScript: the types of `openai` and `@anthropic-ai/sdk`, and zod's schemas in `@ai-sdk/openai`,
+    `@ai-sdk/openai-compatible` and `@ai-sdk/anthropic`. All of them must take it.
+
+    Attributes:
+        whole, event: the types of a response and of an event, in the clients for Python.
+        nulls, nulls_of_events: the fields that may be null, and whether they must be there.
+    """
+
+    whole: Any
+    nulls: Locations = attrs.Factory(dict)
+    event: Any = None
+    nulls_of_events: Locations = attrs.Factory(dict)
+
+
+def within(name: str, nulls: Locations) -> Locations:
+    return {f"{name}.{location}": must_be_there for location, must_be_there in nulls.items()}
+
+
+LOGPROBS = within("choices.logprobs", {"content": True, "refusal": True})
+MESSAGE = within("choices.message", {"content": True, "refusal": True})
+CHATS = Schema(
+    ChatCompletion,
+    {"choices.logprobs": True, **MESSAGE, **LOGPROBS},
+    ChatCompletionChunk,
+    {"choices.logprobs": False, "choices.finish_reason": True, **LOGPROBS},
+)
+RESPONSE = {
+    **dict.fromkeys(("error", "incomplete_details", "instructions"), True),
+    **dict.fromkeys(("completed_at", "max_output_tokens", "previous_response_id"), False),
+}
+END = {"stop_reason": True, "stop_sequence": True}
+SCHEMAS = {
+    # In clients, a chunk is of the type of a response. OpenAI's service gives it no reason before the end.
+    COMPLETIONS: Schema(
+        Completion, {"choices.logprobs": True}, Completion, {"choices.logprobs": True, "choices.finish_reason": True}
+    ),
+    FIM: CHATS,
+    CHAT: CHATS,
+    RESPONSES: Schema(Response, RESPONSE, ResponseStreamEvent, within("response", RESPONSE)),
+    f"{RESPONSES}/{{id}}": Schema(Response, RESPONSE),
+    MESSAGES: Schema(Message, END, RawMessageStreamEvent, {**within("message", END), "delta.stop_sequence": False}),
+    COUNT_TOKENS: Schema(MessageTokensCount),
+}
+ERROR: Locations = within("error", {"param": False, "code": False})
+
+# Objects that are Outrider's own, or the client's.
+NOT_THEIRS = {"speculation", "tools", "response.tools"}
+
+
+def bodies(answer: Exchange) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """The objects that an answer consists of, and whether they are events."""
+    if answer.headers["content-type"] == "application/json":
+        yield False, answer.json
+        return
+    for line in answer.body.decode().splitlines():
+        if line.startswith("data: {"):
+            yield True, json.loads(line.removeprefix("data: "))
+
+
+def objects(value: Any, location: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects within a value, with their locations."""
+    if isinstance(value, list):
+        for item in value:
+            yield from objects(item, location)
+    elif isinstance(value, dict) and location not in NOT_THEIRS:
+        yield location, value
+        for name, field in value.items():
+            yield from objects(field, f"{location}.{name}".lstrip("."))
+
+
+def check_nulls(body: dict[str, Any], nulls: Locations) -> None:
+    """Assert that no other fields are null than may be, and that none of those is missing that must be there."""
+    for location, found in objects(body):
+        of_it = {name.rpartition(".")[2]: must for name, must in nulls.items() if name.rpartition(".")[0] == location}
+        assert {name for name, field in found.items() if field is None} <= of_it.keys(), location
+        assert {name for name, must_be_there in of_it.items() if must_be_there} <= found.keys(), location
+
+
+@functools.cache
+def adapter(type: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(type)
+
+
+def check_type(body: dict[str, Any], type: Any, nulls: Locations) -> None:
+    """Assert that a client for Python takes an object, without conversions."""
+    try:
+        adapter(type).validate_json(json.dumps(body), strict=True)
+    except ValidationError as error:
+        for problem in error.errors():
+            location = ".".join(part for part in problem["loc"] if isinstance(part, str))
+            assert problem["input"] is None, problem
+            assert location in nulls, problem
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_answers_are_what_the_clients_for_python_and_for_javascript_read(path: str) -> None:
+    schema = SCHEMAS[path]
+    answers = [answer for at, answer in all_seen() if at == path and answer.scope["method"] != "DELETE"]
+    num_checked = 0
+    for answer in answers:
+        for is_event, body in bodies(answer):
+            if "error" in body and body.get("object") != "response":
+                check_nulls(body, ERROR)
+            elif body.get("type") != "ping":
+                nulls = schema.nulls_of_events if is_event else schema.nulls
+                check_type(body, schema.event if is_event else schema.whole, nulls)
+                check_nulls(body, nulls)
+                num_checked += 1
+    assert num_checked
