@@ -70,7 +70,7 @@ class Service:
             of requests that are not counted as waiting.
         max_waiting: further requests that may wait, >= 0.
         limits: of each request.
-        api_key: the key that requests to `/v1` must send; None for no key.
+        api_key: the key that requests must send, except for the pages and for figures; None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
         origins: origins of web pages of other hosts that may use the server (CORS).
         is_strict: whether what means nothing here is refused instead of ignored; see `ServerContext`.
@@ -251,7 +251,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     there = _SAME_ELSEWHERE.get(path.removeprefix("/v1"), "/docs lists what there is")
-    if path.startswith("/v1/v1/"):
+    if path.removeprefix("/v1").startswith("/api/"):
+        there = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
+    elif path.startswith("/v1/v1/"):
         # Of a client that adds /v1 by itself, as Anthropic's do.
         there = "leave /v1 out of the client's base URL"
     allowed = (error.headers or {}).get("Allow", "another method")

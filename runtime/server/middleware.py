@@ -18,6 +18,9 @@ _HEADERS = [
     (b"referrer-policy", b"no-referrer"),
 ]
 
+# First parts of the paths that need no API key, beside `/`: the pages, which ask for it, and what tells nothing of any
+# text. The ids of timelines cannot be guessed.
+_OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
 # First parts of the paths below `/v1`.
 _OF_API = frozenset(
@@ -52,7 +55,7 @@ class UnversionedPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and scope["path"].removeprefix("/").partition("/")[0] in _OF_API:
+        if scope["type"] == "http" and _first_part(scope["path"]) in _OF_API:
             # In place: what is noted in the scope later is read outside of here.
             scope["path"] = f"/v1{scope['path']}"
         await self._app(scope, receive, send)
@@ -136,7 +139,7 @@ class ForwardedClients:
 
 
 class ApiKey:
-    """Rejects requests to `/v1` without the API key, if the server has one."""
+    """Rejects requests without the API key, if the server has one, except for the pages and for figures."""
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         """Around an application.
@@ -150,7 +153,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if self._key is not None and scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if self._key is not None and scope["type"] == "http" and not _is_open(scope["path"]):
             headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # In constant time: the time must not tell how many characters of a wrong key are right.
@@ -166,6 +169,15 @@ class ApiKey:
                 await _send_error(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path == "/" or _first_part(path) in _OPEN
+
+
+def _first_part(path: str) -> str:
+    return path.removeprefix("/").partition("/")[0]
 
 
 async def _send_error(error: ErrorResponse, scope: Scope, receive: Receive, send: Send) -> None:

@@ -599,6 +599,9 @@ def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, stat
     simulated_server(test)
 
 
+OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
+
+
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
@@ -607,6 +610,11 @@ def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, stat
         ("/completion", "use /v1/completions, in OpenAI's form"),
         ("/v1/completion", "use /v1/completions, in OpenAI's form"),
         ("/infill", "use /v1/fim/completions, in Mistral's form"),
+        ("/api/chat", OLLAMA),
+        ("/api/generate", OLLAMA),
+        ("/api/tags", OLLAMA),
+        ("/v1/api/show", OLLAMA),
+        ("/apis", "/docs lists what there is"),
     ],
 )
 def test_what_is_not_there_is_answered_with_what_is(path: str, remedy: str) -> None:
@@ -655,10 +663,18 @@ def test_a_key_is_asked_for(authorization: str | None, status: int, path: str) -
     simulated_server(test, **KEYED)
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/openapi.json"])
-def test_the_page_and_the_figures_want_no_key(path: str) -> None:
+def test_all_but_the_pages_and_the_figures_wants_a_key() -> None:
+    open_paths = {"/", "/docs", "/health", "/metrics", "/openapi.json", "/version"}
+
     async def test(server: Served) -> None:
-        assert (await server.ask(path)).status == 200
+        for path in open_paths:
+            assert (await server.ask(path)).status == 200, path
+        assert (await server.ask("/timelines/unknown")).status == 404
+        for route in server.app.app._app.routes:
+            if route.path not in {*open_paths, "/page", "/timelines/{id}"}:
+                assert (await server.ask(route.path)).status == 401, route.path
+        for path in ("/next", "/v2/models", "/healthy", "/api/chat", "//v1/models", "/v1"):
+            assert (await server.ask(path, method="GET")).status == 401, path
 
     simulated_server(test, **KEYED)
 

@@ -109,6 +109,7 @@ function shown(description, path, method, operation) {
   return element("details", { id: operation.operationId },
     element("summary", {}, element("span", { className: "method", textContent: method.toUpperCase() }),
       element("code", { textContent: path }), " ", element("span", { className: "about", textContent: operation.summary })),
+    ...(operation.description ? [element("p", { textContent: operation.description })] : []),
     ...(taken ? [element("h3", { textContent: "Body" }), fieldTable(resolved(description, taken))] : []),
     element("h3", { textContent: "Answers" }), statusTable(operation.responses),
     element("h3", { textContent: "Try it" }), trial(path, method, operation));

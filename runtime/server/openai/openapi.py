@@ -77,13 +77,21 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
 
     def post(
-        id: str, summary: str, request: str, content: dict[str, Any], example: Any, *statuses: str, error: str
+        id: str,
+        summary: str,
+        request: str,
+        content: dict[str, Any],
+        example: Any,
+        *statuses: str,
+        error: str,
+        **fields: Any,
     ) -> dict[str, Any]:
         statuses = (*("400", *key_statuses, "404", "408", "413", "415", "429"), *statuses)
         return {
             "post": {
                 "operationId": id,
                 "summary": summary,
+                **fields,
                 "security": security,
                 "requestBody": {
                     "required": True,
@@ -97,16 +105,23 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
         }
 
     def generation(
-        id: str, request: str, response: str, events: dict[str, Any], example: dict[str, Any], error: str = "ErrorBody"
+        id: str,
+        summary: str,
+        request: str,
+        response: str,
+        events: dict[str, Any],
+        example: dict[str, Any],
+        error: str = "ErrorBody",
     ) -> dict[str, Any]:
         return post(
             id,
-            "Generate a text, whole or with `stream` as server-sent events; disconnecting cancels it",
+            summary,
             request,
             {"application/json": {"schema": _ref(response)}, "text/event-stream": {"schema": events}},
             example,
             *("500", "503"),
             error=error,
+            description="With stream: true, the answer comes as server-sent events. Disconnecting cancels it.",
         )
 
     def getter(
@@ -148,6 +163,7 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
         "paths": {
             "/v1/completions": generation(
                 "complete",
+                "Continue a text",
                 "CompletionRequest",
                 "Completion",
                 _chunks("Completion"),
@@ -155,6 +171,7 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
             ),
             "/v1/fim/completions": generation(
                 "fill_in",
+                "Write what stands between two texts",
                 "FimRequest",
                 "ChatCompletion",
                 _chunks("ChatChunk"),
@@ -162,6 +179,7 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
             ),
             "/v1/chat/completions": generation(
                 "chat",
+                "Answer a chat",
                 "ChatRequest",
                 "ChatCompletion",
                 _chunks("ChatChunk"),
@@ -169,6 +187,7 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
             ),
             "/v1/responses": generation(
                 "respond",
+                "Answer a conversation in the form of OpenAI's responses",
                 "ResponsesRequest",
                 "ResponseBody",
                 _events(*_names(ResponsesEvent)),
@@ -180,6 +199,7 @@ def description(model: str, *, has_key: bool, is_strict: bool = False) -> dict[s
             },
             "/v1/messages": generation(
                 "message",
+                "Answer a conversation in the form of Anthropic's messages",
                 "MessagesRequest",
                 "AnthropicMessage",
                 _events(*_names(MessagesEvent), "MessagesErrorBody"),
