@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -229,20 +230,21 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
         messages: with a role and a content each. If the last one is the assistant's and has `"prefix": True`, the
             answer continues it.
         tokenizer: with a chat template.
-        **switches: further variables of the template, such as `enable_thinking`.
+        **switches: further variables of the template; `add_generation_prompt=False` ends the text with the messages.
 
     Raises: PromptError: the template does not take the messages.
     """
     continues = bool(messages) and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant"
     turns = [{name: value for name, value in message.items() if name != "prefix"} for message in messages]
-    switches |= {"add_generation_prompt": not continues, "tokenize": False}
+    switches = {"add_generation_prompt": True, **switches, "tokenize": False}
     if continues:
-        switches["continue_final_message"] = True
+        switches |= {"add_generation_prompt": False, "continue_final_message": True}
     # The template is third-party code, written for certain messages; it may raise anything for others.
     try:
         return cast(str, cast(Any, tokenizer).apply_chat_template(for_template(turns), **switches))
     except Exception as error:
-        raise PromptError(f"the chat template does not take these messages: {error}") from error
+        reason = textwrap.shorten(str(error), 300, placeholder="…")  # transformers may quote the whole chat
+        raise PromptError(f"the chat template does not take these messages: {reason}") from error
 
 
 # Pending tokens, not yet given as text, from which on they are no longer taken for the beginning of one character.

@@ -87,6 +87,7 @@ async def test_every_way_to_open_says_what_is_missing(options: dict[str, Any], s
     [
         ({"model": "x"}, "there is no setting 'model'; it is target= of open()"),
         ({"target_model": "x"}, "there is no setting 'target_model'; it is target= of open()"),
+        ({"continue_final_message": True}, "there is no setting 'continue_final_message'; give the last message as {"),
         # Before a model is loaded: there is none at this path.
         ({"target": "/no/such/model", "draft_model": "x"}, "there is no setting 'draft_model'; it is draft= of open()"),
         ({}, MISSING),

@@ -251,7 +251,7 @@ async def figures(app: Any) -> dict[tuple[str, str], float]:
 class Letters:
     """A tokenizer for scripted models: one character for each of 64 ids. A newline ends the text.
 
-    Its chat template writes each message as role, colon, content and full stop.
+    Its chat template writes each message as role, colon, content and full stop, which a message to continue lacks.
     """
 
     ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123 \n.,:</>"
@@ -283,11 +283,21 @@ class Letters:
         return {name: self.ALPHABET.index(markers.get(name, name)) for name in (*self.ALPHABET, *markers)}
 
     def apply_chat_template(
-        self, messages: Sequence[Any], *, add_generation_prompt: bool, tokenize: bool = True, **_: Any
+        self,
+        messages: Sequence[Any],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **_: Any,
     ) -> Any:
+        assert not (add_generation_prompt and continue_final_message)
         self.seen.append([dict(message) for message in messages])
-        said = "".join(f"{message['role']}:{message['content']}." for message in messages)
-        text = said + ("assistant:" + (self.template or "").removeprefix("chat"))
+        text = "".join(f"{message['role']}:{message['content']}." for message in messages)
+        if continue_final_message:
+            text = text.removesuffix(".")
+        if add_generation_prompt:
+            text += "assistant:" + (self.template or "").removeprefix("chat")
         return self.encode(text) if tokenize else text
 
     def rfind_think_start(self, tokens: Sequence[int]) -> int:

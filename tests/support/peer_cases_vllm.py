@@ -356,9 +356,14 @@ CHATS = [
     echoing(
         "test_chat_session_with_echo_and_continue_final_message",
         "the last message is continued, and sent back for `echo`",
-        [chat(user("tell me a saying"), {"role": "assistant", "content": "An apple"}, continue_final_message=True)],
-        ignores("continue_final_message"),
-        IGNORED,
+        [
+            chat(
+                *(user("tell me a saying"), {"role": "assistant", "content": "An apple"}),
+                **{"continue_final_message": True, "add_generation_prompt": False, "echo": True},
+            )
+        ],
+        ignores("echo"),
+        f"it is continued; `echo` is for completions: {IGNORED}",
     ),
     echoing(
         "test_top_logprobs",

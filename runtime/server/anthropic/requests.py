@@ -98,6 +98,13 @@ class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=1000, fail_fast=True)]
 
+    @property
+    def ends_in_space(self) -> bool:
+        """Whether the message ends with text, and that with white space."""
+        if isinstance(self.content, str):
+            return self.content[-1:].isspace()
+        return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextBlock))
+
 
 # --- other fields ---------------------------------------------------------------------------------
 
@@ -192,7 +199,14 @@ class MessagesRequest(TokenCountRequest):
     top_k: int | None = Field(None, ge=-1)
 
     def fields(self) -> dict[str, Any]:
-        """See `TokenCountRequest`."""
+        """See `TokenCountRequest`.
+
+        Raises: ErrorResponse: the message to continue ends with white space, which Anthropic's API refuses.
+        """
+        last = self.messages[-1]
+        if last.role == "assistant" and last.ends_in_space:
+            message = "messages: final assistant content cannot end with trailing whitespace; take it away"
+            raise ErrorResponse(400, message, param="messages")
         names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
         fields = {**super().fields(), **{name: getattr(self, name) for name in names}}
         if self.stop_sequences:

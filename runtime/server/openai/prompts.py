@@ -106,6 +106,7 @@ def encode_request(request: Request, runtime: Runtime) -> tuple[int, ...]:
     assert isinstance(request, ChatRequest)
     messages = [message.plain() for message in request.messages]
     if tokenizer_of(runtime).has_chat_template:
+        messages[-1] |= {"prefix": request.continues}
         tools = tools_of_request(request)
         variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
         if request.constraint is not None:

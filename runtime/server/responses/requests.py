@@ -140,12 +140,15 @@ class ParsedRequest:
     Attributes:
         request: its body.
         chat: what to generate.
-        messages: the messages of the chat without the instructions, as JSON; b"" where the response is not stored.
+        messages: the messages of the chat before the answer, without the instructions, as JSON; b"" where the response
+            is not stored.
+        begun: the message that the answer continues; None if it is a new one.
     """
 
     request: ResponsesRequest
     chat: ResponsesChat
     messages: bytes
+    begun: dict[str, Any] | None
 
 
 def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
@@ -161,8 +164,9 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
         return _fields(request, messages)
 
     request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, fields, TAGS)
+    begun = messages.pop() if chat.continues else None
     stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
-    return ParsedRequest(request, chat, stored)
+    return ParsedRequest(request, chat, stored, begun)
 
 
 def _check_support(request: ResponsesRequest) -> None:

@@ -260,6 +260,8 @@ class ResponseSerializer(Serializer):
     def _keep(self) -> None:
         items = {item["id"]: json.dumps(item).encode() for item in self._output}
         answer = messages_of(ITEM.validate_json(item) for item in items.values())
+        if (begun := self._parsed.begun) is not None:
+            answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}
         # The messages before are a list already, to which the answer is added without reading it.
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
         added = [json.dumps(message, ensure_ascii=False).encode() for message in answer]

@@ -65,6 +65,14 @@ class ChatRequest(Request):
         validation_alias=AliasChoices("chat_template_kwargs", "chat_template_args"),
         description="further variables of the chat template",
     )
+    continue_final_message: bool | None = Field(
+        None,
+        description="true: the answer continues the last message; false: it is a new one; by default, it continues a "
+        "message of the assistant's without calls",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="true: the answer is a new message; false: the prompt ends with the last message"
+    )
     prediction: Prediction | None = Field(None, description="a text that the answer may resemble, to draft from")
     functions: Objects | None = Field(None, description="OpenAI's older form of `tools`")
     function_call: str | dict[str, Any] | None = Field(None, description="OpenAI's older form of `tool_choice`")
@@ -74,15 +82,41 @@ class ChatRequest(Request):
         super().check()
         if self.top_logprobs and self.logprobs is None:
             raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
-
+        if self.continue_final_message:
+            self._check_continued()
         if taken := sorted(_NO_VARIABLES & (self.chat_template_kwargs or {}).keys()):
             message = f"chat_template_kwargs cannot have {taken[0]}, which is no variable of the template; leave it out"
             raise ErrorResponse(400, message, param="chat_template_kwargs")
 
+    def _check_continued(self) -> None:
+        """Check that the last message can be continued, as the request wants it.
+
+        Raises: ErrorResponse: it cannot.
+        """
+        last, problem = self.messages[-1], None
+        if self.add_generation_prompt:
+            problem = "cannot go together with add_generation_prompt: true, which begins a new message"
+        elif last.role != "assistant":
+            problem = f"needs a last message of the assistant's, got one of {last.role!r}"
+        elif last.has_calls:
+            problem = "cannot continue a message with calls, which is complete"
+        if problem is not None:
+            message = f"continue_final_message {problem}; leave it out"
+            raise ErrorResponse(400, message, param="continue_final_message")
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message; the default is llama.cpp's."""
+        last = self.messages[-1]
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        can_go_on = last.role == "assistant" and last.prefix is not False and not last.has_calls
+        return can_go_on and not self.add_generation_prompt
+
     @property
     def template_variables(self) -> dict[str, Any]:
         """See `Request`."""
-        variables: dict[str, Any] = {}
+        variables: dict[str, Any] = {} if self.add_generation_prompt is not False else {"add_generation_prompt": False}
         if self.reasoning_effort == "none":
             variables["enable_thinking"] = False
         elif self.reasoning_effort is not None:

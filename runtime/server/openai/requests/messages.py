@@ -33,9 +33,17 @@ class Message(Body):
     tool_calls: Objects | None = None
     function_call: dict[str, Any] | None = None
     tool_call_id: str | None = None
+    prefix: bool | None = Field(
+        None, description="Mistral's field: whether the answer continues this message, if it is the last one"
+    )
     refusal: SentBack = None
     audio: SentBack = None
     annotations: SentBack = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message calls functions."""
+        return bool(self.tool_calls or self.function_call)
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template."""

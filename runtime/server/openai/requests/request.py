@@ -249,6 +249,7 @@ PASSED_ON = frozenset(
         *("logit_bias", "stop", "min_tokens", "cache_prompt"),
         *("include_stop_str_in_output", "skip_special_tokens"),
         *CONSTRAINTS,
+        *("continue_final_message", "add_generation_prompt"),
         *("reasoning_effort", "enable_thinking", "chat_template_kwargs", "chat_template_args"),
         *("prediction", "random_seed", "repeat_penalty", "stop_token_ids", "num_draft_tokens"),
     )
