@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -179,7 +180,7 @@ async def measure_overhead(
     prompts: list[tuple[int, ...]] = [
         tuple((7 * stream + 3 * i) % VOCAB_SIZE for i in range(NUM_PROMPT_TOKENS)) for stream in range(MAX_STREAMS)
     ]
-    request = BenchmarkRequest(prompts=tuple(prompts[: max(plan.streams)]), max_tokens=plan.max_tokens)
+    request = BenchmarkRequest(prompts=cast(Any, prompts[: max(plan.streams)]), max_tokens=plan.max_tokens)
     async with AsyncExitStack() as stack:
         sources = (smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}
         pair, _ = await load_models(stack, *sources, request, measured, on_progress)
