@@ -101,6 +101,7 @@ class RoundLoop:
         self._changed: dict[TargetSession, None] = {}
         self._ready: dict[TargetSession, Round] = {}  # in the order in which they became ready
         self._running: set[TargetSession] = set()
+        self._worked_for: set[TargetSession] = set()  # in the last job
         self._pass_over = trio.Event()
         self._hurried: set[TargetSession] = set()
         self._hurried_until_s = -math.inf
@@ -162,10 +163,13 @@ class RoundLoop:
                 with trio.move_on_after(wait_s):
                     await self._wakeup.wait()
                 continue
+            # Each of these has one turn before others use the worker again, also where each has a job for itself. Those
+            # that become ready meanwhile may share their passes.
+            due = set(self._ready)
             async with self.turn:
-                # Others may have used the worker meanwhile, and more rounds may have become ready.
-                if self._wait_s() <= 0.0:
+                while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
                     await self._work()
+                    due -= self._worked_for
 
     def _wait_s(self) -> float:
         """Seconds until there may be something for the worker to do, unless something changes; 0 for now."""
@@ -347,7 +351,7 @@ class RoundLoop:
     def _take(self, rounds: Sequence[Round]) -> None:
         for round in rounds:
             del self._ready[round.session]
-        self._running = {round.session for round in rounds}
+        self._running = self._worked_for = {round.session for round in rounds}
         self._pass_over = trio.Event()
         self._target_queue.begin([round.session.id for round in rounds], self._worker.clock())
 
