@@ -6,7 +6,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -120,12 +120,20 @@ class Actor(ABC, Generic[S]):
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._serve_beside)
             task_status.started()
             try:
                 async for message in self._inbox:
                     self._hand_over(message)
+                    # All that have come, in one turn of the event loop.
+                    with suppress(trio.WouldBlock):
+                        while True:
+                            self._hand_over(self._inbox.receive_nowait())
             finally:
                 self._take_no_more_sessions()
+
+    async def _serve_beside(self) -> None:
+        """Do what the actor does beside taking messages, until cancelled."""
 
     def _take_no_more_sessions(self) -> None:
         # A nursery closes when the last task in it ends, which may be long before the runtime is left.

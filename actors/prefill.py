@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal
 
 from actors.model import CachedSequence
-from actors.workers.worker import Job, Worker
+from actors.workers.worker import Job, RunsJobs
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
@@ -18,7 +18,7 @@ CHECKPOINT_DISTANCE = 16
 
 
 async def prefill(
-    worker: Worker, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
+    worker: RunsJobs, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
 ) -> None:
     """Feed the prompt tokens that are read without logits and are not cached.
 
@@ -52,7 +52,7 @@ async def prefill(
 
 
 async def prefill_committed(
-    worker: Worker,
+    worker: RunsJobs,
     sequence: CachedSequence,
     cached_tokens: CachedTokens,
     opened: Open,

@@ -36,6 +36,7 @@ class Session:
         logits_pipeline: shapes the logits of both models.
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
             string ends the text, if one does; must not raise. None if there are no stop strings.
+        on_room: called when the consumer has made room for a commit that did not fit; must neither wait nor raise.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
 
@@ -51,6 +52,7 @@ class Session:
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
+    on_room: Callable[[], None] | None = None
     scores: list[TokenScore] = attrs.field(factory=list)
 
     def end(self, error: OutriderError | None = None) -> None:
@@ -71,24 +73,27 @@ class Session:
 
     # --- to the consumer --------------------------------------------------------------------------
 
-    async def wait_for_consumer(self) -> None:
-        """Wait for a slow consumer, if the last commit does not fit into the channel."""
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the last commit does not fit into the channel."""
+        if self.unsent is None:
+            return False
         statistics = self.commits.statistics()
-        if statistics.current_buffer_used >= statistics.max_buffer_size:
-            await self.deliver()
+        return statistics.current_buffer_used >= statistics.max_buffer_size
 
-    async def deliver(self) -> None:
-        """Send the unsent commit, if any, to the consumer; waits for space in the channel."""
+    def make_room(self) -> None:
+        """Note that the consumer has taken something: send the unsent commit, if there is one. Never waits."""
         if self.unsent is not None:
-            await self.commits.send(self.unsent)
-            self.unsent = None
+            self.deliver_nowait()
+            if self.on_room is not None:
+                self.on_room()
 
     def deliver_nowait(self) -> None:
-        """The same if there is space; never waits."""
+        """Send the unsent commit, if there is one and space for it, to the consumer. Never waits."""
         if self.unsent is None:
             return
         try:
             self.commits.send_nowait(self.unsent)
         except (trio.WouldBlock, trio.BrokenResourceError, trio.ClosedResourceError):
-            return  # the next `deliver` will meet it
+            return  # later, or its consumer has gone
         self.unsent = None

@@ -24,14 +24,17 @@ synchronisation; log-probabilities, if they are asked for, take a second one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import attrs
 import mlx.core as mx
 
 from protocol.errors import ProtocolError
 from protocol.messages import Likelihood
-from protocol.randomness import Purpose, key_for
+from protocol.randomness import Purpose, key_for, keys_for
+
+# (seed, absolute position) of each row of some logits, which may be of several texts.
+Decisions = Sequence[tuple[int, int]]
 
 
 @attrs.frozen
@@ -54,12 +57,12 @@ class LazyJudgement:
 
     Attributes:
         arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
-        token: one element, the token that comes next; None if it depends on what is accepted.
+        token: returns the token that comes next, an array of one element; None if it depends on what is accepted.
     """
 
     arrays: tuple[mx.array, ...]
     _read: Callable[[], Judgement]
-    token: mx.array | None = None
+    token: Callable[[], mx.array] | None = None
 
     def read(self) -> Judgement:
         """The judgement. Evaluates the arrays if that was not done yet."""
@@ -113,12 +116,40 @@ def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_si
 
     Args: see `choices`.
     """
+    return _scores(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
+
+
+def _scores(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
     if temperature == 0:
         return logits
-    noise = mx.stack(
-        [mx.random.gumbel((noise_size,), key=key_for(seed, Purpose.NOISE, start + i)) for i in range(logits.shape[0])]
-    )
+    noise = _gumbel(keys_for(Purpose.NOISE, decisions), noise_size)
     return _tempered(logits, temperature) + noise[:, : logits.shape[1]]
+
+
+def _gumbel(keys: mx.array, size: int) -> mx.array:
+    """(n, size) noise, of each row as its key gives it alone."""
+    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
+    return noise
+
+
+def choices_together(
+    logits: mx.array, rule: Literal["match", "rejection"], temperature: float, decisions: Decisions
+) -> mx.array:
+    """The tokens that several texts choose at each position, as one set of array operations.
+
+    Args:
+        logits: (n, V) of any texts.
+        rule: of all of them: `choices` under the match rule, bonus tokens under the rejection rule.
+        temperature: of all of them, >= 0, or > 0 under the rejection rule.
+        decisions: of each row.
+
+    Returns: (n,) ids, lazy; each is what it is for its text alone.
+    """
+    if rule == "match":
+        return mx.argmax(_scores(logits, temperature, decisions, logits.shape[1]), axis=-1)
+    # As `draw`: the largest sum of log-probability and noise.
+    noise = _gumbel(keys_for(Purpose.RECOVER, decisions), logits.shape[1])
+    return mx.argmax(mx.log(distribution(logits, temperature)) + noise, axis=-1)
 
 
 def likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
@@ -190,7 +221,7 @@ def judge_by_match(
         num_accepted = count_matches(ids, drafted)
         return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
 
-    return LazyJudgement((choice_of_rows,), read, None if drafted else choice_of_rows)
+    return LazyJudgement((choice_of_rows,), read, None if drafted else lambda: choice_of_rows)
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -284,7 +315,7 @@ def judge_by_rejection(
     p = distribution(logits, temperature)
     if not drafted:
         token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
-        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)), token)
+        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)), lambda: token)
     q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])

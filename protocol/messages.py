@@ -37,6 +37,12 @@ def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise ValueError(f"{attribute.name} must be a tuple of token ids >= 0, got {shown(value)}")
 
 
+def _check_place(session: int, round: int, start: int) -> None:
+    """Check what a message of a round names. One call instead of a validator each: every token passes through here."""
+    if session < 0 or round < 0 or start < 1:
+        raise ValueError(f"there is no session {session}, round {round} or first position {start}")
+
+
 @attrs.frozen
 class Open:
     """A session begins.
@@ -96,28 +102,23 @@ class Proposal:
             come since; see `LookaheadTree.is_stale`.
     """
 
-    session: int = attrs.field(validator=ge(0))
-    round: int = attrs.field(validator=ge(0))
-    start: int = attrs.field(validator=ge(1))
-    tokens: tuple[int, ...] = attrs.field(validator=_tokens)
+    session: int
+    round: int
+    start: int
+    tokens: tuple[int, ...]
     probs: tuple[mx.array | None, ...] = attrs.field(default=(), eq=False, repr=False)
     reach: tuple[float, ...] = attrs.field(default=(), repr=False)
-    num_stale: int = attrs.field(default=0, validator=ge(0))
+    num_stale: int = 0
 
-    @probs.validator
-    def _one_each(self, _: Any, value: tuple[mx.array | None, ...]) -> None:
-        if value and len(value) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(value)}")
-
-    @reach.validator
-    def _one_reach_each(self, _: Any, value: tuple[float, ...]) -> None:
-        if value and len(value) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens need as many probabilities, got {len(value)}")
-
-    @num_stale.validator
-    def _no_more_than_tokens(self, _: Any, value: int) -> None:
-        if value > len(self.tokens):
-            raise ValueError(f"of {len(self.tokens)} tokens, {value} cannot be stale")
+    def __attrs_post_init__(self) -> None:
+        _check_place(self.session, self.round, self.start)
+        _tokens(self, attrs.fields(Proposal).tokens, self.tokens)
+        if self.probs and len(self.probs) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(self.probs)}")
+        if self.reach and len(self.reach) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens need as many probabilities, got {len(self.reach)}")
+        if not 0 <= self.num_stale <= len(self.tokens):
+            raise ValueError(f"of {len(self.tokens)} tokens, {self.num_stale} cannot be stale")
 
     def cut(self, num_tokens: int) -> Proposal:
         """The first tokens of the proposal."""
@@ -175,31 +176,27 @@ class Verdict:
         features: for a drafter that reads them, of the tokens that the target has read since the last; None without.
     """
 
-    session: int = attrs.field(validator=ge(0))
-    round: int = attrs.field(validator=ge(0))
-    start: int = attrs.field(validator=ge(1))
-    num_accepted: int = attrs.field(validator=ge(0))
-    token: int | None = attrs.field(validator=optional(ge(0)))
-    single_step: bool = attrs.field(default=False)
+    session: int
+    round: int
+    start: int
+    num_accepted: int
+    token: int | None
+    single_step: bool = False
     settles: bool = False
     likelihoods: tuple[Likelihood, ...] = ()
     stop: Stop | None = None
-    num_judged: int | None = attrs.field(default=None, validator=optional(ge(0)))
+    num_judged: int | None = None
     features: Features | None = attrs.field(default=None, eq=False, repr=False)
 
-    @token.validator
-    def _commits_something(self, _: Any, value: int | None) -> None:
-        if value is None and self.num_accepted == 0:
+    def __attrs_post_init__(self) -> None:
+        _check_place(self.session, self.round, self.start)
+        if self.num_accepted < 0 or (self.token is not None and self.token < 0):
+            raise ValueError(f"neither a number of tokens nor a token is negative: {self!r}")
+        if self.token is None and self.num_accepted == 0:
             raise ValueError("a verdict commits at least one token")
-
-    @num_judged.validator
-    def _judges_what_it_accepts(self, _: Any, value: int | None) -> None:
-        if value is not None and value < self.num_accepted:
-            raise ValueError(f"a verdict on {value} drafted tokens cannot accept {self.num_accepted}")
-
-    @single_step.validator
-    def _compares_one(self, _: Any, value: bool) -> None:
-        if value and self.num_accepted > 1:
+        if self.num_judged is not None and self.num_judged < self.num_accepted:
+            raise ValueError(f"a verdict on {self.num_judged} drafted tokens cannot accept {self.num_accepted}")
+        if self.single_step and self.num_accepted > 1:
             raise ValueError(f"a single step compares one drafted token, and cannot accept {self.num_accepted}")
 
 

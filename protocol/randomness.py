@@ -13,6 +13,7 @@ No two decisions about one position share a purpose, so they are independent of 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -40,8 +41,25 @@ def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.ar
 
     Returns: an MLX random key.
     """
+    return mx.random.key(_number(seed, purpose, position, trail))
+
+
+def keys_for(purpose: Purpose, decisions: Sequence[tuple[int, int]]) -> mx.array:
+    """The keys of several decisions, each of which `key_for` would give alone.
+
+    Args:
+        purpose: what the keys are for.
+        decisions: (seed, position) of each.
+
+    Returns: (n, 2), for `mx.vmap`.
+    """
+    numbers = [_number(seed, purpose, position) for seed, position in decisions]
+    return mx.array([[number >> 32, number & 0xFFFFFFFF] for number in numbers], dtype=mx.uint32)
+
+
+def _number(seed: int, purpose: Purpose, position: int, trail: int = 0) -> int:
     mixed = _mix(_mix(_mix(seed) ^ int(purpose)) ^ position)
-    return mx.random.key(_mix(mixed ^ trail) if trail else mixed)
+    return _mix(mixed ^ trail) if trail else mixed
 
 
 def seed_of_text(seed: int, number: int) -> int:

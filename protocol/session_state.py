@@ -135,6 +135,10 @@ class SessionState:
         self.rests_until = 0
         self.finish_reason: FinishReason | None = None
         self.num_stale = 0
+        bounds = [] if opened.context_length is None else [opened.context_length]
+        if opened.settings.max_tokens is not None:
+            bounds.append(len(opened.prompt) + opened.settings.max_tokens - opened.num_resumed)
+        self._max_committed = min(bounds, default=None)
 
     @property
     def next_position(self) -> int:
@@ -149,12 +153,7 @@ class SessionState:
     @property
     def remaining(self) -> int | None:
         """How many more tokens may be committed, >= 0; None if there is no bound."""
-        bounds = []
-        if self.opened.settings.max_tokens is not None:
-            bounds.append(self.opened.settings.max_tokens - self.opened.num_resumed - self.num_generated)
-        if self.opened.context_length is not None:
-            bounds.append(self.opened.context_length - len(self.committed))
-        return min(bounds) if bounds else None
+        return None if self._max_committed is None else self._max_committed - len(self.committed)
 
     def is_stale(self, message: Proposal | Verdict) -> bool:
         """Whether a message's round is over. If it is, the message is counted in `num_stale`.

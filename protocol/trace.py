@@ -72,20 +72,22 @@ class Span:
     def sessions(self) -> tuple[int, ...]:
         """The sessions that the job was for; empty for a job of none."""
         if self.shares:
-            return tuple(share.session for share in self.shares)
+            return tuple([share.session for share in self.shares])
         return () if self.session is None else (self.session,)
 
     def round_of(self, session: int) -> int | None:
         """The round of one of `sessions`; None for a job outside rounds."""
         return next((share.round for share in self.shares if share.session == session), self.round)
 
-    def fraction_of(self, session: int) -> float:
-        """The fraction of the job that one of `sessions` accounts for, in (0, 1]: its tokens, of those of all."""
-        share = next((share for share in self.shares if share.session == session), None)
-        if share is None:
-            return 1.0
-        num_tokens = sum(each.num_tokens for each in self.shares)
-        return share.num_tokens / num_tokens if num_tokens else 1.0 / len(self.shares)
+    @property
+    def fractions(self) -> dict[int, float]:
+        """The fraction of the job that each of `sessions` accounts for, in (0, 1]: its tokens, of those of all."""
+        if not self.shares:
+            return dict.fromkeys(self.sessions, 1.0)
+        num_tokens = sum([share.num_tokens for share in self.shares])
+        if num_tokens == 0:
+            return dict.fromkeys(self.sessions, 1.0 / len(self.shares))
+        return {share.session: share.num_tokens / num_tokens for share in self.shares}
 
 
 @attrs.frozen

@@ -178,10 +178,10 @@ class RowBatch:
         """
         self._settle()
         widths = [int(key in tokens) for key in self._keys]
-        none = mx.zeros((1,), mx.int32)
-        fed = [tokens[key].reshape(1).astype(mx.int32) if key in tokens else none for key in self._keys]
+        none = mx.zeros((1,), mx.uint32)
+        fed = mx.concatenate([tokens[key].reshape(1) if key in tokens else none for key in self._keys])
         # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
-        logits = self._forward(mx.minimum(mx.stack(fed), self._vocab_size - 1), widths, recorder)
+        logits = self._forward(mx.minimum(fed.astype(mx.int32), self._vocab_size - 1)[:, None], widths, recorder)
         mx.async_eval(logits)
         # The states from before the pass before are kept no longer.
         self._lengths_before = list(self._lengths)

@@ -7,12 +7,26 @@ least one is finite. That is one reduction, which is evaluated together with the
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 
 from protocol.errors import NotANumberError, OutriderError, ProcessorError
+
+
+@attrs.define
+class SharedValues:
+    """The values of a lazy array (n,), of which several texts read parts. It is read back once."""
+
+    array: mx.array
+    _values: list[Any] | None = attrs.field(default=None, init=False)
+
+    def part(self, rows: slice) -> list[Any]:
+        """Some of the values. Evaluates the array if that was not done yet."""
+        if self._values is None:
+            self._values = cast(list[Any], self.array.tolist())
+        return self._values[rows]
 
 
 @attrs.frozen
@@ -22,24 +36,29 @@ class LogitCheck:
     Attributes:
         own: (n,) of the model's own logits.
         processed: (n,) of the processed logits; None if no processor changed them.
+        rows: which of them are this text's.
     """
 
-    own: mx.array
-    processed: mx.array | None = None
+    own: SharedValues
+    processed: SharedValues | None = None
+    rows: slice = slice(None)
 
     @classmethod
     def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
         """The check of the model's rows (n, V), and of the processed rows, which may be the same object."""
-        return cls(mx.max(logits, axis=-1), None if processed is logits else mx.max(processed, axis=-1))
+        own = SharedValues(mx.max(logits, axis=-1))
+        return cls(own, None if processed is logits else SharedValues(mx.max(processed, axis=-1)))
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together with something else."""
-        return [self.own] if self.processed is None else [self.own, self.processed]
+        return [self.own.array] if self.processed is None else [self.own.array, self.processed.array]
 
     def num_sound(self) -> int:
         """How many rows come before the first one from which no token can be chosen."""
-        maxima = zip(*(cast(list[float], array.tolist()) for array in self.arrays()), strict=True)
-        return next((i for i, row in enumerate(maxima) if not all(map(math.isfinite, row))), self.own.size)
+        own = self.own.part(self.rows)
+        processed = own if self.processed is None else self.processed.part(self.rows)
+        maxima = zip(own, processed, strict=True)
+        return next((i for i, row in enumerate(maxima) if not all(map(math.isfinite, row))), len(own))
 
     def check(self, row: int, position: int, role: str) -> None:
         """Raise an error if no token can be chosen from a row.
@@ -57,14 +76,14 @@ class LogitCheck:
             raise error
 
     def _error(self, row: int, position: int, role: str) -> OutriderError | None:
-        own = cast(list[float], self.own.tolist())[row]
+        own = self.own.part(self.rows)[row]
         if not math.isfinite(own):
             return NotANumberError(
                 f"the {role} model gave {_named(own)} for the token at position {position}; usually numbers have "
                 "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it "
                 "again"
             )
-        if self.processed is None or math.isfinite(processed := cast(list[float], self.processed.tolist())[row]):
+        if self.processed is None or math.isfinite(processed := self.processed.part(self.rows)[row]):
             return None
         return ProcessorError(
             f"logits processors, penalties and logit_bias leave {_named(processed)} for the token at position "

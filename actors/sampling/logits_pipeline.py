@@ -10,7 +10,7 @@ The logits of both models go through the same pipeline, each on its model's thre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import attrs
@@ -77,6 +77,18 @@ class LogitsPipeline:
     def runs_user_code(self) -> bool:
         """Whether there is a user's processor or sampler. It is called with evaluated arrays and evaluated at once."""
         return len(self._own) > 0 or self._sampler is not None
+
+    @property
+    def kind(self) -> Hashable | None:
+        """What texts must have in common to be judged together; None for one that is judged by itself.
+
+        Processors see a text, and XTC draws for it.
+        """
+        settings = self._settings
+        if self.runs_user_code or self.needs_text or self._bias or settings.xtc_probability > 0:
+            return None
+        shapes = (settings.top_p, settings.min_p, settings.min_tokens_to_keep, settings.top_k) if self._filters else ()
+        return settings.rule, settings.temperature, *shapes
 
     @property
     def needs_text(self) -> bool:

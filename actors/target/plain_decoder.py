@@ -16,6 +16,9 @@ from protocol.cached_tokens import FeedPlan
 from protocol.messages import Features, Likelihood, Open
 from protocol.randomness import Purpose, key_for
 
+# A token, its likelihood if the session asks for it, and the features of what was read.
+Decoded = tuple[int, tuple[Likelihood, ...], Features | None]
+
 
 @attrs.frozen
 class _PendingToken:
@@ -56,10 +59,8 @@ class PlainDecoder:
         """Whether the cache already processes the last token that was returned."""
         return self._pending is not None or self._pending_rows is not None
 
-    def step(
-        self, plan: FeedPlan, history: TokenHistory, position: int, go_ahead: bool
-    ) -> tuple[int, tuple[Likelihood, ...], Features | None]:
-        """The token at a position, its likelihood if the session asks for it, and the features of what was read.
+    def step(self, plan: FeedPlan, history: TokenHistory, position: int, go_ahead: bool) -> Decoded:
+        """The token at a position.
 
         Args:
             plan: how to bring the cache in line with the text; empty while the decoder is ahead.

@@ -8,7 +8,7 @@ from actors.model import CachedSequence
 from actors.prefill import tokens_per_pass
 from actors.sampling.logit_check import LogitCheck
 from actors.target.target_session import TargetSession
-from actors.workers.worker import Job, Worker
+from actors.workers.worker import Job, RunsJobs
 from protocol.messages import Close
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.scores import TokenScore, token_scores
@@ -18,7 +18,7 @@ _MAX_LOGITS = 2**24
 
 
 async def score_prompt(
-    worker: Worker, sequence: CachedSequence, session: TargetSession, chunk_size: PrefillChunkSize, vocab_size: int
+    worker: RunsJobs, sequence: CachedSequence, session: TargetSession, chunk_size: PrefillChunkSize, vocab_size: int
 ) -> None:
     """After prefill, in a session that scores: feed the tokens to be scored, and close the session.
 

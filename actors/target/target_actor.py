@@ -13,13 +13,13 @@ from actors.prefill import prefill
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
-from actors.target.pass_queue import PassQueue
-from actors.target.round_runner import RoundRunner
+from actors.target.round_loop import RoundLoop
 from actors.target.scoring import score_prompt
 from actors.target.target_session import TargetSession
+from actors.workers.in_turn import InTurn
 from actors.workers.worker import Job, JobError, Worker
-from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, PromptFeatures
+from protocol.errors import OutriderError, StreamFailedError
+from protocol.messages import Close, Message, PromptFeatures, Verdict
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_BATCH
@@ -30,8 +30,7 @@ from protocol.trace import Event
 class TargetActor(ModelActor[TargetSession]):
     """Verifies proposals. The rounds that wait when the model becomes free share a forward pass.
 
-    Each session has at most one job in the worker's queue, a chunk of its prompt or a round, and jobs run in the order
-    in which they were queued.
+    Each session has a task that opens its cache, reads its prompt, and closes it. Its rounds are run by the round loop.
 
     Attributes:
         drafter: the link to the drafter; without one until `DrafterLink.attach`.
@@ -60,14 +59,27 @@ class TargetActor(ModelActor[TargetSession]):
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._on_failure = on_failure
-        self.drafter = DrafterLink(self._sessions, prices, partial(self._note, kind="overdue"))
-        self._passes = PassQueue(
-            model, worker, prices, target_queue, max_batch, can_hurry=self.drafter.can_hurry, hurry=self.drafter.hurry
+        self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
+        self._rounds = RoundLoop(
+            model,
+            worker,
+            prices,
+            target_queue,
+            self.drafter,
+            self.chunk_size,
+            max_batch,
+            num_sessions=lambda: len(self._sessions),
+            on_commit=self._note_commit,
+            on_rewind=self._note_rewind,
         )
-        self._rounds = RoundRunner(
-            worker, prices, target_queue, self._passes, self.chunk_size, self._sessions, self._note_rewind
-        )
-        self._num_in_rounds = 0
+
+    async def _serve_beside(self) -> None:
+        await self._rounds.serve()
+
+    def _hand_over(self, message: Message) -> None:
+        super()._hand_over(message)
+        if (session := self._sessions.get(message.session)) is not None:
+            self._rounds.look_at(session)
 
     def _new_session(self, shared: Session) -> TargetSession:
         return TargetSession(shared)
@@ -80,13 +92,12 @@ class TargetActor(ModelActor[TargetSession]):
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
                 sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
-                await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
+                in_turn = InTurn(self.worker, self._rounds.turn)
+                await prefill(in_turn, sequence, session.cached_tokens, opened, self.chunk_size)
                 await self._give_prompt_features(session, sequence)
                 await self._hand_on(session, sequence)
-                await score_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
-                while session.state.phase is not SessionPhase.CLOSED:
-                    shared.unsent = await self._round(session, sequence)
-                self._passes.forget(session.id)
+                await score_prompt(in_turn, sequence, session, self.chunk_size, self.model.vocab_size)
+                await self._rounds.decode(session)
                 # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
                 shared.deliver_nowait()
                 if session.state.finish_reason is not None:
@@ -98,7 +109,6 @@ class TargetActor(ModelActor[TargetSession]):
         except Exception as error:  # of any kind: it ends this session, and the others go on
             self._fail(session, error)
         finally:
-            self._passes.forget(session.id)
             shared.end()
             # A session that failed must not occupy the drafter, even before anybody has read that it failed.
             if session.state.phase is not SessionPhase.CLOSED:
@@ -143,59 +153,8 @@ class TargetActor(ModelActor[TargetSession]):
         failure.__cause__ = error
         session.shared.end(failure)
 
-    async def _round(self, session: TargetSession, sequence: CachedSequence) -> Commit:
-        """Wait for a proposal, judge it, send the verdict to the drafter, and return the commit.
-
-        The commit of the round before is delivered while the models work or are waited for: what a consumer does with
-        a token takes time in the same thread.
-        """
-        await session.shared.wait_for_consumer()
-        began, busy_before = self.worker.clock(), self.worker.busy_seconds
-        self._num_in_rounds += 1
-        try:
-            await self.drafter.wait_for_proposal(session)
-            sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
-            self.prices.num_texts = max(1, min(self._num_in_rounds, self._passes.num_shared))
-            if sequence.length < len(session.cached_tokens):
-                await self._rounds.catch_up(session, sequence)
-            proposal = session.state.outstanding
-            is_drafted = session.state.phase is not SessionPhase.UNDRAFTED
-            verdict = await self._rounds.run(session, sequence, proposal)
-            # A running job is not abandoned, so the session may have been closed meanwhile.
-            await trio.lowlevel.checkpoint_if_cancelled()
-            idle_s = max(0.0, self.worker.clock() - began - (self.worker.busy_seconds - busy_before))
-            round_s = session.last_pass_s + idle_s / self._num_in_rounds
-        finally:
-            self._num_in_rounds -= 1
-        verdict = session.with_stop(verdict)
-        commit = session.state.apply(verdict)
-        if commit is None:
-            raise ProtocolError(f"the target's own {verdict!r} was stale")
+    def _note_commit(self, session: TargetSession, verdict: Verdict, commit: Commit) -> None:
         self._note(session, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
-        if is_drafted:
-            self.drafter.send(verdict)
-            if session.decodes_alone and session.state.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING):
-                self.drafter.leave_behind(session)
-        if commit.round > 0:  # the first round waits for the drafter's prefill
-            if proposal is None:
-                # The first plain round after a proposal cannot be a pass ahead, and its cost cannot be avoided.
-                if session.was_plain:
-                    self._price_plain_round(session, round_s)
-            else:
-                self.prices.observe_round(len(commit.tokens), round_s)
-        session.was_plain = proposal is None
-        return commit
-
-    def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
-        shared = session.last_pass
-        if shared is None:
-            self.prices.observe_plain_round(round_s, session.last_pass_s)
-            return
-        # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
-        if shared.num_rows == shared.num_rounds:
-            # A pass that was started ahead has worked between the jobs, too.
-            pass_s = shared.seconds if shared.is_typical else self.prices.verify(shared.num_rows)
-            self.prices.observe_plain_round(round_s, pass_s / shared.num_rounds, num_texts=shared.num_rounds)
 
     def _note_rewind(self, session: TargetSession, num_tokens: int) -> None:
         self._note(session, "rewind", num_tokens=num_tokens)

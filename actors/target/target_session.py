@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import attrs
+import trio
 
 from actors.actor import ActorSession
 from actors.session import Session
-from actors.target.pass_queue import SharedPass
 from actors.target.plain_decoder import PlainDecoder
 from protocol.errors import ProtocolError
 from protocol.messages import Message, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.pass_plan import ReadyRound
+from protocol.prices import Mean
 from protocol.replay import ReplayDebt
+
+# Most rounds without drafted tokens after passes with some have failed again and again.
+MAX_CAREFUL = 64
 
 
 class TargetSession(ActorSession):
     """The state of one session at the target.
 
     Attributes:
-        decoder: of rounds without a proposal; made for the first of them.
+        decoder: of rounds that the text has for itself without a proposal; made for the first of them.
         replay: tracks when replayed tokens are fed for good.
         verify_seconds: spent on verify passes so far.
-        last_pass: the last pass, if others could share it.
-        last_pass_s: seconds of the last pass, over the sessions that shared it.
-        was_plain: whether the round before had no proposal.
-        was_single_step: whether the last verify pass could not have been undone.
-        num_alone: rounds for which it shares no pass, because one that it shared has failed.
-        awaits_proposal: whether its task waits for a proposal now.
+        text_over: set once the rounds are over.
+        failure: the error that ended them, if one did.
+        is_blocked: whether a slow consumer keeps the next round from beginning.
+        awaits_proposal_since_s: since when a proposal is waited for, in seconds on the worker's clock; None if none is.
+        proposal_due_s: until when.
+        was_asked: whether the drafter was asked for what it has by now.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
+        round_began_s, busy_before_s: when the round began, and what the worker had worked by then, in seconds.
+        last_pass_s: seconds of the last pass, over the texts that shared it.
+        pass_s, pass_rounds, pass_rows, pass_is_typical: of the last pass that others could share: its seconds, rounds
+            and rows, and whether it shows what such a pass costs. No rounds for a step of the decoder.
+        ended_s: when the last shared pass ended, until the next round is ready.
+        last_ready: the round that had a part in it.
+        turnaround_s: mean time from the end of a pass until the next round is ready.
+        has_shared: whether the text has shared a pass.
+        was_plain: whether the round before had no proposal.
+        was_single_step: whether the last verify pass could not have been undone.
+        num_careful: rounds that feed no drafted tokens, because a pass with some has failed.
+        reads_again: whether the cache lacks committed tokens that it had, since a pass has failed.
     """
 
     def __init__(self, shared: Session) -> None:
@@ -35,14 +52,37 @@ class TargetSession(ActorSession):
         self.decoder: PlainDecoder | None = None
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
-        self.last_pass: SharedPass | None = None
-        self.last_pass_s = 0.0
-        self.was_plain = False
-        self.was_single_step = False
-        self.num_alone = 0
-        self.awaits_proposal = False
+        self.text_over = trio.Event()
+        self.failure: Exception | None = None
+        self.is_blocked = False
+        self.awaits_proposal_since_s: float | None = None
+        self.proposal_due_s = 0.0
+        self.was_asked = False
         self.is_drafter_ready = False
         self.decodes_alone = False
+        self.round_began_s = self.busy_before_s = 0.0
+        self.last_pass_s = self.pass_s = 0.0
+        self.pass_rounds = self.pass_rows = 0
+        self.pass_is_typical = False
+        self.ended_s: float | None = None
+        self.last_ready = ReadyRound(1)
+        self.turnaround_s = Mean(memory=8.0)
+        self.has_shared = False
+        self.was_plain = False
+        self.was_single_step = False
+        self.num_careful = 0
+        self.reads_again = False
+        self._next_careful = 1
+
+    @property
+    def is_careful(self) -> bool:
+        """Whether the next round feeds no drafted tokens."""
+        return self.num_careful > 0
+
+    def be_careful(self) -> None:
+        """Feed no drafted tokens, since a pass with some has failed: in one round, and the next times in more."""
+        self.num_careful = self._next_careful
+        self._next_careful = min(MAX_CAREFUL, 4 * self._next_careful)
 
     @property
     def seconds_per_token(self) -> float:
@@ -63,7 +103,6 @@ class TargetSession(ActorSession):
                 self.state.withdraw(message)
             case _:
                 raise ProtocolError(f"the target cannot handle {message!r}")
-        self.wake()
 
     def with_stop(self, verdict: Verdict) -> Verdict:
         """The verdict, with the place where a stop string ends the text.

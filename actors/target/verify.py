@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import TypeVar, cast
 
 import attrs
@@ -10,12 +11,14 @@ import mlx.core as mx
 import outcome
 
 from actors.model import CachedSequence, CacheLostError, Feed, Model, RewindMode
-from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logit_check import LogitCheck, SharedValues
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.session import Session
 from protocol.acceptance import (
     Judgement,
     LazyJudgement,
+    choices_together,
+    count_matches,
     judge_by_match,
     judge_by_rejection,
     likelihoods,
@@ -115,13 +118,14 @@ def verify(
         if any(each.request.shared.logits_pipeline.runs_user_code for each in fed):
             # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
             mx.eval(logits)
-        rows = iter(logits)
-        judged = [_chain(each, lambda fed: fed.judge(next(rows))) for each in prepared]
-        arrays = [each.value.arrays() for each in judged if isinstance(each, outcome.Value)]
+        found = iter(judge_each(fed, logits))
+        judged = [next(found) if isinstance(each, outcome.Value) else each for each in prepared]
+        sound = [each.value for each in judged if isinstance(each, outcome.Value)]
+        arrays = {id(array): array for each in sound for array in each.arrays()}  # texts share some
         if goes_ahead:
-            mx.async_eval(arrays)
-            model.feed_ahead(_next_tokens([each.value for each in judged if isinstance(each, outcome.Value)]))
-        mx.eval(arrays)
+            mx.async_eval(*arrays.values())
+            model.feed_ahead(_next_tokens(sound))
+        mx.eval(*arrays.values())
     except BaseException:
         # What is in the caches now is not known.
         model.abandon_shared()
@@ -131,10 +135,60 @@ def verify(
     return [_chain(each, _Judged.finish) for each in judged]
 
 
+def judge_each(fed: Sequence[_Fed], logits: Sequence[mx.array]) -> list[outcome.Outcome[_Judged]]:
+    """Apply the sessions' acceptance rules to their logits: one set of array operations for texts of one kind.
+
+    Args:
+        fed: the texts.
+        logits: (n, V) of each.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for index, each in enumerate(fed):
+        kinds.setdefault(each.kind or index, []).append(index)
+    judged: dict[int, outcome.Outcome[_Judged]] = {}
+    for indices in kinds.values():
+        if len(indices) == 1:
+            judged[indices[0]] = outcome.capture(fed[indices[0]].judge, logits[indices[0]])
+            continue
+        together = _judge_together([fed[index] for index in indices], [logits[index] for index in indices])
+        judged.update(zip(indices, map(outcome.Value, together), strict=True))
+    return [judged[index] for index in range(len(fed))]
+
+
+def _judge_together(fed: Sequence[_Fed], logits: Sequence[mx.array]) -> list[_Judged]:
+    """Judge texts of one kind. No user code runs, so that a failure is one of the pass."""
+    rows = mx.concatenate(list(logits))
+    ends = list(accumulate(each.shape[0] for each in logits))
+    parts = [slice(end - each.shape[0], end) for each, end in zip(logits, ends, strict=True)]
+    decisions = [
+        (each.request.shared.opened.seed, each.request.proposal.start + i)
+        for each, part in zip(fed, parts, strict=True)
+        for i in range(part.stop - part.start)
+    ]
+    settings = fed[0].request.shared.opened.settings
+    filtered = fed[0].request.shared.logits_pipeline.filter(rows, 0)
+    chosen = SharedValues(choices_together(filtered, settings.rule, settings.temperature, decisions))
+    largest = SharedValues(mx.max(rows, axis=-1))
+    return [
+        _Judged(each, rows, LogitCheck(largest, rows=part), judge_choices(chosen, part, each.drafted))
+        for each, part in zip(fed, parts, strict=True)
+    ]
+
+
+def judge_choices(chosen: SharedValues, part: slice, drafted: tuple[int, ...]) -> LazyJudgement:
+    """Judge a proposal by the target's choices, which are part of an array."""
+
+    def read() -> Judgement:
+        ids = chosen.part(part)
+        num_accepted = count_matches(ids, drafted)
+        return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
+
+    return LazyJudgement((chosen.array,), read, None if drafted else lambda: chosen.array[part])
+
+
 def _next_tokens(judged: Sequence[_Judged]) -> dict[CachedSequence, mx.array]:
     """The tokens that come next, of the texts whose next token depends on nothing else."""
-    tokens = {each.fed.request.sequence: each.judgement.token for each in judged}
-    return {sequence: token for sequence, token in tokens.items() if token is not None}
+    return {each.fed.request.sequence: each.judgement.token() for each in judged if each.judgement.token is not None}
 
 
 def _chain(before: outcome.Outcome[S], call: Callable[[S], T]) -> outcome.Outcome[T]:
@@ -154,6 +208,14 @@ class _Fed:
     feed: Feed
     drafted: tuple[int, ...]
     single_step: bool
+
+    @property
+    def kind(self) -> Hashable | None:
+        """What texts must have in common to be judged together; None for one that is judged by itself."""
+        opened = self.request.shared.opened
+        if opened.settings.logprobs or (opened.settings.rule == "rejection" and self.drafted):
+            return None
+        return self.request.shared.logits_pipeline.kind
 
     def judge(self, logits: mx.array) -> _Judged:
         """Apply the session's acceptance rule to its logits; lazy, but that user code is called."""

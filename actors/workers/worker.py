@@ -143,6 +143,14 @@ class JobError(OutriderError):
     """A job raised, or was not run because its worker has ended; the error is the cause."""
 
 
+class RunsJobs(Protocol):
+    """Runs jobs, perhaps after others."""
+
+    async def run(self, job: Job[T]) -> T:
+        """See `Worker.run`."""
+        ...
+
+
 class Worker(Protocol):
     """Runs jobs one at a time, in the order in which they were handed in."""
 
@@ -199,11 +207,14 @@ class Worker(Protocol):
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:
     """A job's outcome with any exception wrapped in a `JobError`, so that callers can tell it from their own."""
-    if not isinstance(result, outcome.Error):
-        return result
+    return outcome.Error(job_error(job, result.error)) if isinstance(result, outcome.Error) else result
+
+
+def job_error(job: Job[Any], error: BaseException) -> JobError:
+    """The error of a job, with what its call raised as the cause."""
     # The error may live for long, as the cause of an error that a user is given. The frames that it passed through
     # may hold arrays, such as those that did not fit into memory; they must not live as long.
-    traceback.clear_frames(result.error.__traceback__)
-    error = JobError(f"{job.kind} failed: {type(result.error).__name__}: {result.error}")
-    error.__cause__ = result.error
-    return outcome.Error(error)
+    traceback.clear_frames(error.__traceback__)
+    wrapped = JobError(f"{job.kind} failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -286,7 +286,7 @@ class ContenderRunner:
     ) -> Run:
         draft = self._pair.draft_of(contender)
         steps = partial(
-            _mlx_lm_steps,
+            mlx_lm_steps,
             self._pair.target.module,
             None if contender.lookahead == 0 or draft is None else draft[0].module,
             prompt,
@@ -333,7 +333,7 @@ def _do_nothing() -> None:
 # --- on the target's thread -----------------------------------------------------------------------
 
 
-def _mlx_lm_steps(
+def mlx_lm_steps(
     target: Module,
     draft: Module | None,
     prompt: tuple[int, ...],

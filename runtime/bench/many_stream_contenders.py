@@ -24,12 +24,12 @@ from actors.mlx.memory import begin_peak, peak_memory
 from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Span
-from runtime.bench.contenders import TARGET, Contender, ContenderRunner, Lookahead, wait_for_blas
+from runtime.bench.contenders import TARGET, Contender, ContenderRunner, Lookahead, mlx_lm_steps, wait_for_blas
 from runtime.bench.timing import TimedToken, TimingWindow, busy_seconds, take_until_cancelled
 from runtime.engine.runtime import Runtime
 
 Prompts = Sequence[tuple[int, ...]]
-StreamsKind = Literal["one after another", "in turns", "at once", "batched"]
+StreamsKind = Literal["one after another", "in turns", "at once", "batched", "step by step"]
 
 
 @attrs.frozen
@@ -39,7 +39,8 @@ class StreamsContender:
     Attributes:
         kind: "one after another", "in turns" and "at once" are streams of this runtime; "in turns" are at once too, but
             each has passes of its own (`max_batch=1`). "batched" is mlx-lm's `BatchGenerator`, which decodes all
-            prompts in one forward pass a token, and cannot speculate.
+            prompts in one forward pass a token, and cannot speculate; "step by step" is its `generate_step`, one prompt
+            after another.
         lookahead: lookahead of the streams; 0 for mlx-lm.
     """
 
@@ -51,6 +52,8 @@ class StreamsContender:
         """Its name in tables."""
         if self.kind == "batched":
             return "mlx-lm BatchGenerator"
+        if self.kind == "step by step":
+            return "mlx-lm generate_step"
         return f"outrider {self.kind}" + ("" if self.lookahead == "auto" else f", lookahead {self.lookahead}")
 
     @property
@@ -60,6 +63,7 @@ class StreamsContender:
 
 
 BATCHED = StreamsContender("batched", 0)
+STEP_BY_STEP = StreamsContender("step by step", 0)
 
 
 @attrs.frozen
@@ -145,6 +149,8 @@ class StreamsRunner(ContenderRunner):
         held = begin_peak()
         if contender.kind == "batched":
             run = await self._run_batched(prompts, max_tokens, temperature)
+        elif contender.kind == "step by step":
+            run = await self._run_step_by_step(prompts, max_tokens, temperature)
         else:
             self._record_features(contender.runtime)
             with self._evaluating_layers():
@@ -192,6 +198,15 @@ class StreamsRunner(ContenderRunner):
         for stream, token in zip(stream_of_token, taken, strict=True):
             tokens[stream].append(token)
         return streams_run(tokens, began)
+
+    async def _run_step_by_step(self, prompts: Prompts, max_tokens: int, temperature: float) -> StreamsRun:
+        began = time.perf_counter()
+        options = self._pair.cache_options
+        texts = []
+        for prompt in prompts:
+            steps = partial(mlx_lm_steps, self._pair.target.module, None, prompt, 0, max_tokens, temperature, options)
+            texts.append(await take_until_cancelled(self._pair.workers[TARGET], steps))
+        return streams_run(texts, began)
 
 
 async def _read(

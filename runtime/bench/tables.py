@@ -11,6 +11,7 @@ from runtime.terminal.tables import TableRow, TextTable, show_sections, show_tab
 if TYPE_CHECKING:
     from runtime.bench.many_streams import StreamsBenchmark, StreamsRow
     from runtime.bench.one_stream import Benchmark, ContenderRow
+    from runtime.bench.overhead import Overhead, OverheadRow
 
 # --- one stream -----------------------------------------------------------------------------------
 
@@ -224,6 +225,46 @@ def _many_streams_notes(result: StreamsBenchmark) -> Iterator[str]:
     )
     for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
         yield f"{name} cannot run: {why}"
+
+
+# --- the runtime itself ---------------------------------------------------------------------------
+
+
+def print_overhead(result: Overhead) -> None:
+    """Print the results and the circumstances of a benchmark on stdout.
+
+    Raises: OutputError: it cannot be written.
+    """
+    about = [
+        ("texts", f"of {result.max_tokens} tokens, greedy, after short prompts"),
+        ("repeats", f"{result.repeats_done} of {result.repeats}"),
+        *result.machine.items(),
+    ]
+    with printing() as console:
+        show_sections(console, [("bench", about)])
+        console.print()
+        show_table(console, overhead_table(result))
+        console.print()
+        console.print(
+            "Microseconds a token of all streams, from the call to the last token: medians over repeats, with the "
+            "fastest and the slowest. The model has one layer of width 32, so that nearly all of this is Python. × "
+            "mlx-lm: over generate_step for one stream, over BatchGenerator for more.",
+            markup=False,
+        )
+
+
+def overhead_table(result: Overhead) -> TextTable:
+    """One row for each number of streams and way to decode them."""
+    rows = tuple(TableRow(tuple(_overhead_cells(row))) for row in result.rows)
+    return TextTable(("streams", "", "µs a token", "spread", "× mlx-lm"), rows, num_labels=2, is_grouped=True)
+
+
+def _overhead_cells(row: OverheadRow) -> Iterator[str]:
+    yield str(row.streams)
+    yield row.way
+    yield _or_dash(row.median, ".1f")
+    yield "–" if row.low is None or row.high is None else f"{row.low:.1f}–{row.high:.1f}"
+    yield _or_dash(row.vs_mlx_lm, ".2f")
 
 
 # --- both -----------------------------------------------------------------------------------------

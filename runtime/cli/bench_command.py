@@ -22,7 +22,11 @@ from runtime.terminal.signals import SignalScope, exit_on_signal
 if TYPE_CHECKING:
     from runtime.bench.many_streams import StreamsMeasured, StreamsPlan
     from runtime.bench.one_stream import Measured, Plan
+    from runtime.bench.overhead import OverheadMeasured, OverheadPlan
     from runtime.loading.model_sources import Source
+
+    AnyPlan = Plan | StreamsPlan | OverheadPlan
+    AnyMeasured = Measured | StreamsMeasured | OverheadMeasured
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
 
@@ -79,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
     )
     what.add_argument(
+        "--overhead",
+        action="store_true",
+        help="measure what this runtime adds to a token, with a model so small that nothing else counts, against "
+        "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
+    )
+    what.add_argument(
         "--dtype",
         metavar="TYPE",
         type=lambda text: None if text == "none" else text,
@@ -105,28 +115,38 @@ def _list(text: str) -> list[int | float | str]:
     return [] if text == "none" else [_number(part.strip()) for part in text.split(",")]
 
 
-def _plan(arguments: argparse.Namespace) -> Plan | StreamsPlan:
+def _plan(arguments: argparse.Namespace) -> AnyPlan:
     """The plan that the arguments describe.
 
     Raises: SettingsError, PromptError: something is out of its range, or cannot be read.
     """
     from runtime.bench.many_streams import StreamsPlan
     from runtime.bench.one_stream import Plan
+    from runtime.bench.overhead import OverheadPlan
 
-    kind = Plan if arguments.streams is None else StreamsPlan
+    kind: type[AnyPlan] = OverheadPlan if arguments.overhead else Plan if arguments.streams is None else StreamsPlan
     names = {field.name for field in attrs.fields(kind)}
     given = {name: value for name, value in vars(arguments).items() if name in names and name != "prompts"}
-    if arguments.prompt is not None:
+    if arguments.overhead:
+        _check_for_overhead(arguments)
+    elif arguments.prompt is not None:
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
         given["prompts"] = read_prompts(Path(arguments.prompts))
     if arguments.streams is not None:
         given["streams"] = _list(arguments.streams)
-        if "num_draft_tokens" in vars(arguments):
+        if not arguments.overhead and "num_draft_tokens" in vars(arguments):
             raise SettingsError(
                 "num_draft_tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
             )
     return kind(**given)
+
+
+def _check_for_overhead(arguments: argparse.Namespace) -> None:
+    for name in ("prompt", "prompts", "temperature", "num_draft_tokens", "lookaheads", "dtype", "plot"):
+        if getattr(arguments, name, None) is not None:
+            flag = "lookahead" if name == "lookaheads" else name.replace("_", "-")
+            raise SettingsError(f"--{flag} does not go with --overhead, which decodes its own prompts; leave it out")
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -188,7 +208,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
     plot = _check_plot(arguments.plot)
     plan = _plan(arguments)
-    if models.more_drafts and arguments.streams is not None:
+    if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(
             f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
         )
@@ -210,11 +230,14 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
 
 
 def _measuring(
-    plan: Plan | StreamsPlan, models: Models, draft: Source
-) -> tuple[Measured | StreamsMeasured, Callable[[Callable[[str], None]], Awaitable[object]]]:
+    plan: AnyPlan, models: Models, draft: Source
+) -> tuple[AnyMeasured, Callable[[Callable[[str], None]], Awaitable[object]]]:
     """The collector of the figures, and the function that measures into it and reports its progress."""
-    from runtime.bench import many_streams, one_stream
+    from runtime.bench import many_streams, one_stream, overhead
 
+    if isinstance(plan, overhead.OverheadPlan):
+        runtimes_own = overhead.OverheadMeasured(plan)
+        return runtimes_own, lambda on_progress: overhead.measure_overhead(runtimes_own, on_progress=on_progress)
     if isinstance(plan, many_streams.StreamsPlan):
         streams = many_streams.StreamsMeasured(plan)
         return streams, lambda on_progress: many_streams.measure_streams(
@@ -230,19 +253,25 @@ def _measuring(
     )
 
 
-def _show(measured: Measured | StreamsMeasured, outcome: CommandOutcome, as_json: bool, plot: Path | None) -> None:
+def _show(measured: AnyMeasured, outcome: CommandOutcome, as_json: bool, plot: Path | None) -> None:
     from runtime.bench import plot as bench_plot
     from runtime.bench.many_streams import StreamsBenchmark as OfStreams
-    from runtime.bench.tables import print_many_streams, print_one_stream
+    from runtime.bench.overhead import Overhead
+    from runtime.bench.tables import print_many_streams, print_one_stream, print_overhead
 
     result = measured.result()
     if as_json:
         if outcome.failure is None or result.repeats_done:
             print_text(json.dumps(attrs.asdict(result)) + "\n")
     elif result.repeats_done:
-        print_many_streams(result) if isinstance(result, OfStreams) else print_one_stream(result)
+        if isinstance(result, Overhead):
+            print_overhead(result)
+        elif isinstance(result, OfStreams):
+            print_many_streams(result)
+        else:
+            print_one_stream(result)
     if not result.repeats_done:
         if outcome.signal is not None:
             print_message("nothing was measured yet")
-    elif plot is not None:
+    elif plot is not None and not isinstance(result, Overhead):
         bench_plot.draw_streams(result, plot) if isinstance(result, OfStreams) else bench_plot.draw(result, plot)

@@ -264,11 +264,15 @@ class Sessions:
         """Count a worker's time for the session that it was spent on, and the target's passes for those in them."""
         if not isinstance(event, Span):
             return
-        self._count_pass(event)
-        for id in event.sessions:
-            if id not in self.by_id:
+        is_pass, fractions = event.kind in ("verify", "decode"), event.fractions
+        for index, (id, fraction) in enumerate(fractions.items()):
+            session = self.by_id.get(id)
+            if is_pass:  # counted also for one that has ended meanwhile
+                counts = self.past if session is None else session.counts
+                counts.take_part(len(fractions), is_first=index == 0)
+            if session is None:
                 continue
-            counts, seconds = self.by_id[id].counts, event.fraction_of(id) * (event.ended - event.began)
+            counts, seconds = session.counts, fraction * (event.ended - event.began)
             if event.actor == "draft":
                 counts.draft_seconds += seconds
                 continue
@@ -276,14 +280,6 @@ class Sessions:
             if event.kind == "prefill":
                 counts.prefilled_tokens += event.num_tokens
                 counts.prefill_seconds += seconds
-
-    def _count_pass(self, span: Span) -> None:
-        """Count a pass of the target that verifies or decodes, also one whose session has ended meanwhile."""
-        if span.kind not in ("verify", "decode"):
-            return
-        for index, id in enumerate(span.sessions):
-            counts = self.by_id[id].counts if id in self.by_id else self.past
-            counts.take_part(len(span.sessions), is_first=index == 0)
 
     def fail(self, error: OutriderError) -> None:
         """End every session with the target's error, and take no others."""

@@ -316,7 +316,7 @@ class Arrivals:
             if self._peeked:
                 return self._peeked.popleft()
         try:
-            return await self._commits.receive()
+            commit = await self._commits.receive()
         except trio.EndOfChannel:
             # The consumer still gets a commit that was not sent. It may be the end of the text, which must not count as
             # a failure: an actor that is still at work would drop its cached tokens.
@@ -327,6 +327,8 @@ class Arrivals:
             return None
         except trio.ClosedResourceError:
             return None  # closed by another task, while this one was waiting
+        self._session.make_room()
+        return commit
 
     def receive_ready(self) -> list[Commit]:
         """Receive all commits that have arrived, without waiting."""
@@ -337,6 +339,7 @@ class Arrivals:
                 ready.append(self._commits.receive_nowait())
             except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
                 return ready
+            self._session.make_room()
 
     def peek(self) -> list[Commit]:
         """All commits that were not received yet; they can still be received.

@@ -327,7 +327,7 @@ def _statistics(
 
     def busy_s(actor: str) -> float:
         worked = [span for span in spans if span.actor == actor]
-        return sum(s.fraction_of(session) * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
+        return sum(s.fractions[session] * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
 
     counts = Counts(
         prompt_tokens=len(opened.tokens),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -15,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import llama, near, prompt_of
 from scripted import (
-    HandedJob,
     ScriptedModel,
     Simulation,
     agreeing,
@@ -29,7 +30,9 @@ from scripted import (
 )
 
 import runtime
+from actors.workers.in_turn import InTurn
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
+from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Instant, Span
 from runtime.engine.sessions import BUFFERED_ROUNDS
 
@@ -49,27 +52,45 @@ def pair(agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
     return ScriptedModel(truthful), ScriptedModel(agreeing(agreement))
 
 
-def turns_in_between(handed: Sequence[HandedJob], waiting: HandedJob) -> Counter[int | None]:
-    """How many jobs of each other session ended while this job waited for the target."""
-    assert waiting.done_at is not None
-    return Counter(
-        other.job.session
-        for other in handed
-        if other.job.kind in TURNS
-        and other.job.session != waiting.job.session
-        and other.done_at is not None
-        and waiting.at < other.done_at < waiting.done_at
-    )
+@attrs.frozen
+class Asked:
+    """When sessions asked for the target: with a chunk of a prompt, or a round that could be computed."""
+
+    at: dict[int, list[float]] = attrs.field(factory=lambda: defaultdict(list))
+
+    @classmethod
+    @contextmanager
+    def noted(cls) -> Iterator[Asked]:
+        asked, in_turn, enter = cls(), InTurn.run, TargetQueue.enter
+
+        async def run(self: InTurn, job: Any) -> Any:
+            asked.at[job.session].append(trio.current_time())
+            return await in_turn(self, job)
+
+        def entered(self: TargetQueue, session: int, num_tokens: int) -> None:
+            asked.at[session].append(trio.current_time())
+            enter(self, session, num_tokens)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InTurn, "run", run)
+            patch.setattr(TargetQueue, "enter", entered)
+            yield asked
 
 
-def most_turns_in_between(simulation: Simulation) -> list[int]:
-    """For each job of the target, the maximum number of jobs that one other session had while it waited."""
-    handed = simulation.target_worker.handed
-    return [
-        max(turns_in_between(handed, each).values(), default=0)
-        for each in handed
-        if each.job.kind in TURNS and each.done_at is not None
-    ]
+def most_turns_in_between(simulation: Simulation, asked: Asked) -> list[int]:
+    """For each job of the target, the maximum number of jobs that one other session had while it was asked for."""
+    handed = [each for each in simulation.target_worker.handed if each.job.kind in TURNS and each.done_at is not None]
+    most = []
+    for waiting in handed:
+        assert waiting.job.session is not None
+        since = max(at for at in asked.at[waiting.job.session] if at <= waiting.at)
+        others = [
+            other.job.session
+            for other in handed
+            if other.job.session != waiting.job.session and since < other.done_at < waiting.done_at
+        ]
+        most.append(max(Counter(others).values(), default=0))
+    return most
 
 
 def at_work(simulation: Simulation) -> list[int]:
@@ -95,15 +116,16 @@ async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     num_streams: int, agreement: float, schedule: int, autojump_clock: Any
 ) -> None:
     price = priced(prefill=16.0, draft=1.0)
-    async with simulated(*pair(agreement), price=price, schedule=schedule, max_batch=1) as simulation:
-        async with trio.open_nursery() as nursery:
-            for n in range(num_streams):
-                # Some decode from the start. Others come later, with long prompts to prefill meanwhile.
-                prompt = list(range(n + 1)) if n % 2 == 0 else [n] * 40
-                call = partial(text_of, simulation, prompt, max_tokens=40, prefill_step_size=2, **MIXED[n])
-                nursery.start_soon(call)
-                await trio.sleep(25 * n)
-        turns = most_turns_in_between(simulation)
+    with Asked.noted() as asked:
+        async with simulated(*pair(agreement), price=price, schedule=schedule, max_batch=1) as simulation:
+            async with trio.open_nursery() as nursery:
+                for n in range(num_streams):
+                    # Some decode from the start. Others come later, with long prompts to prefill meanwhile.
+                    prompt = list(range(n + 1)) if n % 2 == 0 else [n] * 40
+                    call = partial(text_of, simulation, prompt, max_tokens=40, prefill_step_size=2, **MIXED[n])
+                    nursery.start_soon(call)
+                    await trio.sleep(25 * n)
+            turns = most_turns_in_between(simulation, asked)
     assert max(turns) == 1
     # Often there was another session to wait for.
     assert turns.count(1) > 8 * num_streams

@@ -143,7 +143,7 @@ async def test_a_stream_goes_on_as_it_would_have(
         # Samples depend on the rounds. When a replayed token is settled, and whether a proposal is waited for, depends
         # on measured times.
         monkeypatch.setattr(ReplayDebt, "should_settle", lambda *_: False)
-        monkeypatch.setattr(DrafterLink, "_proposal_timeout_s", lambda *_: math.inf)
+        monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
     await check(tmp_path / "stream", PAIRS[name], **KINDS[kind])
 
 

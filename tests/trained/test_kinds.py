@@ -197,7 +197,7 @@ async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
 def test_under_rejection_texts_have_the_targets_distribution(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DrafterLink, "_proposal_timeout_s", lambda *_: float("inf"))
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
     num_sessions, num_tokens, temperature, vocab_size = 200, 4, 4.0, 5
     target = make(kind, tmp_path, vocab_size=vocab_size)
     prompt = (1, 2, 3)
