@@ -262,6 +262,35 @@ async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone(wrong: str) ->
         assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["processor", "sampler", "model"])
+async def test_code_on_the_models_thread_that_wants_to_end_the_process_ends_its_stream_with_the_cause(
+    kind: type[BaseException], where: str
+) -> None:
+    def leave(*arguments: mx.array, cache: Any = None) -> mx.array:
+        raise kind("enough")
+
+    class Leaving(Wrapped):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            # Not in a pass over two tokens, as the probe's.
+            return leave() if is_leaving and inputs.shape[1] == 1 else super().__call__(inputs, cache)
+
+    is_leaving = False
+    code = {"processor": {"logits_processors": [leave]}, "sampler": {"sampler": leave}, "model": {}}[where]
+    async with runtime.open((Leaving(llama()), None)) as rt:
+        other, is_leaving = rt.stream(PROMPT, max_tokens=NUM_TOKENS), where == "model"
+        expected = runtime.StreamFailedError if is_leaving else runtime.ProcessorError
+        with pytest.raises(expected, match=f"{kind.__name__}: enough") as raised:
+            await rt.generate(PROMPT, max_tokens=NUM_TOKENS, **code)
+        assert type(raised.value.__cause__) is kind
+        is_leaving = False
+        if where != "model":
+            assert [token.id async for token in other] == PLAIN
+        await other.aclose()
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+        assert rt.health().ok
+
+
 async def test_a_sampler_is_not_asked_to_choose_by_what_is_no_number() -> None:
     def careful(logprobs: mx.array) -> mx.array:
         assert not mx.isnan(logprobs).any().item()
