@@ -120,7 +120,7 @@ def evaluating_layers(model: Module) -> Iterator[None]:
                 _num_users[id(layer)] -= 1
                 if _num_users[id(layer)] == 0:
                     del _num_users[id(layer)]
-                    layer.__class__ = type(layer).__base__
+                    layer.__class__ = type(layer).__bases__[0]
 
 
 # A model may be target and drafter of one runtime, or belong to several runtimes, each with a thread of its own. By the
