@@ -38,10 +38,6 @@ CHECKPOINTS_TO_END_ROUND = 3
 CHECKPOINTS_TO_HURRY = 10
 
 
-class SharedPassError(JobError):
-    """A pass of several rounds failed, and it is not known because of which."""
-
-
 @attrs.frozen
 class SharedPass:
     """A pass, as one of the rounds in it sees it.
@@ -77,19 +73,22 @@ class _WaitingRound(SharedJobEntry[SharedPass]):
     Attributes:
         request: its part in the pass.
         ready: what the plan sees of it.
-        alone: whether it has a pass for itself.
         share: what the trace says of its part in the pass that has taken it.
     """
 
     request: VerifyRequest
     ready: ReadyRound
-    alone: bool
     share: Share = attrs.field(init=False)
 
     @property
     def session(self) -> int:
         """Whose round it is."""
         return self.request.proposal.session
+
+    @property
+    def alone(self) -> bool:
+        """Whether it has a pass for itself."""
+        return self.request.alone
 
     def feed(self, num_drafted: int) -> None:
         """Leave out drafted tokens after the first `num_drafted`, if they may be left out."""
@@ -137,9 +136,6 @@ class _Member:
 class PassQueue(SharedJobQueue[_WaitingRound]):
     """The rounds that wait for a pass of one model.
 
-    Attributes:
-        num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
-
     A job takes what waits when it begins.
     """
 
@@ -165,14 +161,13 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
             can_hurry: whether a session that is drafted for could have its next round at once.
             hurry: asks a session to do so.
         """
-        super().__init__()
+        super().__init__(max_batch)
         self._model = model
         self._worker = worker
         self._prices = prices
         self._target_queue = target_queue
         self._can_hurry = can_hurry
         self._ask_to_hurry = hurry
-        self.num_shared = max_batch
         self._members: dict[int, _Member] = {}  # by session; changed under the lock
         self._num_ahead = 0  # passes in succession that were started ahead
         self._arrival = trio.Event()
@@ -184,26 +179,24 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
         if member is not None:
             self._arrival.set()
 
-    async def run(
-        self, request: VerifyRequest, ready: ReadyRound, *, meanwhile: Callable[[], None], alone: bool = False
-    ) -> SharedPass:
+    async def run(self, request: VerifyRequest, ready: ReadyRound, *, meanwhile: Callable[[], None]) -> SharedPass:
         """Run a round in the next pass.
 
         Args:
             request: the round's part in the pass.
             ready: how much it feeds, and what that is worth.
             meanwhile: called in trio's thread once the round waits; must neither wait nor raise.
-            alone: whether the round has a pass for itself.
 
         Cancellation: a round that no pass has taken is taken back. One that a pass has taken is not abandoned: the call
             waits for its end and returns its result.
 
         Raises:
-            SharedPassError: the pass failed, and others shared it.
+            SharedJobError: the pass failed, and others shared it. The suspects are the rounds that had drafted tokens;
+                all if none had any.
             JobError: the pass failed, or the worker has died; the error is the cause.
             Whatever concerns this round alone, such as `NotANumberError`.
         """
-        round = _WaitingRound(request, ready, alone)
+        round = _WaitingRound(request, ready)
         self._join(round.session, ready)
         self._target_queue.enter(round.session, ready.max_width)
         self._add(round)
@@ -238,7 +231,9 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
         except JobError as error:
             if not taken.rounds:
                 raise
-            outcomes = [_failed(error, len(taken.rounds)) for _ in taken.rounds]
+            fed_drafted = [round.request.feeds_drafted for round in taken.rounds]
+            are_suspects = fed_drafted if any(fed_drafted) else [True] * len(fed_drafted)
+            outcomes = list(map(outcome.Error, self._failures(error, are_suspects)))
         num_rounds = len(taken.rounds)
         num_rows = num_rounds * max(_widths(taken.rounds, outcomes), default=0)
         members = [self._members[round.session] for round in taken.rounds if round.session in self._members]
@@ -317,7 +312,7 @@ class PassQueue(SharedJobQueue[_WaitingRound]):
         if self._waiting[0].alone:
             return plan_pass([self._waiting[0].ready], self._prices.verify, 1)
         rounds = [round.ready for round in self._waiting if not round.alone]
-        return plan_pass([*rounds, *coming], self._prices.verify, self.num_shared, max_wait_s=max_wait_s)
+        return plan_pass([*rounds, *coming], self._prices.verify, self._most, max_wait_s=max_wait_s)
 
     def _chosen(self) -> dict[_WaitingRound, int]:
         """The rounds of the pass that could begin now, with how many of their drafted tokens each feeds."""
@@ -372,14 +367,6 @@ def _widths(taken: list[_WaitingRound], results: Outcomes) -> list[int]:
         result.value.width if isinstance(result, outcome.Value) else round.share.num_tokens
         for round, result in zip(taken, results, strict=True)
     ]
-
-
-def _failed(error: JobError, num_rounds: int) -> outcome.Error:
-    if num_rounds > 1:
-        shared = SharedPassError(*error.args)
-        shared.__cause__ = error.__cause__
-        error = shared
-    return outcome.Error(error)
 
 
 def _shared(make: Callable[[Verified], SharedPass], result: outcome.Outcome[Verified]) -> SharedPass:

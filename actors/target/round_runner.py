@@ -11,13 +11,17 @@ import attrs
 from actors.model import CachedSequence, CacheLostError
 from actors.prefill import prefill_committed
 from actors.sampling.logits_pipeline import TokenHistory
-from actors.target.pass_queue import PassQueue, SharedPass, SharedPassError
+from actors.target.pass_queue import PassQueue, SharedPass
 from actors.target.plain_decoder import PlainDecoder
 from actors.target.target_session import TargetSession
-from actors.target.verify import VerifyRequest
+from actors.target.verify import Verified, VerifyRequest
+from actors.workers.shared_jobs import SharedJobError, Suspects
 from actors.workers.worker import Job, JobError, Worker
+from protocol.acceptance import Judgement
+from protocol.backoff import Backoff
 from protocol.cached_tokens import FeedPlan
-from protocol.messages import Proposal, Verdict
+from protocol.errors import OutriderError
+from protocol.messages import Likelihood, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
@@ -25,9 +29,6 @@ from protocol.session_state import SessionPhase
 from protocol.target_queue import TargetQueue
 
 T = TypeVar("T")
-
-# Rounds for which sessions share no pass after one that failed.
-ROUNDS_APART = 16
 
 
 class RoundRunner:
@@ -85,6 +86,8 @@ class RoundRunner:
         return await self._verify(session, sequence, proposal or self._no_proposal(session))
 
     async def _verify(self, session: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
+        if proposal.tokens and session.drafts.leaves_out():
+            return await self._judge_one_by_one(session, sequence, proposal)
         plan = session.cached_tokens.plan(session.state.committed)
         settle = session.replay.should_settle(len(plan.feed) - 1, self._prices.verify, session.seconds_per_token)
         history = self._history(session, proposal)
@@ -94,22 +97,22 @@ class RoundRunner:
         feeds_draft = not settle and not session.was_single_step
         num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_draft and not proposal.reach else 0)
         ready = ReadyRound(num_needed, proposal.reach if feeds_draft else ())
-        shared = None
-        session.num_alone = max(0, session.num_alone - 1)
-        while shared is None:
-            try:
-                shared = await self._share_pass(session, request, ready, alone=session.num_alone > 0)
-            except (SharedPassError, CacheLostError) as error:
-                # A part that makes a shared pass fail makes it fail alone, too, and ends its session then. If none
-                # does, all of them together are too much, and would be again.
-                session.num_alone = ROUNDS_APART if isinstance(error, SharedPassError) else session.num_alone
-                await self.catch_up(session, sequence)
-                request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed))
-        verified, plan = shared.verified, request.plan
+        suspects = session.suspects if request.feeds_drafted else None
+        try:
+            verified, plan = await self._run_pass(session, request, ready, suspects)
+        except JobError as error:
+            # Errors of ours would be the same without drafted tokens.
+            if not request.feeds_drafted or isinstance(error.__cause__, OutriderError):
+                raise
+            if isinstance(error, SharedJobError):
+                session.suspects = error.suspects
+            else:  # Its drafted tokens were the cause, and go alone until they succeed.
+                session.suspects = Suspects(0, _ignore)
+                session.drafts.fail()
+            return await self._judge_one_by_one(session, sequence, proposal)
+        if suspects is not None:
+            session.suspects, session.drafts = None, Backoff()
         session.was_single_step = verified.single_step and not settle
-        if shared.is_first and shared.is_typical:
-            self._prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended)
-        session.verify_seconds += session.last_pass_s
         judgement = verified.judgement
         num_drafted_fed = verified.width - len(plan.feed)
         session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + proposal.tokens[:num_drafted_fed]))
@@ -131,12 +134,95 @@ class RoundRunner:
             features=verified.features,
         )
 
-    async def _share_pass(
-        self, session: TargetSession, request: VerifyRequest, ready: ReadyRound, *, alone: bool = False
-    ) -> SharedPass:
+    async def _judge_one_by_one(self, session: TargetSession, sequence: CachedSequence, proposal: Proposal) -> Verdict:
+        """Judge a proposal in the passes of plain decoding, none of which reads a token before it is accepted.
+
+        A pass that fails here fails in plain decoding, too. Under the rejection rule, no token may be left out for what
+        it is, or it would become rarer. Here all tokens are judged, as in one pass, until one is rejected, or a pass
+        fails because of those before.
+        """
+        history, left, seconds = self._history(session, proposal), proposal, 0.0
+        judgement, features = Judgement(0, None), None
+        likelihoods: tuple[Likelihood, ...] = ()
+        while left.tokens and judgement.token is None:
+            accepted = proposal.tokens[: -len(left.tokens)]
+            if sequence.length < len(session.cached_tokens):
+                await self.catch_up(session, sequence, accepted)
+            plan = session.cached_tokens.plan(session.state.committed, accepted)
+            request = VerifyRequest(sequence, plan, left, session.shared, history, settle=False, one_by_one=True)
+            try:
+                verified, plan = await self._run_pass(session, request, ReadyRound(len(plan.feed)), accepted=accepted)
+            except JobError:
+                if not accepted:
+                    raise
+                break
+            session.cached_tokens.follow(plan)
+            seconds += session.last_pass_s
+            judgement = Judgement(len(accepted) + verified.judgement.num_accepted, verified.judgement.token)
+            likelihoods += verified.likelihoods
+            features = verified.features
+            left = attrs.evolve(
+                left, start=left.start + 1, tokens=left.tokens[1:], probs=left.probs[1:], reach=(), num_stale=0
+            )
+        session.last_pass_s = seconds
+        return Verdict(
+            session.id,
+            proposal.round,
+            proposal.start,
+            judgement.num_accepted,
+            judgement.token,
+            likelihoods=likelihoods,
+            num_judged=len(proposal.tokens) - len(left.tokens),
+            features=features,
+        )
+
+    async def _run_pass(
+        self,
+        session: TargetSession,
+        request: VerifyRequest,
+        ready: ReadyRound,
+        suspects: Suspects | None = None,
+        *,
+        accepted: tuple[int, ...] = (),
+    ) -> tuple[Verified, FeedPlan]:
+        """Run a session's part in a pass, and repeat it as long as others may have made it fail.
+
+        Args:
+            session: whose part.
+            request: the part.
+            ready: what the pass queue sees of it.
+            suspects: of a failure after which it is repeated alone; None if there was none.
+            accepted: tokens after the committed text that are fed, too.
+
+        Returns: the result, and the plan that was carried out.
+        Raises: SharedJobError: the pass failed, others shared it, and the drafted tokens may be the cause.
+        """
+        has_failed, shared = False, None
+        request = attrs.evolve(request, alone=suspects is not None)
+        while shared is None:
+            try:
+                shared = await self._share_pass(session, request, ready)
+            except (SharedJobError, CacheLostError) as error:
+                if isinstance(error, SharedJobError):
+                    if request.feeds_drafted:
+                        raise
+                    suspects = error.suspects
+                    # If drafted tokens of others were the cause, those are left out now.
+                    request = attrs.evolve(request, alone=has_failed or suspects is not None)
+                    has_failed = True
+                await self.catch_up(session, request.sequence, accepted)
+                request = attrs.evolve(request, plan=session.cached_tokens.plan(session.state.committed, accepted))
+        if suspects is not None:
+            suspects.acquit()
+        if shared.is_first and shared.is_typical:
+            self._prices.observe_verify_pass(shared.num_rows, shared.began, shared.ended)
+        session.verify_seconds += session.last_pass_s
+        return shared.verified, request.plan
+
+    async def _share_pass(self, session: TargetSession, request: VerifyRequest, ready: ReadyRound) -> SharedPass:
         """Run a session's part in the next pass."""
         deliver, ready_s = session.shared.deliver_nowait, self._worker.clock()
-        shared = await self._passes.run(request, ready, meanwhile=deliver, alone=alone)
+        shared = await self._passes.run(request, ready, meanwhile=deliver)
         session.shared.counts.wait(shared.began - ready_s)
         session.last_pass, session.last_pass_s = shared, shared.seconds / shared.num_rounds
         return shared
@@ -198,12 +284,20 @@ class RoundRunner:
     def _no_proposal(self, session: TargetSession) -> Proposal:
         return Proposal(session.id, session.state.round, session.state.next_position, ())
 
-    async def catch_up(self, session: TargetSession, sequence: CachedSequence) -> None:
-        """Feed what the cache has lost of the text, since a pass that it shared has failed."""
+    async def catch_up(self, session: TargetSession, sequence: CachedSequence, accepted: tuple[int, ...] = ()) -> None:
+        """Feed what the cache has lost of the text, since a pass that it shared has failed.
+
+        Args:
+            accepted: drafted tokens that will be committed.
+        """
         session.decoder = None  # it may be ahead in the cache that is lost
         session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
-        committed = session.state.committed
-        while len(session.cached_tokens) < len(committed) - 1:
+        to_feed = (*session.state.committed, *accepted)[:-1]
+        while len(session.cached_tokens) < len(to_feed):
             await prefill_committed(
-                self._worker, sequence, session.cached_tokens, session.shared.opened, committed[:-1], self._chunk_size
+                self._worker, sequence, session.cached_tokens, session.shared.opened, to_feed, self._chunk_size
             )
+
+
+def _ignore() -> None:
+    pass

@@ -8,6 +8,8 @@ from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.pass_queue import SharedPass
 from actors.target.plain_decoder import PlainDecoder
+from actors.workers.shared_jobs import Suspects
+from protocol.backoff import Backoff
 from protocol.errors import ProtocolError
 from protocol.messages import Message, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.replay import ReplayDebt
@@ -24,7 +26,9 @@ class TargetSession(ActorSession):
         last_pass_s: seconds of the last pass, over the sessions that shared it.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
-        num_alone: rounds for which it shares no pass, because one that it shared has failed.
+        suspects: of a shared pass with drafted tokens that has failed. Then drafted tokens of this session go alone,
+            until they succeed; None if there is no such pass.
+        drafts: leaves out drafted tokens where passes with them have failed.
         awaits_proposal: whether its task waits for a proposal now.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
@@ -39,7 +43,8 @@ class TargetSession(ActorSession):
         self.last_pass_s = 0.0
         self.was_plain = False
         self.was_single_step = False
-        self.num_alone = 0
+        self.suspects: Suspects | None = None
+        self.drafts = Backoff()
         self.awaits_proposal = False
         self.is_drafter_ready = False
         self.decodes_alone = False

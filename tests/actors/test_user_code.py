@@ -241,6 +241,36 @@ async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(cap
     assert "runtime.stateless" in caplog.text
 
 
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+async def test_a_processor_that_fails_at_a_text_that_only_the_drafter_says_costs_no_token(acceptance: str) -> None:
+    good = set(PROMPT + PLAIN)
+    bad_texts = 0
+
+    @runtime.stateless
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal bad_texts
+        if threading.current_thread().name == "outrider-target" and (bad := set(tokens.tolist()) - good):
+            bad_texts += 1
+            raise ValueError(f"no text of mine has {bad}")
+        return logits
+
+    class Elsewhere(Wrapped):
+        """The target's text, but for every third token."""
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            begin = cache[0].offset
+            logits = super().__call__(inputs, cache)
+            is_wrong = (mx.arange(begin, begin + inputs.shape[1]) % 3 == 0)[None, :, None]
+            return mx.where(is_wrong, mx.roll(logits, 1, axis=-1), logits)
+
+    settings: Any = {"temperature": 1e-6, "acceptance": acceptance, "seed": 1, "logits_processors": [process]}
+    async with runtime.open((TARGET, None), (Elsewhere(TARGET), None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, **settings)
+    assert ids(completion) == PLAIN
+    assert completion.statistics.accepted > 0
+    assert bad_texts > 0
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "raises": (lambda logprobs: 1 // 0, "raised ZeroDivisionError"),
     "cannot be evaluated": (lambda logprobs: mx.argmax(logprobs + LAZY_HERE, axis=-1), "cannot be evaluated"),
