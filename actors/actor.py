@@ -30,8 +30,7 @@ logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
 
-# Default bound of one model's prefix cache, in bytes.
-PREFIX_CACHE_BYTES = 2 * 1024**3
+PREFIX_CACHE_BYTES = 2 * 1024**3  # default bound of one model's prefix cache
 
 
 class ActorSession(ABC):
@@ -111,7 +110,7 @@ class Actor(ABC, Generic[S]):
         self._nursery: trio.Nursery | None = None
         self._when_over: list[Callable[[], None]] = []
 
-    # A Ctrl-C belongs to the user's task. It must never strike while session state is being changed.
+    # A Ctrl-C belongs to the user's task, and must never strike while session state is being changed.
     @trio.lowlevel.enable_ki_protection
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take sessions and messages until cancelled.
@@ -125,15 +124,14 @@ class Actor(ABC, Generic[S]):
             try:
                 async for message in self._inbox:
                     self._hand_over(message)
-                    # All that have come, in one turn of the event loop.
-                    with suppress(trio.WouldBlock):
+                    with suppress(trio.WouldBlock):  # all that have come, in one turn of the event loop
                         while True:
                             self._hand_over(self._inbox.receive_nowait())
             finally:
                 self._take_no_more_sessions()
 
     async def _serve_beside(self) -> None:
-        """Do what the actor does beside taking messages, until cancelled."""
+        """What the actor does beside taking messages."""
 
     def _take_no_more_sessions(self) -> None:
         # A nursery closes when the last task in it ends, which may be long before the runtime is left.
@@ -259,8 +257,7 @@ class ModelActor(Actor[S]):
             prefix_cache_bytes: bound of the prefix cache.
         """
         super().__init__(on_event, prices, worker.clock)
-        self.model = model
-        self.worker = worker
+        self.model, self.worker = model, worker
         self.chunk_size = PrefillChunkSize()
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self._prefix_cache = PrefixCache(model, prefix_cache_bytes)

@@ -192,11 +192,13 @@ class Feed:
         sequence: the text.
         tokens: at least one id.
         num_logits: rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)].
+        alone: whether no other text may be in its pass, nor its cache in one with those of others.
     """
 
     sequence: CachedSequence
     tokens: tuple[int, ...]
     num_logits: int
+    alone: bool = False
 
 
 def feed_each(feeds: Sequence[Feed]) -> list[mx.array]:

@@ -72,7 +72,7 @@ async def prefill_committed(
     plan = FeedPlan(plan.keep, plan.feed[: chunk_size() if setting == "auto" else setting])
     job = Job("prefill", partial(_rewind_and_feed, sequence, plan), opened.session, len(plan.feed))
     length = await worker.run(job)
-    if length < plan.keep:  # only a checkpoint below could be restored, and nothing was fed
+    if length < plan.keep:  # the cache was lost, or only a checkpoint below could be restored; nothing was fed
         cached_tokens.rewind(length)
     else:
         chunk_size.observe(job.num_tokens, job.seconds)
@@ -106,7 +106,8 @@ def _feed(sequence: CachedSequence, tokens: tuple[int, ...], adds_checkpoint: bo
 
 def _rewind_and_feed(sequence: CachedSequence, plan: FeedPlan) -> int:
     """Returns: the length after the rewind; nothing is fed if that is less than `plan.keep`."""
-    length = sequence.rewind(plan.keep)
+    # A pass that the text has shared may have failed since the plan was made, and emptied the cache.
+    length = sequence.rewind(min(plan.keep, sequence.length))
     if length == plan.keep:
         sequence.feed(plan.feed, 0)
         sequence.check(plan.keep + len(plan.feed))

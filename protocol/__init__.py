@@ -33,6 +33,7 @@ Prices and time:
 * `pass_plan`: which rounds share the target's next pass, and how many tokens of each it reads.
 * `target_queue`: the passes that run and wait at the target.
 * `deadlines`: how long the target waits for its drafter.
+* `backoff`: how often something that has failed is left out, and how many sessions share a job after that.
 * `prefill_chunks`: how many prompt tokens to read in one pass.
 
 Texts and settings:

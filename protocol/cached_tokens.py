@@ -42,7 +42,8 @@ class CachedTokens:
         """The shortest way to a cache that has processed exactly `committed + beyond`.
 
         Args:
-            committed: the session's committed text, prompt included; always the same list, which only grows.
+            committed: the session's committed text, prompt included, which only grows; also with tokens that will be
+                committed.
             beyond: drafted tokens after it.
             num_logits: how many of the last tokens must be fed even if they are cached, because the logits after them
                 are needed; >= 0.
@@ -52,7 +53,7 @@ class CachedTokens:
         total = len(committed) + len(beyond)
         if num_logits > total:
             raise ProtocolError(f"cannot have {num_logits} rows of logits from {total} tokens")
-        cached, num_common = self._tokens, self._num_agreed
+        cached, num_common = self._tokens, min(self._num_agreed, len(committed))
         end = min(len(cached), len(committed))
         while num_common < end and cached[num_common] == committed[num_common]:
             num_common += 1

@@ -130,6 +130,17 @@ class Proposal:
             num_stale=min(self.num_stale, num_tokens),
         )
 
+    def without_first(self) -> Proposal:
+        """The proposal without its first token."""
+        return attrs.evolve(
+            self,
+            start=self.start + 1,
+            tokens=self.tokens[1:],
+            probs=self.probs[1:],
+            reach=self.reach[1:],
+            num_stale=max(0, self.num_stale - 1),
+        )
+
 
 @attrs.frozen
 class Likelihood:

@@ -62,9 +62,9 @@ class FollowingModel:
         match name, arguments:
             case "feed_together", (fed,):
                 self._model.feed_together(
-                    [Feed(self._sequences[number], tuple(tokens), num_logits) for number, tokens, num_logits in fed]
+                    [Feed(self._sequences[number], tuple(tokens), *options) for number, tokens, *options in fed]
                 )
-                for number, tokens, _ in fed:
+                for number, tokens, *_ in fed:
                     self._ledger.feed(number, tokens)
             case "feed_ahead", (numbers,):
                 shared = shared_tokens(mx.zeros((len(numbers),), mx.int32), self._group)

@@ -301,10 +301,10 @@ class LeadingModel(MLXModel):
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """See `Model.feed_together`."""
         numbers = [_number(feed.sequence) for feed in feeds]
-        fed = [(number, feed.tokens, feed.num_logits) for number, feed in zip(numbers, feeds, strict=True)]
+        fed = [(number, feed.tokens, feed.num_logits, feed.alone) for number, feed in zip(numbers, feeds, strict=True)]
         with self._announcer.announced("feed_together", None, fed, reads=numbers):
             logits = super().feed_together(feeds)
-            for number, tokens, _ in fed:
+            for number, tokens, *_ in fed:
                 self._announcer.ledger.feed(number, tokens)
             return logits
 

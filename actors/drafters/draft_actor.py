@@ -11,7 +11,7 @@ from typing import Any
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
-from actors.drafters.draft_queue import DraftQueue, DraftRequest, SharedStepError, num_rows
+from actors.drafters.draft_queue import DraftQueue, DraftRequest, num_rows
 from actors.drafters.draft_session import DraftSession, RunningSteps
 from actors.drafters.draft_steps import (
     CannotLookAhead,
@@ -26,6 +26,7 @@ from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill, prefill_committed
 from actors.session import Session
+from actors.workers.shared_jobs import SharedJobError
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_tree import Guess, Node
@@ -40,8 +41,6 @@ from protocol.trace import Event
 MAX_ROWS = 32
 # A drafter is ready with at most this many unread committed tokens. It reads them with its next draft step.
 MAX_BEHIND_WHEN_READY = 8
-# Times that a session drafts without sharing steps after one that failed.
-STEPS_APART = 16
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
 
@@ -228,19 +227,23 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self, session: DraftSession, draft_steps: DraftSteps, step: FollowingStep, node: Node
     ) -> None:
         """Draft in passes that other sessions share."""
+        suspects = session.suspects
         request = DraftRequest(
-            draft_steps, step, partial(self._on_step, session), session.id, session.state.round, session.num_alone > 0
+            draft_steps, step, partial(self._on_step, session), session.id, session.state.round, suspects is not None
         )
-        session.num_alone = max(0, session.num_alone - 1)
         session.running_steps = RunningSteps(request)
         self._begin_step(session, session.running_steps, node, len(step.plan.feed))
         try:
             await self._draft_queue.run(request)
-        except SharedStepError:
+        except SharedJobError as error:
             # A session that makes a shared step fail makes its own fail, too, and is left to the target then.
-            session.num_alone = STEPS_APART
+            session.suspects = error.suspects
         except CacheLostError:
             pass  # see `_lost_cache_read_again`
+        else:
+            if suspects is not None:
+                suspects.acquit()
+                session.suspects = None
 
     def _begin_step(self, session: DraftSession, running: RunningSteps, node: Node | None, num_tokens: int) -> None:
         running.node = node

@@ -53,10 +53,6 @@ class StepResult:
 StepResults = list[StepResult]
 
 
-class SharedStepError(Exception):
-    """A step of several sessions failed, and it is not known because of which."""
-
-
 @attrs.define(eq=False)
 class DraftRequest(SharedJobEntry[None]):
     """One session's part in shared draft steps.
@@ -90,11 +86,7 @@ class DraftRequest(SharedJobEntry[None]):
 
 
 class DraftQueue(SharedJobQueue[DraftRequest]):
-    """The draft steps that sessions want, of one draft model.
-
-    Attributes:
-        num_shared: most sessions in one step; 1 once it is known that texts of the model cannot share passes.
-    """
+    """The draft steps that sessions want, of one draft model."""
 
     def __init__(self, model: Model, worker: Worker, max_batch: int) -> None:
         """Make an empty queue.
@@ -104,10 +96,9 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
             worker: runs the steps.
             max_batch: most sessions in one step, >= 1.
         """
-        super().__init__()
+        super().__init__(max_batch)
         self._model = model
         self._worker = worker
-        self.num_shared = max_batch
         self._running: Steps[StepResults] | None = None
         self._leader: DraftRequest | None = None
 
@@ -117,7 +108,7 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
         Cancellation: steps that have not begun are taken back; otherwise the running step is the session's last.
 
         Raises:
-            SharedStepError: a step failed, and others shared it.
+            SharedJobError: a step failed, and others shared it.
             CacheLostError: a step that the session shared has failed since the request was made.
             JobError: a step failed, or the worker has died; the error is the cause.
             Whatever concerns this session alone, such as `NotANumberError`.
@@ -147,8 +138,8 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
             )
             await self._worker.run_steps(self._running)
         except JobError as error:
-            for request in taken:
-                request.end(outcome.Error(_failed(error, len(taken))))
+            for request, failure in zip(taken, self._failures(error, [True] * len(taken)), strict=True):
+                request.end(outcome.Error(failure))
         finally:
             self._running, self._leader = None, None
             for request in taken:
@@ -160,7 +151,7 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
 
     def _take(self) -> list[DraftRequest]:
         """The next steps' sessions: those that wait, in order, or the first one if it goes alone."""
-        together = [request for request in self._waiting if not request.alone][: self.num_shared]
+        together = [request for request in self._waiting if not request.alone][: self._most]
         taken = self._waiting[:1] if self._waiting[0].alone else together
         self._waiting = [request for request in self._waiting if request not in taken]
         return taken
@@ -217,7 +208,9 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
         if not requests:
             return {}
         try:
-            feeds = [Feed(request.draft_steps.sequence, request.step.plan.feed, 1) for request in requests]
+            feeds = [
+                Feed(request.draft_steps.sequence, request.step.plan.feed, 1, request.alone) for request in requests
+            ]
             logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
             if any(request.draft_steps.shared.logits_pipeline.runs_user_code for request in requests):
                 # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
@@ -252,14 +245,6 @@ def _guess(request: DraftRequest, rows: mx.array) -> LazyGuesses:
 def _conclude(request: DraftRequest, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:
     step = request.step
     return request.draft_steps.conclude(step.plan, lazy.unwrap(), step.trail, step.history, step.draft_budget)
-
-
-def _failed(error: JobError, num_sessions: int) -> Exception:
-    if num_sessions == 1:
-        return error
-    shared = SharedStepError(*error.args)
-    shared.__cause__ = error.__cause__
-    return shared
 
 
 def num_rows(job: Job[Any]) -> int:

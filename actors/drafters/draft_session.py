@@ -11,6 +11,7 @@ from actors.drafters.draft_steps import StepOutcome
 from actors.drafters.drafter import DrafterSession
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
+from actors.workers.shared_jobs import Suspects
 from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
@@ -51,7 +52,7 @@ class DraftSession(DrafterSession):
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
         running_steps: the draft steps under way; None between them.
-        num_alone: how many times it drafts without sharing steps, because one that it shared has failed.
+        suspects: of a shared step that has failed, after which it drafts alone once; None if that is over.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DraftSession(DrafterSession):
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
         self.running_steps: RunningSteps | None = None
-        self.num_alone = 0
+        self.suspects: Suspects | None = None
         self._given: list[Features] = []  # until there is a sequence that reads them
         self._dropped: tuple[Guess, ...] = ()  # at the token that comes next
 

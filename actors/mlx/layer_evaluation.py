@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -101,26 +102,31 @@ def evaluating_layers(model: Module) -> Iterator[None]:
     """While in force, make the model's layers able to evaluate their results and to be observed; see `evaluating` and
     `observing`.
 
-    Each layer's class is replaced by a subclass; the layer's attributes and parameters stay in place.
+    Each layer's class is replaced by a subclass, as long as anybody uses the model; the layer's attributes and
+    parameters stay in place. Any thread may enter and leave.
     """
-    layers = [
-        layer
-        for layer in getattr(model, "layers", ())
-        # The layers of a model that is both target and drafter are replaced already.
-        if isinstance(layer, Module) and not type(layer).__name__.startswith(_EVALUATING)
-    ]
-    own_classes = [type(layer) for layer in layers]
+    layers = [layer for layer in getattr(model, "layers", ()) if isinstance(layer, Module)]
     subclasses: dict[type, type] = {}
-    for layer in layers:
-        layer.__class__ = subclasses.setdefault(type(layer), _evaluating_class(type(layer)))
+    with _lock:
+        for layer in layers:
+            if _num_users[id(layer)] == 0:
+                layer.__class__ = subclasses.setdefault(type(layer), _evaluating_class(type(layer)))
+            _num_users[id(layer)] += 1
     try:
         yield
     finally:
-        for layer, own_class in zip(layers, own_classes, strict=True):
-            layer.__class__ = own_class
+        with _lock:
+            for layer in layers:
+                _num_users[id(layer)] -= 1
+                if _num_users[id(layer)] == 0:
+                    del _num_users[id(layer)]
+                    layer.__class__ = type(layer).__bases__[0]
 
 
-_EVALUATING = "Evaluating"
+# A model may be target and drafter of one runtime, or belong to several runtimes, each with a thread of its own. By the
+# id of each layer, which its users keep alive.
+_num_users = Counter[int]()
+_lock = threading.Lock()
 
 
 def _evaluating_class(base: type) -> type:
@@ -133,4 +139,4 @@ def _evaluating_class(base: type) -> type:
             observer(self, args[0] if args else next(iter(kwargs.values()), None), result)
         return result
 
-    return type(_EVALUATING + base.__name__, (base,), {"__call__": call})
+    return type("Evaluating" + base.__name__, (base,), {"__call__": call})

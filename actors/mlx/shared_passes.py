@@ -127,7 +127,7 @@ class SharedPasses:
 
     def _may_share(self, feed: Feed) -> bool:
         text = feed.sequence
-        if not isinstance(text, MLXSequence) or len(feed.tokens) > MAX_WIDTH:
+        if not isinstance(text, MLXSequence) or len(feed.tokens) > MAX_WIDTH or feed.alone:
             return False
         return text.is_row or (text.can_be_row and self.obstacle() is None)
 

@@ -19,6 +19,10 @@ import mlx.core as mx
 from protocol.errors import ProcessorError
 from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless
 
+# What user code may raise: anything. `sys.exit()` ends its stream, too, since a thread cannot end the process. A Ctrl-C
+# only reaches the main thread.
+_RAISED = (Exception, SystemExit, KeyboardInterrupt)
+
 # Most saved states of one processor. They are those after the drafted texts, and after the text before them.
 MAX_STATES = 256
 
@@ -81,8 +85,7 @@ def _call_processor(
             result = processor(tokens, row)
     except ProcessorError:
         raise
-    # User code may raise anything. Whatever it raises ends this stream, and does not concern the models.
-    except Exception as error:
+    except _RAISED as error:
         raise ProcessorError(
             f"the logits processor {name_of(processor)} raised {type(error).__name__}: {error}"
         ) from error
@@ -137,8 +140,7 @@ class UserSampler:
         """The sampler's result for one row (1, V), checked; lazy or not."""
         try:
             token = self._sampler(logprobs)
-        # User code may raise anything, as a processor may.
-        except Exception as error:
+        except _RAISED as error:
             raise ProcessorError(f"{self._named} raised {type(error).__name__}: {error}") from error
         if not isinstance(token, mx.array) or token.size != 1 or not mx.issubdtype(token.dtype, mx.integer):
             is_array = isinstance(token, mx.array)
@@ -247,8 +249,7 @@ class _CheckpointedProcessor:
     def _save(self) -> Any:
         try:
             return self.processor.save()
-        # User code may raise anything, as in `_call_processor`.
-        except Exception as error:
+        except _RAISED as error:
             name = name_of(self.processor)
             raise ProcessorError(f"{name} raised {type(error).__name__} in save(): {error}") from error
 

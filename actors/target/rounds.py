@@ -10,7 +10,7 @@ import attrs
 from actors.model import CachedSequence
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.target.plain_decoder import Decoded, PlainDecoder
-from actors.target.target_session import TargetSession
+from actors.target.target_session import OneByOne, RoundFailure, TargetSession
 from actors.target.verify import Verified, VerifyRequest
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Proposal, Verdict
@@ -28,55 +28,58 @@ class Round:
         request: its part in a pass.
         ready: what the plan of a pass sees of it.
         since_s: since when it can be computed, in seconds on the worker's clock.
-        alone: whether it has a pass for itself, because one that it shared has failed.
     """
 
     session: TargetSession
     request: VerifyRequest
     ready: ReadyRound
     since_s: float
-    alone: bool = False
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether it feeds drafted tokens."""
-        return bool(self.request.proposal.tokens) and not self.request.settle
-
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether the pass may leave out drafted tokens from the end."""
-        return bool(self.ready.reach)
 
     def cut(self, num_drafted: int) -> None:
         """Feed no more than `num_drafted` drafted tokens, if the others may be left out."""
-        if self.may_leave_out:
+        if self.ready.reach:
             self.request = attrs.evolve(self.request, proposal=self.request.proposal.cut(num_drafted))
+
+    def pass_over(self) -> None:
+        """Note that a pass has left it out, so that the next one must not."""
+        if not self.ready.was_passed_over:
+            self.ready = attrs.evolve(self.ready, was_passed_over=True)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that it feeds."""
-        return self.ready.num_needed + (len(self.request.proposal.tokens) if self.may_leave_out else 0)
+        return self.ready.num_needed + (len(self.request.proposal.tokens) if self.ready.reach else 0)
 
 
-def next_round(session: TargetSession, prices: Prices, now_s: float, *, without_drafts: bool = False) -> Round:
-    """The next round of a text whose drafter has proposed, or does not.
-
-    Args:
-        without_drafts: whether only committed tokens are fed, because a pass with drafted ones has failed. The first
-            drafted token is judged all the same: under the rejection rule, dropping it for what it is would make it
-            rarer.
-    """
-    sequence, state = session.sequence, session.state
+def next_round(session: TargetSession, prices: Prices, now_s: float) -> Round:
+    """The next pass of a text whose drafter has proposed, or does not."""
+    sequence, state, failure = session.sequence, session.state, session.round_failure
     assert sequence is not None
     proposal = state.outstanding or Proposal(session.id, state.round, state.next_position, ())
-    plan = session.cached_tokens.plan(state.committed)
-    settle = without_drafts or session.replay.should_settle(
-        len(plan.feed) - 1, prices.verify, session.seconds_per_token
-    )
+    if failure is None and proposal.tokens and session.drafts.leaves_out():
+        failure = session.round_failure = RoundFailure(OneByOne(proposal))
     pipeline = session.shared.logits_pipeline
     history = pipeline.history(state.committed, proposal.tokens, num_rows=1 + len(proposal.tokens))
+    goes_alone = failure is not None and failure.goes_alone
+    if failure is not None and (one_by_one := failure.one_by_one) is not None:
+        plan = session.cached_tokens.plan(state.committed, one_by_one.accepted)
+        request = VerifyRequest(
+            sequence,
+            plan,
+            one_by_one.left,
+            session.shared,
+            history,
+            settle=False,
+            one_by_one=bool(proposal.tokens),
+            alone=goes_alone,
+        )
+        return Round(session, request, ReadyRound(len(plan.feed)), now_s)
+    plan = session.cached_tokens.plan(state.committed)
+    settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
     goes_on = not proposal.tokens and not state.opened.settings.logprobs and stays_plain(session)
-    request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle, goes_on)
+    request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle, goes_on, alone=goes_alone)
+    if request.feeds_drafted and session.suspects is not None:
+        request = attrs.evolve(request, alone=True)
     # A cache that could not have undone the last pass most likely cannot undo this one.
     feeds_drafts = not settle and not session.was_single_step
     num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_drafts and not proposal.reach else 0)
@@ -90,13 +93,16 @@ def stays_plain(session: TargetSession) -> bool:
     return rests_on and (state.remaining is None or state.remaining > 1)
 
 
-def verdict_of(round: Round, verified: Verified, on_rewind: Callable[[TargetSession, int], None]) -> Verdict:
-    """The verdict of a round whose pass is over; brings the record of the cache in line.
+def verdict_of(round: Round, verified: Verified, on_rewind: Callable[[TargetSession, int], None]) -> Verdict | None:
+    """The verdict of a round whose pass is over, or None if another pass follows. Records what the cache holds.
 
     Args:
         on_rewind: called with the session and the number of tokens, >= 1, that its cache was rewound by.
     """
-    session, request = round.session, round.request
+    session, request, failure = round.session, round.request, round.session.round_failure
+    if request.one_by_one and failure is not None and failure.one_by_one is not None:
+        session.cached_tokens.follow(request.plan)
+        return _verdict_one_by_one(session, failure.one_by_one, verified)
     proposal, judgement, plan = request.proposal, verified.judgement, request.plan
     session.was_single_step = verified.single_step and not request.settle
     num_drafted_fed = verified.width - len(plan.feed)
@@ -117,6 +123,34 @@ def verdict_of(round: Round, verified: Verified, on_rewind: Callable[[TargetSess
         likelihoods=verified.likelihoods,
         num_judged=verified.num_judged,
         features=verified.features,
+    )
+
+
+def _verdict_one_by_one(session: TargetSession, one_by_one: OneByOne, verified: Verified) -> Verdict | None:
+    """The verdict, if the tokens are judged; None if the next one is to be."""
+    one_by_one.likelihoods += verified.likelihoods
+    one_by_one.features = verified.features
+    num_accepted = len(one_by_one.accepted) + verified.judgement.num_accepted
+    one_by_one.advance()
+    if verified.judgement.token is None and one_by_one.left.tokens:
+        return None
+    return verdict_so_far(session, one_by_one, num_accepted, verified.judgement.token)
+
+
+def verdict_so_far(
+    session: TargetSession, one_by_one: OneByOne, num_accepted: int, token: int | None = None
+) -> Verdict:
+    """The verdict of a proposal of which some tokens were judged."""
+    proposal = one_by_one.proposal
+    return Verdict(
+        session.id,
+        proposal.round,
+        proposal.start,
+        num_accepted,
+        token,
+        likelihoods=one_by_one.likelihoods,
+        num_judged=len(proposal.tokens) - len(one_by_one.left.tokens),
+        features=one_by_one.features,
     )
 
 
@@ -166,7 +200,7 @@ def verdict_of_step(session: TargetSession, step: PlainStep, decoded: Decoded) -
 def has_lost_tokens(session: TargetSession, sequence: CachedSequence) -> bool:
     """Whether a text must be read again, since a pass that it shared has failed."""
     if sequence.length < len(session.cached_tokens):
-        session.reads_again = len(session.state.committed) > 1
+        session.reads_again = len(session.state.committed) > 1 or bool(session.accepted)
         session.decoder = None  # it may be ahead in the cache that is lost
         session.cached_tokens.rewind(sequence.length)
     return session.reads_again

@@ -141,9 +141,9 @@ class TargetActor(ModelActor[TargetSession]):
         except JobError:
             self._on_failure(error)
         else:
-            self._fail(session, cause if isinstance(cause, Exception) else error)
+            self._fail(session, cause or error)
 
-    def _fail(self, session: TargetSession, error: Exception) -> None:
+    def _fail(self, session: TargetSession, error: BaseException) -> None:
         if isinstance(error, OutriderError):
             session.shared.end(error)
             return

@@ -8,14 +8,65 @@ import trio
 from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.plain_decoder import PlainDecoder
+from actors.workers.shared_jobs import Suspects
+from protocol.backoff import Backoff
 from protocol.errors import ProtocolError
-from protocol.messages import Message, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.messages import Features, Likelihood, Message, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Mean
 from protocol.replay import ReplayDebt
 
-# Most rounds without drafted tokens after passes with some have failed again and again.
-MAX_CAREFUL = 64
+
+@attrs.define(eq=False)
+class RoundFailure:
+    """What a round does after a pass of it has failed.
+
+    Attributes:
+        one_by_one: the proposal, if its tokens are judged in the passes of plain decoding; see `OneByOne`.
+        has_failed: whether a pass has failed in which it had no drafted tokens.
+        goes_alone: whether its passes are its own.
+        suspects: of a pass that has failed without drafted tokens; None if this round was not part of one.
+    """
+
+    one_by_one: OneByOne | None = None
+    has_failed: bool = False
+    goes_alone: bool = False
+    suspects: Suspects | None = None
+
+
+@attrs.define(eq=False)
+class OneByOne:
+    """A proposal that is judged in the passes of plain decoding, none of which reads a token before it is accepted.
+
+    A pass that fails here fails in plain decoding, too. Under the rejection rule, no token may be left out for what it
+    is, or it would become rarer. Here all tokens are judged, as in one pass, until one is rejected, or a pass fails
+    because of those before.
+
+    Attributes:
+        proposal: all of it.
+        left: the part that was not judged yet.
+        likelihoods, features: of the tokens that were judged, as in `Verdict`.
+        seconds: of the passes so far.
+    """
+
+    proposal: Proposal
+    left: Proposal = attrs.field(init=False, default=attrs.Factory(lambda self: self.proposal, takes_self=True))
+    likelihoods: tuple[Likelihood, ...] = ()
+    features: Features | None = None
+    seconds: float = 0.0
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """The drafted tokens that were accepted so far."""
+        tokens = self.proposal.tokens
+        return tokens[: len(tokens) - len(self.left.tokens)]
+
+    def advance(self) -> None:
+        """Go on after the first token that was left, which was judged."""
+        left = self.left
+        self.left = attrs.evolve(
+            left, start=left.start + 1, tokens=left.tokens[1:], probs=left.probs[1:], reach=(), num_stale=0
+        )
 
 
 class TargetSession(ActorSession):
@@ -43,7 +94,10 @@ class TargetSession(ActorSession):
         has_shared: whether the text has shared a pass.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
-        num_careful: rounds that feed no drafted tokens, because a pass with some has failed.
+        suspects: of a shared pass with drafted tokens that has failed. Then drafted tokens of this text go alone, until
+            they succeed; None if there is no such pass.
+        drafts: leaves out drafted tokens where passes with them have failed.
+        round_failure: how passes of the present round have failed.
         reads_again: whether the cache lacks committed tokens that it had, since a pass has failed.
     """
 
@@ -70,19 +124,16 @@ class TargetSession(ActorSession):
         self.has_shared = False
         self.was_plain = False
         self.was_single_step = False
-        self.num_careful = 0
+        self.suspects: Suspects | None = None
+        self.drafts = Backoff()
+        self.round_failure: RoundFailure | None = None
         self.reads_again = False
-        self._next_careful = 1
 
     @property
-    def is_careful(self) -> bool:
-        """Whether the next round feeds no drafted tokens."""
-        return self.num_careful > 0
-
-    def be_careful(self) -> None:
-        """Feed no drafted tokens, since a pass with some has failed: in one round, and the next times in more."""
-        self.num_careful = self._next_careful
-        self._next_careful = min(MAX_CAREFUL, 4 * self._next_careful)
+    def accepted(self) -> tuple[int, ...]:
+        """Drafted tokens of the present round that are accepted, and will be committed with its verdict."""
+        failure = self.round_failure
+        return () if failure is None or failure.one_by_one is None else failure.one_by_one.accepted
 
     @property
     def seconds_per_token(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import TypeVar, cast
 
@@ -24,6 +25,7 @@ from protocol.acceptance import (
     likelihoods,
 )
 from protocol.cached_tokens import FeedPlan
+from protocol.errors import ProcessorError
 from protocol.messages import Features, Likelihood, Open, Proposal
 
 S = TypeVar("S")
@@ -66,6 +68,9 @@ class VerifyRequest:
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
         goes_on: whether the token that comes next will be fed by itself in the next round, whatever it is.
+        one_by_one: whether no drafted tokens are fed, and the round goes on with the rest of the proposal if the first
+            one is accepted.
+        alone: whether it has a pass for itself.
     """
 
     sequence: CachedSequence
@@ -75,12 +80,19 @@ class VerifyRequest:
     history: TokenHistory
     settle: bool
     goes_on: bool = False
+    one_by_one: bool = False
+    alone: bool = False
+
+    @property
+    def feeds_drafted(self) -> bool:
+        """Whether drafted tokens are fed, if the cache can drop them again."""
+        return bool(self.proposal.tokens) and not self.settle and not self.one_by_one
 
     def prepare(self) -> _Fed:
         """Decide what is fed.
 
         If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one
-        token, and the first drafted token is compared with it. So it is with `settle`.
+        token, and the first drafted token is compared with it. So it is with `settle` and `one_by_one`.
 
         Raises: CacheLostError: a pass that the text shared has failed since the round was planned.
         """
@@ -89,11 +101,12 @@ class VerifyRequest:
         drafted = self.proposal.tokens
         width = len(self.plan.feed) + len(drafted)
         single_step = bool(drafted) and (
-            self.settle or self.sequence.prepare(width, self.proposal.start) is RewindMode.SINGLE
+            not self.feeds_drafted or self.sequence.prepare(width, self.proposal.start) is RewindMode.SINGLE
         )
         if single_step:
-            return _Fed(self, Feed(self.sequence, self.plan.feed, 1), drafted[:1], single_step=True)
-        return _Fed(self, Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted)), drafted, single_step=False)
+            return _Fed(self, Feed(self.sequence, self.plan.feed, 1, self.alone), drafted[:1], single_step=True)
+        feed = Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted), self.alone)
+        return _Fed(self, feed, drafted, single_step=False)
 
 
 def verify(
@@ -218,11 +231,21 @@ class _Fed:
         return self.request.shared.logits_pipeline.kind
 
     def judge(self, logits: mx.array) -> _Judged:
-        """Apply the session's acceptance rule to its logits; lazy, but that user code is called."""
+        """Apply the session's acceptance rule to its logits; lazy, but that user code is called.
+
+        User code that fails at a row may fail because of drafted tokens. So rows are left out from the end until it
+        does not. The tokens before those rows are judged, so that none is left out for what it is.
+        """
+        for num_rows in range(logits.shape[0], 1, -1):
+            with suppress(ProcessorError):
+                return self._judge(logits[:num_rows])
+        return self._judge(logits[:1])
+
+    def _judge(self, logits: mx.array) -> _Judged:
         proposal, logits_pipeline = self.request.proposal, self.request.shared.logits_pipeline
         processed = logits_pipeline.process(logits, self.request.history, proposal.start)
         filtered = logits_pipeline.filter(processed, proposal.start)
-        judgement = judge(filtered, self.drafted, proposal, self.request.shared)
+        judgement = judge(filtered, self.drafted[: logits.shape[0]], proposal, self.request.shared)
         return _Judged(self, processed, LogitCheck.of(logits, processed), judgement)
 
 
@@ -243,17 +266,18 @@ class _Judged:
         """Read the judgement, and rewind the cache."""
         request, judgement = self.fed.request, self.judgement.read()
         start = request.proposal.start
-        num_fed = 0 if self.fed.single_step else judgement.num_accepted
         num_sound = self.logit_check.num_sound()
         if judgement.num_accepted + (judgement.token is not None) > num_sound:
             if num_sound == 0:
                 self.logit_check.check(0, start, "target")
-            # The next round needs the logits of the unsound row, and so feeds the token before it again.
-            judgement, num_fed = Judgement(num_sound, None), num_sound - 1
+            judgement = Judgement(num_sound, None)
+        # Without a row for the token that comes next, the next round feeds the one before it again.
+        num_fed = 0 if self.fed.single_step else judgement.num_accepted - (judgement.token is None)
         tokens = self.fed.drafted[: judgement.num_accepted] + (() if judgement.token is None else (judgement.token,))
         token_likelihoods = requested_likelihoods(self.processed, tokens, request.shared.opened)
         # Before the rewind: one to a checkpoint goes further back, and leaves accepted tokens to the next pass.
-        features = request.sequence.take_features(start + num_fed)
+        goes_on = request.one_by_one and judgement.token is None and len(request.proposal.tokens) > 1
+        features = None if goes_on else request.sequence.take_features(start + num_fed)
         length = request.sequence.rewind(start + num_fed)
         request.sequence.check(length)
         return Verified(
@@ -261,7 +285,7 @@ class _Judged:
             len(self.fed.feed.tokens),
             length,
             self.fed.single_step,
-            len(self.fed.drafted),
+            min(len(self.fed.drafted), self.processed.shape[0]),
             token_likelihoods,
             features,
         )

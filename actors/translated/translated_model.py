@@ -61,7 +61,7 @@ class TranslatedModel:
         """See `Model.feed_together`."""
         readings = [cast(TranslatedSequence, feed.sequence).read(feed.tokens, feed.num_logits) for feed in feeds]
         own_feeds = [
-            Feed(cast(TranslatedSequence, feed.sequence).own, reading.tokens, reading.num_rows)
+            Feed(cast(TranslatedSequence, feed.sequence).own, reading.tokens, reading.num_rows, feed.alone)
             for feed, reading in zip(feeds, readings, strict=True)
         ]
         all_rows = self._model.feed_together(own_feeds)

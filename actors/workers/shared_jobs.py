@@ -8,13 +8,51 @@ from __future__ import annotations
 
 import abc
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import attrs
 import outcome
 import trio
 
+from actors.workers.worker import JobError
+from protocol.backoff import SharingLimit
+
 T = TypeVar("T")
+
+
+@attrs.define(eq=False)
+class Suspects:
+    """The entries that may have made a job fail, each of which is repeated alone.
+
+    One that fails alone was the cause. If none does, all of them together were too much.
+
+    Attributes:
+        num_left: entries that have not succeeded alone.
+    """
+
+    num_left: int
+    _on_all_acquitted: Callable[[], None]
+
+    def acquit(self) -> None:
+        """Count an entry that has succeeded alone."""
+        self.num_left -= 1
+        if self.num_left == 0:
+            self._on_all_acquitted()
+
+
+class SharedJobError(JobError):
+    """A job of several entries failed, and it is not known because of which.
+
+    Attributes:
+        suspects: the entries that may have been the cause; None for an entry that is none of them.
+    """
+
+    def __init__(self, error: JobError, suspects: Suspects | None) -> None:
+        super().__init__(*error.args)
+        self.__cause__ = error.__cause__
+        self.suspects = suspects
 
 
 @attrs.define(eq=False)
@@ -54,10 +92,20 @@ EntryT = TypeVar("EntryT", bound=SharedJobEntry[Any])
 
 
 class SharedJobQueue(abc.ABC, Generic[EntryT]):
-    """The entries that wait for a job."""
+    """The entries that wait for a job.
 
-    def __init__(self) -> None:
-        """Make an empty queue."""
+    Attributes:
+        num_shared: most entries in one job; 1 once it is known that texts of the model cannot share passes.
+    """
+
+    def __init__(self, max_batch: int) -> None:
+        """Make an empty queue.
+
+        Args:
+            max_batch: most entries in one job, >= 1.
+        """
+        self.num_shared = max_batch
+        self._limit = SharingLimit()
         self._waiting: list[EntryT] = []
         self._is_led = False
         # Held wherever the worker's thread may take entries.
@@ -69,6 +117,23 @@ class SharedJobQueue(abc.ABC, Generic[EntryT]):
 
     def _interrupt(self, entry: EntryT) -> None:
         """End the part of an entry that a job has taken as soon as the job allows. Harmless once it is over."""
+
+    @property
+    def _most(self) -> int:
+        """Most entries in the next job."""
+        return min(self.num_shared, self._limit.value)
+
+    def _failures(self, error: JobError, are_suspects: Sequence[bool]) -> list[JobError]:
+        """The error of each entry of a job that failed.
+
+        Args:
+            error: of the job.
+            are_suspects: whether each entry may have been the cause; some are.
+        """
+        if len(are_suspects) == 1:
+            return [error]
+        suspects = Suspects(sum(are_suspects), partial(self._limit.halve, len(are_suspects)))
+        return [SharedJobError(error, suspects if is_suspect else None) for is_suspect in are_suspects]
 
     def _add(self, entry: EntryT) -> None:
         with self._lock:
@@ -86,6 +151,7 @@ class SharedJobQueue(abc.ABC, Generic[EntryT]):
                     await self._wait(entry)
                     continue
                 self._is_led = True
+                self._limit.count_job()
                 try:
                     await self._lead(entry)
                 finally:

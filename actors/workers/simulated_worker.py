@@ -137,6 +137,11 @@ class SimulatedWorker:
         """See `Worker.is_hanging`."""
         return False
 
+    @property
+    def overdue_s(self) -> float:
+        """See `Worker.overdue_s`."""
+        return -math.inf
+
     def watch(self) -> None:
         """See `Worker.watch`. No simulated job hangs."""
 

@@ -178,8 +178,13 @@ class ThreadWorker:
     @property
     def is_hanging(self) -> bool:
         """See `Worker.is_hanging`."""
-        began, timeout_s = self._job_began, self._hang_timeout_s
-        return began is not None and self.clock() - began > timeout_s
+        return self.overdue_s > self._base_timeout_s
+
+    @property
+    def overdue_s(self) -> float:
+        """See `Worker.overdue_s`."""
+        began, expected_s = self._job_began, self._hang_timeout_s - self._base_timeout_s
+        return -math.inf if began is None else self.clock() - began - expected_s
 
     @property
     def _hang_timeout_s(self) -> float:

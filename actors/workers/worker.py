@@ -164,6 +164,13 @@ class Worker(Protocol):
         """Whether the running job takes very much longer than it should. May be read in any thread."""
         ...
 
+    @property
+    def overdue_s(self) -> float:
+        """Seconds by which the running job exceeds a multiple of the time that it should take; negative if it does not,
+        -inf if none runs or it may take any time.
+        """
+        ...
+
     def watch(self) -> None:
         """Give up the running job, and with it the worker, if it hangs and that is allowed: a task waits for its end
         that has not handed it in.

@@ -13,8 +13,7 @@ from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import attrs
-import mlx.core as mx
-from mlx_lm.models import llama
+from mlx.nn.layers.base import Module
 
 from protocol.validation import check_integer, check_integers, validator
 from runtime.bench.contenders import ONLY_DRAFT
@@ -30,8 +29,8 @@ from runtime.bench.setup import (
     time_left,
     without_repeats,
 )
+from runtime.bench.small_models import VOCAB_SIZE, small_model
 
-VOCAB_SIZE = 64
 NUM_PROMPT_TOKENS = 8
 
 # By name: this runtime without a drafter, with one that rests since it does not pay, and with a fixed lookahead.
@@ -143,26 +142,9 @@ class OverheadMeasured(BenchmarkCircumstances):
         )
 
 
-def smallest_model(seed: int) -> llama.Model:
+def smallest_model(seed: int) -> Module:
     """A language model whose pass takes no time worth speaking of, evaluated on this thread."""
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=32,
-            num_hidden_layers=1,
-            intermediate_size=64,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=16,
-            rms_norm_eps=1e-5,
-            vocab_size=VOCAB_SIZE,
-        )
-    )
-    # Wide weights, so that texts do not fall into a loop of one token.
-    keys = iter(mx.random.split(mx.random.key(seed), 64))
-    model.apply(lambda weight: weight + mx.random.normal(weight.shape, key=next(keys)) if weight.ndim > 1 else weight)
-    mx.eval(model.parameters())
-    return model
+    return small_model("llama", seed, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16)
 
 
 async def measure_overhead(

@@ -19,6 +19,9 @@ from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
 from runtime.loading.model_sources import Source
 
+# How much longer than it should the running draft step may take before nobody waits for its end.
+RELEASE_TIMEOUT_S = 1.0
+
 LoadedDrafter = tuple[Model, Worker] | Literal["ngram"]
 DrafterActor = DraftActor | LookupActor
 # Loads a drafter; resources that are released with it go onto the stack.
@@ -100,10 +103,16 @@ class DrafterSlot:
             self.actor = None
         self._target.drafter.detach()
         actor.withdraw_from_all()
+        worker, has_ended = (actor.worker if isinstance(actor, DraftActor) else None), self._has_ended
         del actor
         # Not on this stack: the tracebacks of cancelled tasks would keep the caller's streams alive for a while.
         trio.lowlevel.current_trio_token().run_sync_soon(self._scope.cancel)
-        await self._has_ended.wait()
+        while not has_ended.is_set():
+            patience_s = RELEASE_TIMEOUT_S - max(0.0, 0.0 if worker is None else worker.overdue_s)
+            if patience_s <= 0.0:
+                break  # it hangs, and is given up in the background
+            with trio.move_on_after(patience_s):
+                await has_ended.wait()
 
     async def _load_onto(self, stack: AsyncExitStack, *, source: Source) -> LoadedDrafter:
         assert self._load is not None

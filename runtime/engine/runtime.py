@@ -317,6 +317,8 @@ class Runtime(RuntimeState):
     async def detach_draft(self) -> None:
         """Release the draft model, its memory and its thread; does nothing without one.
 
+        A draft model that hangs is not waited for: its thread is left behind later, with a warning.
+
         Streams that are under way continue undrafted, with the text that they would have had; under the rejection rule
         without a seed, with another sample of the same distribution.
 

@@ -15,10 +15,10 @@ import mlx.core as mx
 import trio
 
 import runtime
+from runtime.bench.small_models import VOCAB_SIZE, small_model
 from runtime.engine.runtime import Runtime
 from runtime.selftest.baselines import WrappedModel, threads_at_work
 from runtime.selftest.findings import Finding, passed_if
-from runtime.selftest.small_models import VOCAB_SIZE, small_model
 from runtime.selftest.subject import Subject, ids, running_pair
 
 NUM_OPENINGS = 8

@@ -81,6 +81,53 @@ def test_a_session_that_makes_a_shared_step_fail_loses_its_drafter_and_no_other_
     run(main)
 
 
+def test_the_others_share_steps_at_once() -> None:
+    prompts = [[index, index + 1] for index in range(12)]
+
+    async def sessions_per_step(culprit: int | None) -> float:
+        agrees = agreeing(0.7)
+        draft = ScriptedModel(agrees) if culprit is None else FailingTogether(culprit, 12)
+        async with simulated(ScriptedModel(truthful), draft) as simulation:
+            completions = await simulation.runtime.generate_many(prompts, max_tokens=40, lookahead=2)
+            for prompt, completion in zip(prompts, completions, strict=True):
+                assert [token.id for token in completion.tokens] == continuation(prompt, 40)
+            steps = [span for span in simulation.spans("draft") if span.kind == "draft"]
+            return sum(len(span.sessions) for span in steps) / len(steps)
+
+    undisturbed = run(sessions_per_step, None)
+    assert run(sessions_per_step, 3) > 0.75 * undisturbed
+
+
+class TooMuch(ScriptedModel):
+    """A model without the memory for steps of more than some sessions."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(agreeing(0.7))
+        self.most, self.num_failures = most, 0
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        if len(feeds) > self.most:
+            self.num_failures += 1
+            raise MemoryError(f"no room for {len(feeds)} sessions")
+        return feed_each(feeds)
+
+    abandon_shared = FailingTogether.abandon_shared
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_steps_that_there_is_too_little_memory_for_are_shared_by_fewer_and_rarely_tried_again(most: int) -> None:
+    async def main() -> None:
+        draft = TooMuch(most)
+        async with simulated(ScriptedModel(truthful), draft) as simulation:
+            completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=100, lookahead=3)
+            for prompt, completion in zip(PROMPTS, completions, strict=True):
+                assert [token.id for token in completion.tokens] == continuation(prompt, 100)
+                assert completion.statistics.accepted > 20
+        assert 0 < draft.num_failures < 15
+
+    run(main)
+
+
 @pytest.mark.parametrize("at", [1.0, 5.0, 9.5, 13.25, 17.0, 33.0])
 def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their_drafter(at: float) -> None:
     async def main() -> None:

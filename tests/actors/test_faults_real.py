@@ -259,6 +259,27 @@ async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: An
             assert [token.id async for token in stream] == got[30:]
 
 
+async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
+    target, draft = pair()
+    hanging = Hanging(draft)
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (hanging, None)) as rt:
+            hanging.hang_at = hanging.num_calls + 6
+            stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
+            got = [(await anext(stream)).id]
+            while not hanging.hangs:
+                got.append((await anext(stream)).id)
+            # Long before the hanging job is given up.
+            await rt.detach_draft()
+            assert "the draft model hangs" not in caplog.text
+            assert got + [token.id async for token in stream] == greedy(target, PROMPT, 40)
+            await rt.attach_draft((pair()[1], None))
+            assert (await rt.generate(PROMPT, max_tokens=40, lookahead=2)).statistics.proposed > 0
+            hanging.let_go_on.set()
+    assert "the draft model hangs" not in caplog.text
+
+
 @pytest.mark.usefixtures("impatience")
 async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
     target, draft = pair()

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import attrs
+import mlx.core as mx
 import pytest
 import trio
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
@@ -36,6 +37,7 @@ from scripted import (
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.drafter import policy_by_settings
+from actors.model import Feed, feed_each
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import Node
@@ -171,22 +173,42 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
+class FailingAtDrafts(ScriptedModel):
+    """A model whose passes fail if they read a certain token that is drafted."""
+
+    num_failures = 0
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        if any(1 in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds):
+            self.num_failures += 1
+            raise MemoryError
+        return feed_each(feeds)
+
+
 def sampled(
-    policy: Hostile, num_tokens: int, seed: int = 1, report_delay: float | None = None, is_trained: bool = False
+    policy: Hostile,
+    num_tokens: int,
+    seed: int = 1,
+    report_delay: float | None = None,
+    is_trained: bool = False,
+    target: ScriptedModel | None = None,
+    draft: ScriptedModel | None = None,
 ) -> list[int]:
     """A long text under the rejection rule."""
     near, stale = markov(NEAR), markov(STALE)
 
     async def main() -> list[int]:
-        target = (RecordingTarget if is_trained else ScriptedModel)(markov(TARGET), vocab_size=4)
-        draft = ScriptedModel(near, vocab_size=4)
+        kind = RecordingTarget if is_trained else ScriptedModel
+        drafting = draft or ScriptedModel(near, vocab_size=4)
         if is_trained:
-            draft = TrainedDraft(lambda history, staleness: (stale if staleness > 1 else near)(history), vocab_size=4)
+            drafting = TrainedDraft(
+                lambda history, staleness: (stale if staleness > 1 else near)(history), vocab_size=4
+            )
         async with simulated(
-            target,
-            draft,
+            target or kind(markov(TARGET), vocab_size=4),
+            drafting,
             price=random_price(seed),
-            draft_price=lambda job: 0.25 + (len(draft.sequences[0].fed) * 7 % 11 if draft.sequences else 0) / 8,
+            draft_price=lambda job: 0.25 + (len(drafting.sequences[0].fed) * 7 % 11 if drafting.sequences else 0) / 8,
             make_policy=lambda settings, prices: policy,
             report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
@@ -234,6 +256,16 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
     assert policy.num_from_branch > 30
     if what != "nothing":
         assert policy.num_held_back > 100
+
+
+def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.backoff.Backoff.leaves_out", lambda _: False)
+    coin = markov(((0.5, 0.5), (0.5, 0.5)))
+    target = FailingAtDrafts(coin, vocab_size=2)
+    text = sampled(Hostile(), 800, target=target, draft=ScriptedModel(coin, vocab_size=2))
+    after = {token: Counter(b for a, b in itertools.pairwise(text) if a == token) for token in (0, 1)}
+    assert pooled_p_value([(counts, {0: 0.5, 1: 0.5}) for counts in after.values()]) > SIGNIFICANCE
+    assert target.num_failures > 100
 
 
 @pytest.mark.slow

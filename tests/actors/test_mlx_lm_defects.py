@@ -17,7 +17,6 @@ from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
-from scripted import read_into
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -264,27 +263,20 @@ def test_there_an_error_in_mid_round_takes_tokens_out_of_the_cache_that_were_com
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-async def test_here_the_text_ends_with_the_error_and_is_right_until_then(noise: float) -> None:
+@pytest.mark.parametrize("n", range(1, 10))
+async def test_here_such_a_round_is_computed_again_and_the_text_is_right(n: int, noise: float) -> None:
     model = llama()
     right = greedy(model, PROMPT, 48)
-    lengths = []
-    for n in range(1, 10):
-        target = Failing(model)
-        async with runtime.open((target, None), (near(model, noise=noise), None)) as rt:
-            target.arm(n)
-            stream = rt.stream(PROMPT, max_tokens=48, lookahead=LOOKAHEAD)
-            given: list[int] = []
-            with pytest.raises(runtime.StreamFailedError, match="no such kernel") as failed:
-                await read_into(given, stream)
-            assert isinstance(failed.value.__cause__, NoSuchKernel)
-            assert given == right[: len(given)]
-            lengths.append(len(given))
-            # Tokens that were not delivered are not counted either.
-            assert stream.statistics().generated_tokens == len(given)
-    # Failures in prefill, in the first round, and in the middle of the text.
-    assert lengths[:2] == [0, 0]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] >= 7
+    target = Failing(model)
+    async with runtime.open((target, None), (near(model, noise=noise), None)) as rt:
+        target.arm(n)
+        if n > 1:
+            assert ids(await rt.generate(PROMPT, max_tokens=48, lookahead=LOOKAHEAD)) == right
+            return
+        # Nothing was drafted for the prompt.
+        with pytest.raises(runtime.StreamFailedError, match="no such kernel") as failed:
+            await rt.generate(PROMPT, max_tokens=48, lookahead=LOOKAHEAD)
+        assert isinstance(failed.value.__cause__, NoSuchKernel)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
 import pytest
 import trio
-from scripted import ScriptedModel, Simulation, agreeing, continuation, never, run, simulated, truthful
+from scripted import (
+    VOCAB_SIZE,
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    continuation,
+    never,
+    run,
+    simulated,
+    truthful,
+)
 
 import runtime
 from actors.model import Feed, feed_each
@@ -17,6 +29,7 @@ from protocol.trace import Span
 
 PROMPTS = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
 NUM_TOKENS = 24
+BAD = 15  # a token of none of their texts
 
 
 def shared_passes(simulation: Simulation) -> list[Span]:
@@ -108,6 +121,88 @@ def test_a_session_whose_part_makes_the_pass_fail_ends_alone(num_tokens: int) ->
             assert rt.health().ok
 
     run(main)
+
+
+class TooMuch(ScriptedModel):
+    """A model without the memory for wide passes, or with an error at a token that only its drafter says.
+
+    Attributes:
+        failures: the rows of each pass that failed.
+    """
+
+    def __init__(self, *, max_slots: float = math.inf, bad_token: int | None = None) -> None:
+        super().__init__(truthful)
+        self.max_slots, self.bad_token = max_slots, bad_token
+        self.failures: list[int] = []
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        num_slots = len(feeds) * max(len(feed.tokens) for feed in feeds)
+        is_bad = any(self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds)
+        if num_slots > self.max_slots or is_bad:
+            self.failures.append(len(feeds))
+            raise MemoryError(f"no room for {num_slots} slots")
+        return feed_each(feeds)
+
+    def abandon_shared(self) -> None:
+        if self.failures[-1] > 1:  # a text alone is no row of a batch
+            FailingTogether.abandon_shared(self)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_batch", [1, 8])
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(max_batch: int, acceptance: str) -> None:
+    def wrong(history: Sequence[int]) -> list[float]:
+        return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)
+
+    async def main() -> None:
+        target = TooMuch(bad_token=BAD)
+        # At this temperature the likeliest token has all of the probability.
+        settings = {"temperature": 1e-6, "acceptance": acceptance, "seed": 1}
+        async with simulated(target, ScriptedModel(wrong), max_batch=max_batch) as simulation:
+            assert await texts(simulation, lookahead=3, **settings) == EXPECTED
+            assert simulation.runtime.statistics().accepted > NUM_TOKENS
+        assert target.failures
+
+    assert not any(BAD in text for text in EXPECTED)
+    run(main)
+
+
+@pytest.mark.parametrize("lookahead", [0, 4, "auto"])
+@pytest.mark.parametrize("max_slots", [1, 3])
+def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_are_rarely_tried_again(
+    max_slots: int, lookahead: Any
+) -> None:
+    num_tokens = 100
+
+    async def main() -> None:
+        target = TooMuch(max_slots=max_slots)
+        async with simulated(target, ScriptedModel(agreeing(0.9))) as simulation:
+            completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=num_tokens, lookahead=lookahead)
+            for prompt, completion in zip(PROMPTS, completions, strict=True):
+                assert [token.id for token in completion.tokens] == continuation(prompt, num_tokens)
+        assert 0 < len(target.failures) < num_tokens / 3
+
+    run(main)
+
+
+def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
+    prompts = [[index, index + 1] for index in range(12)]
+
+    async def rows_per_pass(culprit: int | None) -> float:
+        target = FailingTogether(culprit, 12) if culprit is not None else ScriptedModel(truthful)
+        async with simulated(target) as simulation:
+
+            async def read(prompt: list[int]) -> None:
+                with suppress(runtime.StreamFailedError):
+                    await simulation.runtime.generate(prompt, max_tokens=60)
+
+            async with trio.open_nursery() as nursery:
+                for prompt in prompts:
+                    nursery.start_soon(read, prompt)
+            return simulation.runtime.statistics().rows_per_pass or 0.0
+
+    assert run(rows_per_pass, None) > 10
+    assert run(rows_per_pass, 3) > 7
 
 
 @pytest.mark.parametrize("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])

@@ -241,6 +241,36 @@ async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(cap
     assert "runtime.stateless" in caplog.text
 
 
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+async def test_a_processor_that_fails_at_a_text_that_only_the_drafter_says_costs_no_token(acceptance: str) -> None:
+    good = set(PROMPT + PLAIN)
+    bad_texts = 0
+
+    @runtime.stateless
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal bad_texts
+        if threading.current_thread().name == "outrider-target" and (bad := set(tokens.tolist()) - good):
+            bad_texts += 1
+            raise ValueError(f"no text of mine has {bad}")
+        return logits
+
+    class Elsewhere(Wrapped):
+        """The target's text, but for every third token."""
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            begin = cache[0].offset
+            logits = super().__call__(inputs, cache)
+            is_wrong = (mx.arange(begin, begin + inputs.shape[1]) % 3 == 0)[None, :, None]
+            return mx.where(is_wrong, mx.roll(logits, 1, axis=-1), logits)
+
+    settings: Any = {"temperature": 1e-6, "acceptance": acceptance, "seed": 1, "logits_processors": [process]}
+    async with runtime.open((TARGET, None), (Elsewhere(TARGET), None)) as rt:
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, **settings)
+    assert ids(completion) == PLAIN
+    assert completion.statistics.accepted > 0
+    assert bad_texts > 0
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "raises": (lambda logprobs: 1 // 0, "raised ZeroDivisionError"),
     "cannot be evaluated": (lambda logprobs: mx.argmax(logprobs + LAZY_HERE, axis=-1), "cannot be evaluated"),
@@ -260,6 +290,35 @@ async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone(wrong: str) ->
             with pytest.raises(runtime.ProcessorError, match=f"the sampler <lambda> {'(returned .*)?'}{says}"):
                 await rt.generate(PROMPT, lookahead=3, sampler=marked)
         assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["processor", "sampler", "model"])
+async def test_code_on_the_models_thread_that_wants_to_end_the_process_ends_its_stream_with_the_cause(
+    kind: type[BaseException], where: str
+) -> None:
+    def leave(*arguments: mx.array, cache: Any = None) -> mx.array:
+        raise kind("enough")
+
+    class Leaving(Wrapped):
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            # Not in a pass over two tokens, as the probe's.
+            return leave() if is_leaving and inputs.shape[1] == 1 else super().__call__(inputs, cache)
+
+    is_leaving = False
+    code = {"processor": {"logits_processors": [leave]}, "sampler": {"sampler": leave}, "model": {}}[where]
+    async with runtime.open((Leaving(llama()), None)) as rt:
+        other, is_leaving = rt.stream(PROMPT, max_tokens=NUM_TOKENS), where == "model"
+        expected = runtime.StreamFailedError if is_leaving else runtime.ProcessorError
+        with pytest.raises(expected, match=f"{kind.__name__}: enough") as raised:
+            await rt.generate(PROMPT, max_tokens=NUM_TOKENS, **code)
+        assert type(raised.value.__cause__) is kind
+        is_leaving = False
+        if where != "model":
+            assert [token.id async for token in other] == PLAIN
+        await other.aclose()
+        assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
+        assert rt.health().ok
 
 
 async def test_a_sampler_is_not_asked_to_choose_by_what_is_no_number() -> None:

@@ -303,6 +303,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/distributed/draft_rank_link.py",
         "actors/distributed/rank_group.py",
         "runtime/ranks/group_thread.py",
+        "actors/mlx/layer_evaluation.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
         "actors/workers/core_sharing.py",

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+import trio
 from architectures import VOCAB_SIZE, build
 from drafted_runtime import PROMPTS, check_greedy, drafted
 from models import greedy
@@ -48,6 +49,29 @@ async def test_open_takes_a_folder(tmp_path: Path) -> None:
         completion = await rt.generate(PROMPTS[2], max_tokens=30, lookahead=2, ignore_eos=True)
         assert [token.id for token in completion.tokens] == greedy(built, PROMPTS[2], 30)
         assert completion.statistics.proposed > 0
+
+
+async def test_a_runtime_that_closes_leaves_another_with_the_same_model_its_features(tmp_path: Path) -> None:
+    built, folder = build("llama"), write_eagle3(tmp_path, build("llama"))
+    own_class, first_closes = type(built.layers[0]), trio.Event()
+
+    async def open_first(*, task_status: trio.TaskStatus[None]) -> None:
+        async with runtime.open((built, None), folder):
+            task_status.started()
+            await first_closes.wait()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(open_first)
+        async with runtime.open((built, None), folder) as rt:
+            stream = rt.stream(PROMPTS[0], max_tokens=30, lookahead=2, ignore_eos=True)
+            found = [(await anext(stream)).id]
+            first_closes.set()
+            while nursery.child_tasks:
+                await trio.lowlevel.checkpoint()
+            found += [token.id async for token in stream]
+            assert found == greedy(built, PROMPTS[0], 30)
+            await check_greedy(rt, built, 2)
+    assert type(built.layers[0]) is own_class
 
 
 @pytest.mark.parametrize(

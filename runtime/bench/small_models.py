@@ -107,13 +107,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_model(family: str, seed: int) -> Module:
+def small_model(family: str, seed: int, **arguments: Any) -> Module:
     """A model of a family with random weights in float32, evaluated on this thread.
+
+    Args:
+        family: its module in mlx-lm.
+        seed: of the weights.
+        arguments: of the model, in place of those above.
 
     The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
     """
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    model: Module = module.Model(module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES[family]))
+    model: Module = module.Model(
+        module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES[family] | arguments)
+    )
     leaves = _leaves(model)
     keys = mx.random.split(key=mx.random.key(seed), num=len(leaves))
     drawn = [(name, _drawn(name, weight, key)) for (name, weight), key in zip(leaves, keys, strict=True)]
