@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
     from protocol.statistics import Statistics
 
+
+# Seconds between two lines about what a command is doing, where stderr is no terminal.
+LOG_INTERVAL_S = 30.0
 
 # Exit status of a process that a signal ended, less the signal's number, as shells have it.
 SIGNAL_STATUS_BASE = 128
@@ -223,10 +227,11 @@ def _is_terminal() -> bool:
 class Display:
     """Progress on stderr: a spinner while models load, a bar during prefill.
 
-    Nothing is shown if stderr is no terminal, and nothing stays on the screen if it is one.
+    Nothing stays on the screen. If stderr is no terminal, long activities are logged to it, a line now and then.
     """
 
     def __init__(self) -> None:
+        self._logged_at = time.monotonic()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._stops_when = ""  # when the current activity can be stopped
@@ -247,6 +252,9 @@ class Display:
         self.clear()
         if _is_terminal():
             self._show(what, None, moves=False)
+        elif time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
+            print_message(what)
 
     def show_loading(self, models: Sequence[object]) -> None:
         """Show that models are being loaded, each named by its `str`."""

@@ -795,3 +795,18 @@ def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
         display.show_prefill(5000, 2048)
         display.on_event(Span("target", "prefill", 0, 0.0, 1.0, 2048))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_activity_is_logged_where_stderr_is_no_terminal(monkeypatch, capfd):
+    now = [0.0]
+    monkeypatch.setattr(runtime.terminal.display.time, "monotonic", lambda: now[0])
+    with runtime.terminal.display.Display() as display:
+        for now[0] in (0.0, 20.0, 30.0, 40.0, 59.0, 61.0):
+            display.show_activity(f"at {now[0]:.0f} s")
+    assert capfd.readouterr() == ("", "outrider: at 30 s\noutrider: at 61 s\n")
+
+
+def test_distill_trains_for_the_demo_target_by_default(tmp_path, capfd):
+    missing = str(tmp_path / "missing.txt")
+    assert cli.main(["distill", "--data", missing, "--out", str(tmp_path / "out")]) == 2
+    assert capfd.readouterr().err == f"outrider: error: '{missing}' cannot be read: No such file or directory\n"
