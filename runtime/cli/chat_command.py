@@ -30,11 +30,11 @@ from runtime.terminal.display import (
     Output,
     OutputError,
     print_message,
-    print_statistics,
     print_stderr,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
+from runtime.terminal.statistics_table import print_statistics
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime

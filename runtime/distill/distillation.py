@@ -28,6 +28,7 @@ from runtime.distill.continuations import Continuations
 from runtime.distill.data import Windows, read_texts
 from runtime.distill.output import config_for, model_card, write_drafter
 from runtime.distill.training import Training, acceptance_of, num_accepted
+from runtime.loading.tokenizers import wrapped
 
 # Entries of logits that a batch has at most, which decides how many windows are in one: 512 MiB in float32.
 MAX_LOGITS = 1 << 27
@@ -285,9 +286,8 @@ class Distillation:
 
     def learn(self) -> None:
         """Learn from a batch."""
-        training = self.training
-        tokens = self._windows.batch(training.progress.num_batches, self._batch_size, self._options.seed)
-        training.learn(tokens, self._decay)
+        batch = self._windows.batch(self.training.progress.num_batches, self._batch_size, self._options.seed)
+        self.training.learn(batch, self._decay)
 
     @property
     def _decay(self) -> float:
@@ -370,7 +370,7 @@ def load_target(name: str) -> tuple[Module, Any]:
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)
     mx.eval(model)
-    return model, tokenizer
+    return model, wrapped(tokenizer, f"target {name!r}")
 
 
 def initialize(model: Eagle3, seed: int) -> None:

@@ -12,8 +12,9 @@ import trio
 
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
-from protocol.errors import ModelError, OutriderError
+from protocol.errors import OutriderError
 from runtime.distill.distillation import Distillation, DistillOptions, Evaluation, load_target
+from runtime.loading.model_files import load_error
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ async def distill(
         try:
             target, tokenizer = await run(partial(load_target, options.target))
         except JobError as error:
-            raise ModelError(f"cannot load target {options.target!r}: {error.__cause__}") from error.__cause__
+            raise load_error("target", options.target, error.__cause__) from error.__cause__
         on_progress("reading texts")
         work = await run(partial(Distillation, options, target, tokenizer))
         began, missing_then = trio.current_time(), 0
