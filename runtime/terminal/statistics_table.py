@@ -34,7 +34,7 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
             yield "fresh and stale", f"{fresh} and {s.stale_acceptance:.1%} of the drafts"
     else:
         yield "acceptance", "nothing was proposed"
-    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
+    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} round{'' if s.rounds == 1 else 's'}"
     if s.rows_per_pass is not None and s.rows_per_pass > 1:
         waits = f"a round waited {_duration(s.wait_seconds / s.pass_rows)}, at most {_duration(s.longest_wait_seconds)}"
         yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
