@@ -35,6 +35,7 @@ DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)
 WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
 NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
+MAX_REPEATS = 2  # of measurements whose prices cannot be
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
@@ -49,6 +50,8 @@ _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
     """Time both models, each alone and both at once; and plain decoding, if its price is not known yet.
 
+    All is measured again where the prices of the first measurement cannot be.
+
     Args:
         target: the model, and its worker.
         draft: likewise.
@@ -62,6 +65,17 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
         model.context_length is not None and model.context_length < MIN_CONTEXT_LENGTH for model, _ in (target, draft)
     ):
         return
+    is_first = not prices.plain_decode_s.is_known
+    await _measure(target, draft, prices)
+    for _ in range(MAX_REPEATS):
+        if not is_first or prices.estimates().is_plausible:
+            return
+        prices.forget_target()
+        prices.forget_drafter()
+        await _measure(target, draft, prices)
+
+
+async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
     (_, target_worker), (_, draft_worker) = target, draft
     async with _open_sequence(*target) as target_sequence, _open_sequence(*draft) as draft_sequence:
         # The first pass of each width is not timed: it compiles kernels and allocates buffers. It compiles those that

@@ -40,12 +40,13 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
             f"the target went on alone {s.draft_timeouts} times because the drafter was late, with a proposal or with "
             "the prompt; use a smaller draft model, or see what else keeps its device busy"
         )
-    if 0 < decode_s <= draft_s:
+    is_plausible = s.estimates.is_plausible
+    if is_plausible and 0 < decode_s <= draft_s:
         yield (
             f"a draft step takes {_duration(draft_s)} and a decoding step of the target {_duration(decode_s)}, so "
             'drafting cannot pay; use a smaller draft model, or draft="ngram"'
         )
-    speed_up = modelled_speed_up(s)
+    speed_up = modelled_speed_up(s) if is_plausible else None
     if isinstance(lookahead, int) and speed_up is not None and speed_up < MIN_SPEED_UP:
         yield (
             f"lookahead={lookahead} decodes about {speed_up:.1f}× as fast as plain decoding would, by what the passes "

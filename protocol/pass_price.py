@@ -191,8 +191,9 @@ class PassPrice:
         for w, entry, time in zip(weights, entries, times, strict=True):
             product += w * (entry.rows - mean_rows) * (time - mean_time)
             square += w * (entry.rows - mean_rows) ** 2
-        slope = max(0.0, product / square)
-        line = [max(0.0, mean_time + slope * (entry.rows - mean_rows)) for entry in entries]
+        # At most as steep as through the origin: no pass takes less than its share of a wider one.
+        slope = min(max(0.0, product / square), mean_time / mean_rows)
+        line = [mean_time + slope * (entry.rows - mean_rows) for entry in entries]
         # The variance of the entries around the line, relative to the line, less what noise explains.
         misfit = sum(
             ((time - fit) / fit) ** 2 - self._noise / w

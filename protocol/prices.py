@@ -64,7 +64,18 @@ class Estimates:
     acceptance: float
     verify_table: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the prices go together: a pass over one token and a plainly decoded token are the same work, and no
+        pass takes much longer than its tokens one by one. If not, the machine did something else meanwhile.
+        """
+        one, other = sorted((self.verify_seconds, self.plain_seconds))
+        passes = ((rows * self.verify_seconds, seconds) for rows, seconds in self.verify_table)
+        return all(less == 0.0 or more < IMPLAUSIBLE * less for less, more in ((one, other), *passes))
 
+
+# A price that is off by this factor cannot be.
+IMPLAUSIBLE = 10.0
 # The row up to which `Estimates.verify_seconds_per_token` averages.
 LAST_ROW_OF_SLOPE = 5
 # Acceptance rules of which the calibration is remembered. Clients choose temperatures as they like, and each
@@ -159,6 +170,12 @@ class Prices:
         rounds = 3.0
         self._speculative_s = rounds * self.verify(2)
         self._speculative_tokens = self._speculative_s * self.modelled_rate(self._last_calibration.mean_acceptance)
+
+    def forget_target(self) -> None:
+        """Forget what the target's passes cost, before anything refers to their price."""
+        self.verify = PassPrice()
+        self.plain_decode_s = Mean(memory=50.0)
+        self._unpriced_passes.clear()
 
     def forget_drafter(self) -> None:
         """Forget what the last drafter cost and how often it was right, because another one comes."""

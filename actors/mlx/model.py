@@ -112,11 +112,6 @@ def _quantize(model: Module, *, bits: int, group_size: int, mode: str) -> None:
     quantize_modules(model, group_size, bits, mode=mode, class_predicate=wanted)
 
 
-def tokenizer_wrapper(tokenizer: Any) -> TokenizerWrapper:
-    """mlx-lm's wrapper around a Hugging Face tokenizer, or the wrapper itself."""
-    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-
-
 class MLXModel:
     """An mlx-lm model on its own thread, on which it must also be made."""
 

@@ -41,6 +41,7 @@ from runtime.bench.setup import (
     total,
     without_repeats,
 )
+from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
 
 
@@ -282,7 +283,7 @@ def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
 
     Raises: SettingsError: a drafter is given twice.
     """
-    paths = [type(draft[0]).__name__ if isinstance(draft, tuple) else str(draft) for draft in drafts]
+    paths = [name_of(draft) for draft in drafts]
     parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
     is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]
     names = [part if clear else path for part, path, clear in zip(parts, paths, is_clear, strict=True)]

@@ -28,6 +28,8 @@ from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, 
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
 from runtime.loading.demo import DEMO_PROMPTS
+from runtime.loading.device import processor_name
+from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
     Loaded,
     LoadedDraft,
@@ -37,7 +39,6 @@ from runtime.loading.model_sources import (
     check_source,
     load_draft_onto,
 )
-from runtime.loading.processor import processor_name
 from runtime.ranks.leading import check_group, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
 
@@ -198,8 +199,8 @@ async def load_models(
         TARGET: loaded_target.model,
         **{name: one.model for name, one in loaded.items()},
     }
-    circumstances.target = _name(target)
-    circumstances.draft = ", ".join(NGRAM if draft == NGRAM else _name(draft) for draft in drafts.values())
+    circumstances.target = name_of(target)
+    circumstances.draft = ", ".join(NGRAM if draft == NGRAM else name_of(draft) for draft in drafts.values())
     for name, model in models.items():
         circumstances.dtypes[name] = dtypes_of(model.module)
     circumstances.machine = _machine()
@@ -252,10 +253,6 @@ def _machine() -> dict[str, str]:
             f"{blas.num_usable_cores()} for a model that computes alone, shared by models that compute at the same time"
         )
     return machine
-
-
-def _name(source: Source) -> str:
-    return type(source[0]).__name__ if isinstance(source, tuple) else str(source)
 
 
 # --- progress -------------------------------------------------------------------------------------

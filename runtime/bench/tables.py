@@ -115,8 +115,8 @@ def _rows_with_estimates(result: Benchmark) -> Iterator[ContenderRow]:
 
 def _estimates(row: ContenderRow) -> Iterator[tuple[str, str]]:
     for name, value in (row.estimates or {}).items():
-        if not isinstance(value, (int, float)):
-            text = str(value)
+        if isinstance(value, tuple):
+            text = ", ".join(f"{seconds * 1e3:.2f} ms for {width}" for width, seconds in value)
         elif "seconds" in name and "per_second" not in name:
             text = f"{value * 1e3:.2f} ms"
         else:

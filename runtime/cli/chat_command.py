@@ -30,11 +30,11 @@ from runtime.terminal.display import (
     Output,
     OutputError,
     print_message,
-    print_statistics,
     print_stderr,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
+from runtime.terminal.statistics_table import print_statistics
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
@@ -149,6 +149,9 @@ class Chat:
         """
         self._signals.is_interactive = self._lines.is_interactive
         if self._lines.is_interactive:
+            tokenizer = self.runtime.tokenizer
+            if tokenizer is not None and not tokenizer.has_chat_template:
+                print_message("the model has no chat template: it continues the text so far, and does not answer")
             print_message('"/help" lists what else can be typed; Ctrl-D leaves')
         while not self.is_over:
             try:

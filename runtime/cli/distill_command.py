@@ -22,7 +22,7 @@ def add_distill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add the command to the parser's. Returns: the command's parser."""
     parser = commands.add_parser(
         "distill",
-        usage="outrider distill --target MODEL --data FILES --out DIR [options]",
+        usage="outrider distill --data FILES --out DIR [options]",
         help="train a drafter for a target",
         description="Train a drafter for a target, on this machine and from your text: a decoder layer that reads the "
         "target's hidden states (EAGLE-3). Training ends by itself when it brings no more. The best drafter so far is "
@@ -36,7 +36,9 @@ The files of --data are .jsonl with a "text" or "messages" in each line; any oth
 after the batch at hand; nothing is lost.""",
     )
     what = parser.add_argument_group("what to train")
-    what.add_argument("--target", metavar="MODEL", required=True, help="path or hub id of the model to draft for")
+    what.add_argument(
+        "--target", metavar="MODEL", help="path or hub id of the model to draft for (default: the demo target)"
+    )
     what.add_argument("--data", metavar="FILE", type=Path, nargs="+", required=True, help="texts to learn from")
     what.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of the drafter")
     what.add_argument("--init", metavar="DIR", type=Path, help="EAGLE-3 drafter to begin with (default: a new one)")
@@ -67,7 +69,7 @@ after the batch at hand; nothing is lost.""",
         "--max-minutes",
         metavar="N",
         type=float,
-        help="stop after so many minutes of learning in all; the learning rate falls in the last third "
+        help="stop after so many minutes of learning and evaluating in all; the learning rate falls in the last third "
         "(default: until it brings nothing more)",
     )
     how.add_argument("--seed", metavar="N", type=int, help="of the weights and of the order of texts (default: 0)")
@@ -93,7 +95,7 @@ def distill(arguments: argparse.Namespace) -> int:
 
         names = {field.name for field in attrs.fields(DistillOptions)}
         given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-        options = DistillOptions(**given)
+        options = DistillOptions(**given | {"target": str(models.target)})
 
         def show(evaluation: Evaluation) -> None:
             display.clear()
@@ -113,8 +115,9 @@ def distill(arguments: argparse.Namespace) -> int:
 
 def _described(evaluation: Evaluation) -> str:
     rates = " ".join(f"{rate:.3f}" for rate in evaluation.acceptance)
+    loss = "" if evaluation.loss is None else f" loss {evaluation.loss:.3f},"
     return (
-        f"{evaluation.minutes:.1f} min, {evaluation.tokens:,} tokens: loss {evaluation.loss:.3f}, "
+        f"{evaluation.minutes:.1f} min, {evaluation.tokens:,} tokens:{loss} "
         f"acceptance of each draft on held-out text {rates}, {evaluation.accepted:.2f} of {len(evaluation.acceptance)} "
         f"in all{', the best so far' if evaluation.is_best else ''}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import Models
 from runtime.cli.arguments.settings import parse_value, settings_of, with_tokens_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
-from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, print_statistics, warnings_at_the_end
+from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
+from runtime.terminal.statistics_table import print_statistics
 from runtime.tracing.trace_files import ChromeFile, TimelineFile
-
-logger = logging.getLogger("outrider")
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -156,7 +154,7 @@ def _prompt_request(arguments: argparse.Namespace, models: Models) -> _PromptReq
     """The prompt that the arguments give.
 
     Raises:
-        PromptError: the prompt is not valid text.
+        PromptError: the prompt is empty, or not valid text.
         SettingsError: there is a system message or the beginning of an answer, but --raw leaves out the chat template.
     """
     given: str = arguments.prompt if arguments.prompt_here is None else arguments.prompt_here
@@ -164,8 +162,11 @@ def _prompt_request(arguments: argparse.Namespace, models: Models) -> _PromptReq
         raise SettingsError("--system needs the chat template, which --raw leaves out; give one of them")
     if arguments.raw and arguments.prefill_response is not None:
         raise SettingsError("--prefill-response needs the chat template, which --raw leaves out; give one of them")
+    prompt = _read(given)
+    if not prompt and arguments.system is None and arguments.prefill_response is None:
+        raise PromptError("the prompt is empty; give a text to continue or a question")
     return _PromptRequest(
-        _read(given),
+        prompt,
         arguments.system,
         False if arguments.raw else True if arguments.chat else None,
         arguments.prefill_response,
@@ -236,6 +237,10 @@ def _schema(file: str) -> str:
 
 
 # --- the command ----------------------------------------------------------------------------------
+
+
+class IncompleteJsonError(OutriderError):
+    """The text ended before the JSON that was asked for was complete."""
 
 
 @attrs.define
@@ -317,7 +322,7 @@ def generate(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         try:
             if not arguments.json:
                 output.end_line()
-            elif generated.failure is None:
+            elif generated.failure is None or isinstance(generated.failure, IncompleteJsonError):
                 output.write_now(generated.as_json() + "\n")
         except OutputError as error:
             generated.failure = generated.failure or error
@@ -383,5 +388,10 @@ async def _stream_text(
                     generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()
-        if schema is not None and generated.finish_reason == "length":
-            logger.warning("the JSON is incomplete, cut off at %d tokens; raise --max-tokens", len(generated.tokens))
+        if schema is not None:
+            try:
+                json.loads("".join(generated.pieces))
+            except ValueError as error:
+                why = "; raise --max-tokens" if generated.finish_reason == "length" else " by a stop string"
+                said = f"the JSON is incomplete, cut off at {len(generated.tokens)} tokens{why}"
+                raise IncompleteJsonError(said) from error

@@ -270,6 +270,7 @@ async def _open_and_serve(server: _Server) -> None:
         await serve(outer, [listener], until_over, connection_limits, partial(_drain, app.admission, server))
     if server.failure is not None:
         raise ServerError(f"the server has ended, start it again: {server.failure}")
+    print_message("the server has ended")
 
 
 async def _drain(admission: RequestAdmission, server: _Server) -> None:

@@ -33,8 +33,10 @@ def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[str]:
     for file in files:
         try:
             content = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise SettingsError(f"{shown_path(str(file))} cannot be read: {error}") from error
+        except OSError as error:
+            raise SettingsError(f"{shown_path(str(file))} cannot be read: {error.strerror}") from error
+        except UnicodeError as error:
+            raise SettingsError(f"{shown_path(str(file))} is not text in UTF-8: {error}") from error
         if file.suffix == ".jsonl":
             for number, line in enumerate(content.splitlines(), 1):
                 if line.strip():

@@ -7,7 +7,7 @@ so that the same call goes on where another was interrupted.
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -27,13 +27,16 @@ from protocol.validation import check_integer, check_number
 from runtime.distill.continuations import Continuations
 from runtime.distill.data import Windows, read_texts
 from runtime.distill.output import config_for, model_card, write_drafter
-from runtime.distill.training import Training, num_accepted
+from runtime.distill.training import Training, acceptance_of, num_accepted
+from runtime.loading.tokenizers import wrapped
 
 # Entries of logits that a batch has at most, which decides how many windows are in one: 512 MiB in float32.
 MAX_LOGITS = 1 << 27
 # An evaluation is due after so many batches or minutes, and once learning has taken so many times as long.
 BATCHES_PER_EVALUATION, MINUTES_PER_EVALUATION = 100, 5.0
 LEARNING_PER_EVALUATION = 10.0
+# The part of a limited time that an evaluation takes at most: it ends early if held-out text is left then.
+EVALUATION_SHARE = 0.1
 # The part of a limited time in which the learning rate falls to nothing: the schedule of Hu et al. 2024, "MiniCPM",
 # arXiv 2404.06395, section 4.2.
 DECAY_SHARE = 0.3
@@ -56,8 +59,8 @@ class DistillOptions:
         intermediate_size: width of a new drafter's feed-forward part; None for the target's.
         learning_rate: to begin with, > 0.
         batch_tokens: tokens of a batch at most, >= `window`.
-        max_minutes: that learning may take in all, > 0, in the last third of which the learning rate falls; None to
-            learn until it brings nothing more.
+        max_minutes: that learning and evaluations may take in all, > 0, in the last third of which the learning rate
+            falls; None to learn until it brings nothing more.
         seed: of the weights, and of the order of windows.
         dtype: of the drafter's weights.
     """
@@ -100,8 +103,9 @@ class Evaluation:
     """What is known after an evaluation; a line of the log.
 
     Attributes:
-        batches, tokens, minutes: of learning so far.
-        loss: mean since the evaluation before.
+        batches, tokens: that were learnt from so far.
+        minutes: that learning and evaluations took so far.
+        loss: mean since the evaluation before; None before anything was learnt.
         acceptance: on held-out text, of each draft step where those before it were accepted.
         accepted: tokens of `NUM_STEPS` drafts that are accepted.
         learning_rate: after the evaluation.
@@ -111,7 +115,7 @@ class Evaluation:
     batches: int
     tokens: int
     minutes: float
-    loss: float
+    loss: float | None
     acceptance: tuple[float, ...]
     accepted: float
     learning_rate: float
@@ -146,9 +150,9 @@ class Distillation:
         self._training: Training | None = None
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
-        self._num_since, self._loss_since = 0, 0.0
-        self._seconds_of_evaluation = 0.0
-        self._seconds_since = 0.0
+        self._held_out: list[mx.array] = []
+        self._counts: list[list[int]] = []  # of the batches of held-out text that were drafted for, in this evaluation
+        self._seconds_per_held_out = 0.0  # of one such batch
 
     # --- preparation ------------------------------------------------------------------------------
 
@@ -195,6 +199,7 @@ class Distillation:
         mx.eval(model.state, embedding)
         tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
         self._batch_size = max(1, tokens // options.window)
+        self._held_out = self._windows.held_out_batches(self._batch_size)
         self._training = Training(
             self._target, model, embedding, self._made.target_ids, learning_rate=options.learning_rate
         )
@@ -247,53 +252,79 @@ class Distillation:
     @property
     def is_over(self) -> bool:
         """Whether nothing more is to be learnt, or the time is up."""
-        progress, limit = self.training.progress, self._options.max_minutes
-        return progress.is_over or (limit is not None and progress.seconds >= 60 * limit)
+        return self.training.progress.is_over or self.seconds_left <= 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds in which learning may go on, so that an evaluation is still in time; infinite without a limit."""
+        return self._learning_ends_s - self.training.progress.seconds
+
+    @property
+    def _learning_ends_s(self) -> float:
+        if (limit := self._options.max_minutes) is None:
+            return math.inf
+        return 60 * limit - min(60 * limit * EVALUATION_SHARE, self._evaluation_s)
+
+    @property
+    def _evaluation_s(self) -> float:
+        """Seconds that an evaluation is expected to take: at first, as learning from as many batches does."""
+        progress = self.training.progress
+        per_batch = self._seconds_per_held_out or progress.seconds_since / max(1, progress.num_since)
+        return per_batch * len(self._held_out)
 
     @property
     def is_evaluation_due(self) -> bool:
         """Whether enough was learnt since the last evaluation."""
-        much = self._num_since >= BATCHES_PER_EVALUATION or self._seconds_since >= 60 * MINUTES_PER_EVALUATION
-        return much and self._seconds_since >= LEARNING_PER_EVALUATION * self._seconds_of_evaluation
+        progress = self.training.progress
+        much = progress.num_since >= BATCHES_PER_EVALUATION or progress.seconds_since >= 60 * MINUTES_PER_EVALUATION
+        return much and progress.seconds_since >= LEARNING_PER_EVALUATION * self._evaluation_s
 
     @property
     def has_learnt_since(self) -> bool:
         """Whether the drafter has learnt since the last evaluation."""
-        return self._num_since > 0
+        return self.training.progress.num_since > 0
 
     def learn(self) -> None:
         """Learn from a batch."""
-        training = self.training
-        before = training.progress.seconds
-        tokens = self._windows.batch(training.progress.num_batches, self._batch_size, self._options.seed)
-        self._loss_since += training.learn(tokens, self._decay)
-        self._num_since += 1
-        self._seconds_since += training.progress.seconds - before
+        batch = self._windows.batch(self.training.progress.num_batches, self._batch_size, self._options.seed)
+        self.training.learn(batch, self._decay)
 
     @property
     def _decay(self) -> float:
         """What is left of the learning rate as a limited time ends."""
-        limit = self._options.max_minutes
-        if limit is None:
+        return min(1.0, max(0.0, 1.0 - self.training.progress.seconds / self._learning_ends_s) / DECAY_SHARE)
+
+    @property
+    def held_out_share(self) -> float:
+        """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 where its time is up."""
+        limit, seconds = self._options.max_minutes, len(self._counts) * self._seconds_per_held_out
+        if limit is not None and seconds >= 60 * limit * EVALUATION_SHARE:
             return 1.0
-        left = 1.0 - self.training.progress.seconds / (60 * limit)
-        return min(1.0, max(0.0, left) / DECAY_SHARE)
+        return len(self._counts) / len(self._held_out)
+
+    def draft(self) -> None:
+        """Draft for a batch of held-out text."""
+        before = self.training.progress.seconds
+        self._counts.append(self.training.draft(self._held_out[len(self._counts)]))
+        if len(self._counts) == 1:  # the last one may be smaller
+            self._seconds_per_held_out = self.training.progress.seconds - before
 
     def evaluate(self) -> Evaluation:
-        """Draft for held-out text, write the drafter if it is the best so far, and save the state of the training."""
-        training, began = self.training, time.monotonic()
-        acceptance = training.acceptance(self._windows.held_out_batches(self._batch_size))
+        """Write the drafter if it is the best so far on held-out text, and save the state of the training."""
+        training = self.training
+        acceptance = acceptance_of(self._counts)
+        self._counts = []
         accepted = num_accepted(acceptance)
         is_best = accepted > training.progress.best or not (self._options.out / "config.json").exists()
         if is_best:
             self._write(acceptance)
-        training.progress = training.progress.evaluated(accepted)
-        progress = training.progress
+        before = training.progress
+        training.progress = progress = before.evaluated(accepted)
         evaluation = Evaluation(
             batches=progress.num_batches,
             tokens=progress.num_tokens,
             minutes=round(progress.seconds / 60, 2),
-            loss=round(self._loss_since / max(1, self._num_since), 4),
+            loss=round(before.loss_since / before.num_since, 4) if before.num_since else None,
             acceptance=tuple(round(rate, 4) for rate in acceptance),
             accepted=round(accepted, 4),
             learning_rate=progress.learning_rate,
@@ -302,8 +333,6 @@ class Distillation:
         training.save(self._folder, self._identity())
         with (self._folder / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(attrs.asdict(evaluation)) + "\n")
-        self._num_since, self._loss_since, self._seconds_since = 0, 0.0, 0.0
-        self._seconds_of_evaluation = time.monotonic() - began
         return evaluation
 
     def save(self) -> None:
@@ -341,7 +370,7 @@ def load_target(name: str) -> tuple[Module, Any]:
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)
     mx.eval(model)
-    return model, tokenizer
+    return model, wrapped(tokenizer, f"target {name!r}")
 
 
 def initialize(model: Eagle3, seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,9 @@ import trio
 
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
-from protocol.errors import ModelError, OutriderError
+from protocol.errors import OutriderError
 from runtime.distill.distillation import Distillation, DistillOptions, Evaluation, load_target
+from runtime.loading.model_files import load_error
 
 T = TypeVar("T")
 
@@ -51,27 +53,49 @@ async def distill(
         try:
             target, tokenizer = await run(partial(load_target, options.target))
         except JobError as error:
-            raise ModelError(f"cannot load target {options.target!r}: {error.__cause__}") from error.__cause__
+            raise load_error("target", options.target, error.__cause__) from error.__cause__
         on_progress("reading texts")
         work = await run(partial(Distillation, options, target, tokenizer))
+        began, missing_then = trio.current_time(), 0
         while num_missing := await run(work.continue_some):
-            on_progress(f"having the target write: {num_missing:,} windows to go")
+            missing_then = missing_then or num_missing
+            done = missing_then - num_missing
+            left = f", about {_minutes(num_missing * (trio.current_time() - began) / done)} left" if done else ""
+            on_progress(f"having the target write: {num_missing:,} windows to go{left}")
         on_progress("preparing the drafter")
         goes_on = await run(work.begin)
+
+        async def evaluate() -> None:
+            while (share := work.held_out_share) < 1.0:
+                on_progress(f"drafting for held-out text: {share:.0%}")
+                await run(work.draft)
+            on_evaluation(await run(work.evaluate))
+
         try:
-            if not goes_on:
-                on_progress("drafting for held-out text")
-                on_evaluation(await run(work.evaluate))
+            if options.init is not None and not goes_on:
+                await evaluate()
             while not work.is_over:
-                on_progress(f"learning: batch {work.training.progress.num_batches + 1:,}")
+                on_progress(_learning(work))
                 await run(work.learn)
                 if work.is_evaluation_due:
-                    on_progress("drafting for held-out text")
-                    on_evaluation(await run(work.evaluate))
+                    await evaluate()
             if work.has_learnt_since:
-                on_evaluation(await run(work.evaluate))
+                await evaluate()
         finally:
             # An evaluation has saved the state already.
             if work.has_learnt_since:
                 with trio.CancelScope(shield=True):
                     await run(work.save)
+
+
+def _learning(work: Distillation) -> str:
+    progress = work.training.progress
+    said = f"learning: batch {progress.num_batches + 1:,}"
+    if progress.num_since:
+        loss = progress.loss_since / progress.num_since
+        said += f", {progress.num_tokens / progress.seconds:,.0f} tokens/s, loss {loss:.3f}"
+    return said if math.isinf(work.seconds_left) else f"{said}, {_minutes(work.seconds_left)} left"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min"

@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,11 +45,12 @@ class Progress:
     Attributes:
         num_batches: that were learnt from.
         num_tokens: that were learnt from, each time that they were.
-        seconds: that learning took.
+        seconds: that learning and evaluations took.
         learning_rate: at present.
         best: tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation.
         num_without_gain: evaluations since then, and since the last reduction of the learning rate.
         num_reductions: how often the learning rate was reduced.
+        num_since, loss_since, seconds_since: batches since the last evaluation; sums of their losses and times.
     """
 
     num_batches: int = 0
@@ -58,6 +60,9 @@ class Progress:
     best: float = 0.0
     num_without_gain: int = 0
     num_reductions: int = 0
+    num_since: int = 0
+    loss_since: float = 0.0
+    seconds_since: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -70,16 +75,29 @@ class Progress:
         Args:
             accepted: tokens of `NUM_STEPS` drafts that were accepted.
         """
+        after = attrs.evolve(self, num_since=0, loss_since=0.0, seconds_since=0.0)
         if accepted > self.best + LEAST_GAIN:
-            return attrs.evolve(self, best=accepted, num_without_gain=0)
+            return attrs.evolve(after, best=accepted, num_without_gain=0)
         if self.num_without_gain + 1 < PATIENCE:
-            return attrs.evolve(self, num_without_gain=self.num_without_gain + 1)
+            return attrs.evolve(after, num_without_gain=self.num_without_gain + 1)
         return attrs.evolve(
-            self,
+            after,
             num_without_gain=0,
             num_reductions=self.num_reductions + 1,
             learning_rate=self.learning_rate * REDUCTION,
         )
+
+
+def acceptance_of(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """How often each step's token is the target's, where those of the steps before were.
+
+    Args:
+        counts: of each batch; see `Training.draft`.
+
+    Returns: for each of `NUM_STEPS` steps, in [0, 1].
+    """
+    totals = [sum(each) for each in zip(*counts, strict=True)]
+    return tuple(right / max(1, asked) for asked, right in pairwise(totals))
 
 
 def num_accepted(acceptance: Sequence[float]) -> float:
@@ -157,37 +175,40 @@ class Training:
         self._optimizer.learning_rate = warm_up * decay * self.progress.learning_rate
         self._optimizer.update(self.drafter, gradients)
         mx.eval(self.drafter.state, self._optimizer.state, loss)
+        value, seconds = cast(float, loss.item()), time.monotonic() - began
         self.progress = attrs.evolve(
             self.progress,
             num_batches=self.progress.num_batches + 1,
             num_tokens=self.progress.num_tokens + tokens.size,
-            seconds=self.progress.seconds + time.monotonic() - began,
+            seconds=self.progress.seconds + seconds,
+            num_since=self.progress.num_since + 1,
+            loss_since=self.progress.loss_since + value,
+            seconds_since=self.progress.seconds_since + seconds,
         )
-        return cast(float, loss.item())
+        return value
 
-    def acceptance(self, batches: Sequence[mx.array]) -> tuple[float, ...]:
-        """How often each step's likeliest token is the target's, where those of the steps before were.
+    def draft(self, tokens: mx.array) -> list[int]:
+        """How many drafts of a batch there are, and after each of `NUM_STEPS` steps how many are the target's so far.
 
-        A token that the drafter cannot propose counts as rejected.
+        A draft is the target's if each of its tokens is the drafter's likeliest and the target's. A token that the
+        drafter cannot propose counts as rejected.
 
         Args:
-            batches: (B, L) ids each.
-
-        Returns: for each of `NUM_STEPS` steps, in [0, 1].
+            tokens: (B, L) ids, L > `NUM_STEPS` + 1.
         """
-        right, asked = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
-        for tokens in batches:
-            lesson = self._lesson(tokens)
-            length = lesson.features.shape[1]
-            alive = mx.ones((tokens.shape[0], length), mx.bool_)
-            for step, logits in enumerate(logits_of_steps(self.drafter, lesson.features, lesson.embedded, NUM_STEPS)):
-                asked[step] += cast(float, alive.sum().item())
-                drafted = mx.argmax(logits, axis=-1)
-                if self._target_ids is not None:
-                    drafted = self._target_ids[drafted]
-                alive = alive & (drafted == lesson.likeliest[:, step : step + length])
-                right[step] += cast(float, alive.sum().item())
-        return tuple(r / max(1.0, a) for r, a in zip(right, asked, strict=True))
+        began = time.monotonic()
+        lesson = self._lesson(tokens)
+        length = lesson.features.shape[1]
+        alive = mx.ones((tokens.shape[0], length), mx.bool_)
+        counts = [alive.size]
+        for step, logits in enumerate(logits_of_steps(self.drafter, lesson.features, lesson.embedded, NUM_STEPS)):
+            drafted = mx.argmax(logits, axis=-1)
+            if self._target_ids is not None:
+                drafted = self._target_ids[drafted]
+            alive = alive & (drafted == lesson.likeliest[:, step : step + length])
+            counts.append(cast(int, alive.sum().item()))
+        self.progress = attrs.evolve(self.progress, seconds=self.progress.seconds + time.monotonic() - began)
+        return counts
 
     def _lesson(self, tokens: mx.array) -> Lesson:
         length = tokens.shape[1] - NUM_STEPS

@@ -26,7 +26,7 @@ from actors.distributed.links import (
 from actors.distributed.rank_group import RankGroup
 from runtime.doctor.conclusion import USUAL_ACCEPTANCE
 from runtime.doctor.report import Diagnosis
-from runtime.loading.processor import processor_name
+from runtime.loading.device import processor_name
 from runtime.ranks.group_thread import breaking, run_in_group
 from runtime.simulation.sharding import links_of
 

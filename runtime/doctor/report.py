@@ -27,6 +27,7 @@ from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
 from runtime.doctor.pass_times import REPEATS, WIDTHS, Passes, time_passes
 from runtime.doctor.trained_drafters import ExaminedDrafter, described, examine_drafter
 from runtime.loading.blas import blas_in_use
+from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
     Loaded,
     Source,
@@ -191,8 +192,8 @@ async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: 
     except JobError as error:
         if isinstance(error.__cause__, RankError):
             raise error.__cause__ from None
-        name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
-        raise ModelError(f"{role} {name!r} failed while it was examined: {error.__cause__}") from error.__cause__
+        named = f"{role} {name_of(source)!r}"
+        raise ModelError(f"{named} failed while it was examined: {error.__cause__}") from error.__cause__
 
 
 async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, bool, str]:

@@ -1,6 +1,8 @@
-"""MLX's default device, on which both models compute. Imports mlx only where a device is chosen."""
+"""The device on which both models compute, and the processor. Imports mlx only where a device is chosen."""
 
 from __future__ import annotations
+
+import platform
 
 from protocol.errors import SettingsError
 
@@ -21,3 +23,12 @@ def use_device(device: str | None) -> None:
     if not mx.is_available(wanted):
         raise SettingsError(f"--device {device} is not available in this MLX; leave it out for its default")
     mx.set_default_device(wanted)
+
+
+def processor_name() -> str:
+    """The processor's name, or its architecture if the system does not tell."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -12,13 +12,12 @@ from typing import Any, Protocol, get_args
 
 import attrs
 import mlx.core as mx
-from huggingface_hub import try_to_load_from_cache
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions, Rewind
 from actors.mlx.layer_evaluation import LayerEvaluation
-from actors.mlx.model import MLXModel, load, tokenizer_wrapper
+from actors.mlx.model import MLXModel, load
 from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.workers.worker import Job, JobError, Worker
@@ -27,7 +26,9 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP, NGRAM, Settings
 from protocol.validation import check_integer
+from runtime.loading.model_files import folder_of, load_error, name_of
 from runtime.loading.model_spec import ModelSpec
+from runtime.loading.tokenizers import wrapped
 from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, trained_drafter_on_the_hub, unsupported
 from runtime.loading.vocabularies import vocabulary_map
 
@@ -264,8 +265,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
     layer_evaluation = layer_evaluation_by_environment()
-    name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
-    read = None
+    named, read = f"{role} {name_of(source)!r}", None
     if isinstance(source, tuple):
         built, tokenizer = source
         # On the caller's thread: a lazy array can only be evaluated on the thread that made it. The whole model, since
@@ -276,12 +276,13 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     try:
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
-        model = await worker.run(Job("load", partial(MLXModel, built, options, f"{role} {name!r}", layer_evaluation)))
+        model = await worker.run(Job("load", partial(MLXModel, built, options, named, layer_evaluation)))
+        wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
-        raise ModelError(f"cannot load {role} {name!r}: {error.__cause__}") from error.__cause__
-    return Loaded(model, None if tokenizer is None else tokenizer_wrapper(tokenizer), folder_of(source))
+        raise load_error(role, source, error.__cause__) from error.__cause__
+    return Loaded(model, wrapper, folder_of(source))
 
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
@@ -291,14 +292,16 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     """
     if isinstance(source, tuple):
         built, tokenizer = source
-        return built, None if tokenizer is None else tokenizer_wrapper(tokenizer)
-    try:
-        return load(str(source), is_lazy=True, **(_load_options(source) if isinstance(source, ModelSpec) else {}))
-    except OutriderError:
-        raise
-    # mlx-lm raises errors of many kinds.
-    except Exception as error:
-        raise ModelError(f"cannot load target {str(source)!r}: {error}") from error
+    else:
+        try:
+            options = _load_options(source) if isinstance(source, ModelSpec) else {}
+            built, tokenizer = load(str(source), is_lazy=True, **options)
+        except OutriderError:
+            raise
+        # mlx-lm raises errors of many kinds.
+        except Exception as error:
+            raise load_error("target", source, error) from error
+    return built, wrapped(tokenizer, f"target {name_of(source)!r}")
 
 
 async def load_draft_onto(
@@ -334,7 +337,7 @@ async def load_draft_onto(
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
-        raise ModelError(f"cannot load draft {str(source)!r}: {error.__cause__}") from error.__cause__
+        raise load_error("draft", source, error.__cause__) from error.__cause__
     target.record_features(drafter.feature_layers)
     return LoadedDraft(drafter, None, "MTP" if is_targets_own else trained_drafter_at(folder))
 
@@ -353,7 +356,7 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None
-        raise ModelError(f"cannot load draft {str(source)!r}: {error.__cause__}") from error.__cause__
+        raise load_error("draft", source, error.__cause__) from error.__cause__
 
 
 def _load_options(spec: ModelSpec) -> dict[str, Any]:
@@ -382,14 +385,3 @@ async def _with_the_targets_tokens(worker: Worker, target: DraftedTarget, draft:
         return await worker.run(Job("load", partial(TranslatedModel, draft.model, found)))
     except JobError as error:
         raise (error.__cause__ or error) from None
-
-
-def folder_of(source: Source) -> Path | None:
-    """The folder that a model was loaded from; None if it was given as a model."""
-    if isinstance(source, tuple):
-        return None
-    if Path(str(source)).is_dir():
-        return Path(str(source))
-    revision = source.revision if isinstance(source, ModelSpec) else None
-    config = try_to_load_from_cache(str(source), "config.json", revision=revision)
-    return Path(config).parent if isinstance(config, str) else None

@@ -1,4 +1,4 @@
-"""Private copies of tokenizers, with variables for the chat template."""
+"""Tokenizers: mlx-lm's wrapper of one that has tokens, and private copies with variables for the chat template."""
 
 from __future__ import annotations
 
@@ -11,10 +11,28 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from protocol.errors import SettingsError
+from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown
+from runtime.loading.model_files import NO_TOKENIZER
 
 logger = logging.getLogger("outrider")
+
+
+def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
+    """mlx-lm's wrapper around a Hugging Face tokenizer, or the wrapper itself; None for None.
+
+    Args:
+        tokenizer: the tokenizer.
+        named: its model, for the message of the error.
+
+    Raises: ModelError: it has special tokens alone, as transformers makes one where its files are missing.
+    """
+    if tokenizer is None:
+        return None
+    wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    if set(wrapper.get_vocab().values()) <= set(wrapper.all_special_ids):
+        raise ModelError(f"cannot load {named}: {NO_TOKENIZER}")
+    return wrapper
 
 
 def check_template_args(args: Any) -> None:

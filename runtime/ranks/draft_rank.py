@@ -36,11 +36,11 @@ from protocol.draft_rank_messages import (
 from protocol.errors import ModelError, OutriderError, RankError, SettingsError, VocabularyMismatchError
 from protocol.rank_messages import CloseTarget
 from protocol.validation import check_integer
+from runtime.loading.model_files import folder_of
 from runtime.loading.model_sources import (
     Loaded,
     Source,
     check_draft_source,
-    folder_of,
     load_draft_onto,
     read_lazily,
 )

@@ -14,13 +14,14 @@ from actors.distributed.leading_model import LeadingModel
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard, difference, is_sharded_in_place, load_shard, shard_in_place
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.model import tokenizer_wrapper
 from actors.workers.worker import Job, JobError, Worker
-from protocol.errors import ModelError, OutriderError, RankError, SettingsError
+from protocol.errors import OutriderError, RankError, SettingsError
 from protocol.rank_messages import ConnectRanks, OpenTarget, Operation, Operations, Present
 from protocol.rank_messages import Loaded as PartLoaded
-from runtime.loading.model_sources import Loaded, Source, folder_of, layer_evaluation_by_environment, load_onto
+from runtime.loading.model_files import folder_of, load_error, name_of
+from runtime.loading.model_sources import Loaded, Source, layer_evaluation_by_environment, load_onto
 from runtime.loading.model_spec import ModelSpec
+from runtime.loading.tokenizers import wrapped
 
 logger = logging.getLogger("outrider")
 
@@ -62,16 +63,18 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
     """What loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
     if isinstance(source, tuple):
         mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
+    named = f"target {name_of(source)!r}"
 
     def read() -> Shard:
         assert group.mlx is not None
         if isinstance(source, tuple):
             built, tokenizer = source
-            return shard_in_place(built, None if tokenizer is None else tokenizer_wrapper(tokenizer), group.mlx)
+            return shard_in_place(built, wrapped(tokenizer, named), group.mlx)
         options: dict[str, Any] = {}
         if isinstance(source, ModelSpec):
             options = {"tokenizer_config": dict(source.tokenizer_config), "trust_remote_code": source.trust_remote_code}
-        return load_shard(str(source), group.mlx, partial(folder_of, source), **options)
+        shard = load_shard(str(source), group.mlx, partial(folder_of, source), **options)
+        return attrs.evolve(shard, tokenizer=wrapped(shard.tokenizer, named))
 
     return read
 
@@ -87,8 +90,11 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
         group.send(OpenTarget(attrs.asdict(options), group.draft_rank))
     if group is None or len(group.target_ranks(group.draft_rank)) == 1:
         return await load_onto(worker, "target", source, options)
-    read, evaluation = read_shard(source, group), layer_evaluation_by_environment()
-    name = type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+    read, evaluation, named = (
+        read_shard(source, group),
+        layer_evaluation_by_environment(),
+        f"target {name_of(source)!r}",
+    )
 
     def load() -> tuple[LeadingModel, Shard]:
         if group.mlx is None:
@@ -99,7 +105,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
         shard = read()
         _compare(shard, group)
         group.send(Operations((Operation(BEGIN),)), to_target=True)
-        return LeadingModel(shard.model, options, group, f"target {name!r}", evaluation), shard
+        return LeadingModel(shard.model, options, group, named, evaluation), shard
 
     try:
         model, shard = await worker.run(Job("load", load))
@@ -109,7 +115,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
             group.fail(f"rank 0 cannot load the target: {cause}")
         if isinstance(cause, OutriderError):
             raise cause from None
-        raise ModelError(f"cannot load target {name!r}: {cause}") from cause
+        raise load_error("target", source, cause) from cause
     return Loaded(model, shard.tokenizer, folder_of(source))
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
+from runtime.loading.device import processor_name
 from runtime.loading.mlx_environment import set_here
-from runtime.loading.processor import processor_name
 from runtime.selftest.findings import FAILURES
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import FORMAT, versions

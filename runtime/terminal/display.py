@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,14 +18,15 @@ import trio
 
 from protocol.errors import OutriderError
 from protocol.trace import Event, Span
-from runtime.terminal.tables import UNBOUNDED, show_pairs, show_sections
+from runtime.terminal.tables import UNBOUNDED, show_sections
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from protocol.statistics import Statistics
 
+# Seconds between two lines about what a command is doing, where stderr is no terminal.
+LOG_INTERVAL_S = 30.0
 
 # Exit status of a process that a signal ended, less the signal's number, as shells have it.
 SIGNAL_STATUS_BASE = 128
@@ -84,6 +86,13 @@ class Output:
         self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._is_in_line = False
 
+    @property
+    def _is_shown_with_stderr(self) -> bool:
+        """Whether stdout is a terminal, or goes where stderr goes."""
+        if self._is_terminal or self._fd == -1 or sys.stderr is None:
+            return self._is_terminal
+        return os.path.samestat(os.fstat(self._fd), os.fstat(sys.stderr.fileno()))
+
     def echo(self, prompt: str) -> None:
         """Write the prompt, dimmed, if stdout is a terminal."""
         if self._is_terminal:
@@ -133,11 +142,11 @@ class Output:
             raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
     def end_line(self) -> None:
-        """End an open line, if stdout is a terminal.
+        """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line.
 
         Raises: OutputError: it cannot be written.
         """
-        if self._is_terminal and self._is_in_line:
+        if self._is_in_line and self._is_shown_with_stderr:
             self.write_now("\n")
 
     def end_answer(self) -> None:
@@ -206,7 +215,7 @@ def print_text(text: str) -> None:
 # --- stderr ---------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
+def stderr_console() -> Console:
     """A console on stderr; without colour if stderr is no terminal, whatever the environment says."""
     from rich.console import Console
 
@@ -223,10 +232,11 @@ def _is_terminal() -> bool:
 class Display:
     """Progress on stderr: a spinner while models load, a bar during prefill.
 
-    Nothing is shown if stderr is no terminal, and nothing stays on the screen if it is one.
+    Nothing stays on the screen. If stderr is no terminal, long activities are logged to it, a line now and then.
     """
 
     def __init__(self) -> None:
+        self._logged_at = time.monotonic()
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._stops_when = ""  # when the current activity can be stopped
@@ -247,6 +257,9 @@ class Display:
         self.clear()
         if _is_terminal():
             self._show(what, None, moves=False)
+        elif time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
+            print_message(what)
 
     def show_loading(self, models: Sequence[object]) -> None:
         """Show that models are being loaded, each named by its `str`."""
@@ -313,7 +326,7 @@ class Display:
         if num_tokens is not None:
             columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
         self._progress = Progress(
-            *columns, console=_console(), auto_refresh=moves, transient=True, redirect_stdout=False
+            *columns, console=stderr_console(), auto_refresh=moves, transient=True, redirect_stdout=False
         )
         self._task = self._progress.add_task(description, total=num_tokens)
         self._progress.start()
@@ -336,52 +349,6 @@ def warnings_at_the_end() -> Iterator[None]:
         logger.removeHandler(collector)
         for message in messages:
             print_message(f"warning: {message}")
-
-
-def print_statistics(statistics: Statistics) -> None:
-    """Print a table of statistics on stderr."""
-    console = _console()
-    if console.is_terminal:
-        console.print()
-    show_pairs(console, list(_rows(statistics)))
-
-
-def _rows(statistics: Statistics) -> Iterator[tuple[str, str]]:
-    s = statistics
-    cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
-    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
-    yield "speed", "not known after a single round" if s.generation_tps is None else f"{s.generation_tps:.1f} tokens/s"
-    yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
-    if s.acceptance_rate is not None:
-        yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
-        if s.stale_acceptance is not None:
-            fresh = "–" if s.fresh_acceptance is None else f"{s.fresh_acceptance:.1%}"
-            yield "fresh and stale", f"{fresh} and {s.stale_acceptance:.1%} of the drafts"
-    else:
-        yield "acceptance", "nothing was proposed"
-    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} rounds"
-    if s.rows_per_pass is not None and s.rows_per_pass > 1:
-        waits = f"a round waited {_duration(s.wait_seconds / s.pass_rows)}, at most {_duration(s.longest_wait_seconds)}"
-        yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
-    if s.resting_rounds:
-        yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
-    if s.draft_timeouts:
-        yield "late drafter", f"{s.draft_timeouts:,} times, and the target went on without it"
-    if s.draft_failures:
-        yield "failed drafter", f"{s.draft_failures:,} times, and the target went on without it"
-    yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
-    yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
-    yield "peak memory", _size(s.peak_memory)
-    for sentence in s.advice:
-        yield "advice", sentence
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
 
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:

@@ -143,12 +143,15 @@ def show_sections(console: Console, sections: Sequence[tuple[str, Sequence[tuple
 
 def show_pairs(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     """Print names and values in two columns; a value that is too long is folded into more lines."""
-    from rich.table import Table
+    from rich.cells import cell_len
     from rich.text import Text
 
-    table = Table.grid(padding=(0, _GAP_COLUMNS))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    column = max((cell_len(name) for name, _ in rows), default=0) + _GAP_COLUMNS
     for name, value in rows:
-        table.add_row(Text(name), Text(value))
-    console.print(table)
+        # Line by line: rich's tables end each line in blanks.
+        lines = Text(value or " ").wrap(console, max(1, console.width - column), overflow="fold")
+        for number, line in enumerate(lines):
+            label = name if number == 0 else ""
+            pair = Text.assemble((label, "dim"), " " * (column - cell_len(label)), line)
+            pair.rstrip()
+            console.print(pair, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -25,13 +26,19 @@ async def warmed_up(
     slope: float = 0.25,
     draft_step: float = 0.125,
     kappa: float = 0.0,
+    slow: int | None = None,
     until: float = 1e6,
     heard: list[Event] | None = None,
 ) -> Prices:
-    """The measured prices of two scripted models, on workers with these prices; cancelled at `until`, if given."""
+    """The measured prices of two scripted models, on workers with these prices; cancelled at `until`, if given.
+
+    Job `slow` of the target takes a thousand times as long.
+    """
+    nth = itertools.count(1)
 
     def verify_price(job: Job[Any]) -> float:
-        return base + slope * (job.num_tokens - 1) if job.num_tokens else 0.0
+        factor = 1000.0 if next(nth) == slow else 1.0
+        return factor * (base + slope * (job.num_tokens - 1)) if job.num_tokens else 0.0
 
     def draft_price(job: Job[Any]) -> float:
         return draft_step * (1 + 0.5 * (job.num_tokens - 1)) if job.num_tokens else 0.0
@@ -75,6 +82,22 @@ def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: f
     # A job that shares the device takes its own time and as much of the other's as they overlap.
     assert prices.draft_slowdown.value == pytest.approx(1 + kappa, rel=0.25)
     assert prices.contention == pytest.approx(kappa, abs=0.25)
+
+
+def test_prices_that_cannot_be_are_measured_again() -> None:
+    """Whichever job of the target takes a thousand times as long, because the machine does something else."""
+    whole: list[Event] = []
+    run(lambda: warmed_up(*models(), heard=whole))
+    num_jobs = sum(isinstance(event, Span) and event.actor == "target" for event in whole)
+    num_measured_again = 0
+    for slow in range(1, num_jobs + 1):
+        heard: list[Event] = []
+        prices = run(lambda slow=slow, heard=heard: warmed_up(*models(), slow=slow, heard=heard))
+        num_measured_again += len(heard) > 1.5 * len(whole)
+        assert prices.plain_decode_s.value == pytest.approx(1.0, rel=1e-6)
+        for width, seconds in prices.verify.table():
+            assert 0.5 < seconds / (1.0 + 0.25 * (width - 1)) < 4.0
+    assert num_measured_again > 0
 
 
 @pytest.mark.parametrize(

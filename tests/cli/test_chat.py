@@ -171,7 +171,9 @@ async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str)
 
 async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
-        assert '"/help" lists' in await person.sees("> ")
+        greeting = await person.sees("> ")
+        assert "the model has no chat template: it continues the text so far" in greeting
+        assert '"/help" lists' in greeting
         await person.types("w1 w2\r")
         (said,) = await answers(endless, "w1 w2")
         assert said in await person.sees("> ")

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +27,7 @@ from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
 from runtime.terminal.signals import ECHO_S, SignalScope
+from runtime.terminal.statistics_table import print_statistics, rows_of
 
 PROMPT = "w1 w2 w3"
 
@@ -77,9 +79,15 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
     assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")) == 0
     assert json.loads(capfd.readouterr().out) in ({"größe": 1}, {"größe": 2})
-    # The text is cut off and no JSON, which is reported.
-    assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json"), "--max-tokens", "3") == 0
-    assert "the JSON is incomplete, cut off at 3 tokens; raise --max-tokens" in capfd.readouterr().err
+    # The text is cut off and no JSON.
+    cut_off = ["x = json.dumps(", "--json-schema", str(tmp_path / "schema.json"), "--max-tokens", "3"]
+    assert run_here(*cut_off) == 1
+    said = "outrider: error: the JSON is incomplete, cut off at 3 tokens; raise --max-tokens\n"
+    assert capfd.readouterr().err == said
+    assert run_here(*cut_off, "--json") == 1
+    out, err = capfd.readouterr()
+    assert json.loads(out)["finish_reason"] == "length"
+    assert err == said
 
 
 @pytest.mark.parametrize(
@@ -266,8 +274,6 @@ def undecodable() -> io.TextIOWrapper:
         ("def \udcff", None, "the prompt is not valid text: 'utf-8' codec can't encode"),
         ("-", undecodable, "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff"),
         ("-", lambda: None, "stdin is closed"),
-        ("-", io.StringIO, "the prompt is empty"),
-        ("", None, "the prompt is empty"),
         ("w1 " * 32, None, "the prompt has 32 tokens, and the target's context of 32"),
     ],
 )
@@ -280,6 +286,14 @@ def test_a_prompt_that_is_none_gets_one_line(prompt, stdin, complaint, short, mo
     assert err.startswith("outrider: error: ")
     assert complaint in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("prompt", "stdin"), [("", None), ("-", io.StringIO)])
+def test_an_empty_prompt_is_refused_before_a_model_is_loaded(prompt, stdin, monkeypatch, capfd):
+    if stdin is not None:
+        monkeypatch.setattr(sys, "stdin", stdin())
+    assert run_here(prompt, "--target", "./no/such/model") == 2
+    assert capfd.readouterr() == ("", "outrider: error: the prompt is empty; give a text to continue or a question\n")
 
 
 @pytest.mark.slow
@@ -309,6 +323,14 @@ def test_stats_end_with_a_table_on_stderr(endless, capfd):
     assert rows["lookahead"].endswith(" misses")
     assert rows["busy"].startswith("target ")
     assert rows["peak memory"].endswith("B")
+    assert not any(line.endswith(" ") for line in err.splitlines())
+
+
+async def test_statistics_begin_a_line_where_the_text_goes_to_the_same_pipe(endless):
+    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "5", "--stats"]
+    expected = await text_of(endless, PROMPT, 5)
+    async with outrider(*arguments, stdout=-1, stderr=subprocess.STDOUT) as process:
+        assert (await read_all(process.stdout)).startswith(f"{expected}\ntokens ")
 
 
 def statistics(**changes: Any) -> runtime.Statistics:
@@ -355,17 +377,17 @@ def statistics(**changes: Any) -> runtime.Statistics:
     ],
 )
 def test_each_figure_has_its_unit(numbers, name, value):
-    assert dict(runtime.terminal.display._rows(statistics(**numbers)))[name] == value
+    assert dict(rows_of(statistics(**numbers)))[name] == value
 
 
 def test_what_never_happened_has_no_row():
-    rows = dict(runtime.terminal.display._rows(statistics(rows_per_pass=1.0)))
+    rows = dict(rows_of(statistics(rows_per_pass=1.0)))
     assert not {"shared passes", "undrafted", "late drafter", "failed drafter"} & set(rows)
 
 
 def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    runtime.terminal.display.print_statistics(statistics())
+    print_statistics(statistics())
     err = capfd.readouterr().err
     assert "peak memory" in err
     assert "\x1b" not in err
@@ -795,3 +817,18 @@ def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):
         display.show_prefill(5000, 2048)
         display.on_event(Span("target", "prefill", 0, 0.0, 1.0, 2048))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_activity_is_logged_where_stderr_is_no_terminal(monkeypatch, capfd):
+    now = [0.0]
+    monkeypatch.setattr(runtime.terminal.display.time, "monotonic", lambda: now[0])
+    with runtime.terminal.display.Display() as display:
+        for now[0] in (0.0, 20.0, 30.0, 40.0, 59.0, 61.0):
+            display.show_activity(f"at {now[0]:.0f} s")
+    assert capfd.readouterr() == ("", "outrider: at 30 s\noutrider: at 61 s\n")
+
+
+def test_distill_trains_for_the_demo_target_by_default(tmp_path, capfd):
+    missing = str(tmp_path / "missing.txt")
+    assert cli.main(["distill", "--data", missing, "--out", str(tmp_path / "out")]) == 2
+    assert capfd.readouterr().err == f"outrider: error: '{missing}' cannot be read: No such file or directory\n"

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from runtime.bench.many_streams import StreamsBenchmark, StreamsRow
 from runtime.bench.one_stream import Benchmark, ContenderRow
-from runtime.bench.tables import many_streams_table, one_stream_table
+from runtime.bench.tables import many_streams_table, one_stream_table, print_one_stream
 from runtime.simulation.tables import _HEADINGS as SIMULATE_HEADINGS
 from runtime.terminal.display import OutputError, print_sections
 from runtime.terminal.tables import UNBOUNDED, TableRow, TextTable, show_sections, show_table
@@ -49,6 +49,20 @@ def streams_row(name: str, streams: int, speed: float) -> StreamsRow:
         target_busy=1.0, draft_busy=0.38, tokens_per_round=2.5, proposal=2.84, acceptance=0.61, hit_rate=0.07,
         drafted_per_token=1.93, first_token=0.123, longest_wait=12.34, same_texts=64, num_texts=64, failure=None,
     )  # fmt: skip
+
+
+def test_the_prices_of_a_benchmark_are_times(capsys):
+    table = ((1, 0.0216), (2, 0.0267))
+    row = bench_row("outrider", 1.0, estimates={"verify_seconds": 0.0216, "acceptance": 0.8, "verify_table": table})
+    print_one_stream(
+        Benchmark(**MEASURED | {"dtypes": {"target": ["float32"]}}, num_prompts=5, best_speculative=None, rows=(row,))
+    )
+    assert capsys.readouterr().out.endswith(
+        "measured by outrider\n"
+        "verify        21.60 ms\n"
+        "acceptance    0.8\n"
+        "verify table  21.60 ms for 1, 26.70 ms for 2\n"
+    )
 
 
 SHEETS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from models import greedy
 import runtime
 from actors.trained.eagle3 import load
 from protocol.errors import ModelError, SettingsError
-from runtime.distill import distillation, run
+from runtime.distill import distillation, run, training
 from runtime.distill.continuations import PROMPT_SHARE, Continuations, continue_windows
 from runtime.distill.distillation import DistillOptions, Evaluation
 
@@ -60,9 +61,12 @@ async def train(options: DistillOptions, *, num_evaluations: int) -> list[Evalua
 @pytest.mark.parametrize("draft_vocab_size", [None, VOCAB_SIZE // 2])
 async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, draft_vocab_size: int | None) -> None:
     options = attrs.evolve(options, draft_vocab_size=draft_vocab_size)
-    seen = await train(options, num_evaluations=3)
-    assert [evaluation.batches for evaluation in seen] == [0, 6, 12]
-    assert seen[-1].loss < seen[1].loss
+    seen = await train(options, num_evaluations=2)
+    assert [evaluation.batches for evaluation in seen] == [6, 12]
+    first, second = (evaluation.loss for evaluation in seen)
+    assert first is not None
+    assert second is not None
+    assert second < first
     loaded = load(options.out)
     assert loaded.model.config.draft_vocab_size == (draft_vocab_size or VOCAB_SIZE)
     assert (loaded.target_ids is None) == (draft_vocab_size is None)
@@ -72,7 +76,7 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
         assert int(weights["t2d"].sum().item()) == draft_vocab_size
     assert "acceptance" in (options.out / "README.md").read_text()
     log = [json.loads(line) for line in (options.out / "training" / "log.jsonl").read_text().splitlines()]
-    assert [entry["batches"] for entry in log] == [0, 6, 12]
+    assert [entry["batches"] for entry in log] == [6, 12]
     built = build("llama")
     async with runtime.open((built, None), options.out) as rt:
         stream = rt.stream([1, 2, 3, 4], max_tokens=20, lookahead=2, ignore_eos=True)
@@ -81,9 +85,71 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
 
 
 async def test_a_cancelled_training_goes_on_where_it_was(options: DistillOptions) -> None:
-    await train(options, num_evaluations=2)
+    await train(options, num_evaluations=1)
     (seen,) = await train(options, num_evaluations=1)
     assert seen.batches == 12
+
+
+class Clock:
+    """A clock by which each batch, learnt or drafted for, takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def monotonic(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+@pytest.fixture
+def three_held_out(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> DistillOptions:
+    """Options with three batches of held-out text, and a minute."""
+    monkeypatch.setattr(training, "time", Clock())
+    return attrs.evolve(options, batch_tokens=16, max_minutes=1)
+
+
+async def test_held_out_text_counts_in_the_minutes(three_held_out: DistillOptions) -> None:
+    seen = await train(three_held_out, num_evaluations=1000)
+    # Six batches are learnt, and three drafted for.
+    assert seen[0].minutes == 0.15
+    assert 57 / 60 <= seen[-1].minutes <= 1.0
+
+
+async def test_an_evaluation_takes_a_small_part_of_a_limited_time(
+    three_held_out: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distillation, "EVALUATION_SHARE", 2 / 60)
+    seen = await train(three_held_out, num_evaluations=1)
+    assert seen[0].minutes == round(8 / 60, 2)
+
+
+async def test_a_cancellation_comes_between_two_batches_of_held_out_text(three_held_out: DistillOptions) -> None:
+    said: list[str] = []
+    with trio.CancelScope() as scope:
+
+        def on_progress(what: str) -> None:
+            said.append(what)
+            if what.startswith("drafting for held-out text: 33%"):
+                scope.cancel()
+
+        await run.distill(three_held_out, on_progress=on_progress, on_evaluation=lambda _: None)
+    assert scope.cancelled_caught
+    assert "67%" not in said[-1]
+    assert said[-1].startswith("drafting for held-out text: 33%")
+    # What was learnt before is evaluated by the next run.
+    (seen,) = await train(three_held_out, num_evaluations=1)
+    assert seen.batches == 7
+
+
+async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOptions) -> None:
+    said: list[str] = []
+    options = attrs.evolve(three_held_out, continuations=12)
+    await run.distill(options, on_progress=said.append, on_evaluation=lambda _: None)
+    assert said[0] == "loading llama"
+    assert any(re.fullmatch(r"having the target write: 4 windows to go, about \d+\.\d min left", what) for what in said)
+    learning = [what for what in said if what.startswith("learning")]
+    assert learning[0] == "learning: batch 1, 1.0 min left"
+    assert re.fullmatch(r"learning: batch 2, 16 tokens/s, loss \d\.\d{3}, 0\.9 min left", learning[1])
 
 
 async def test_another_training_in_the_folder_is_refused(options: DistillOptions) -> None:
@@ -97,7 +163,8 @@ async def test_a_drafter_can_be_trained_further(options: DistillOptions, tmp_pat
     before = await train(options, num_evaluations=20)
     further = attrs.evolve(options, init=options.out, out=tmp_path / "further")
     (first,) = await train(further, num_evaluations=1)
-    assert first.batches == 0
+    # It shows what there is to begin with.
+    assert (first.batches, first.loss) == (0, None)
     # The weights were rounded to bfloat16.
     assert first.accepted == pytest.approx(max(evaluation.accepted for evaluation in before), abs=0.1)
     assert first.accepted > before[0].accepted + 0.2
@@ -115,8 +182,6 @@ async def test_a_drafter_of_another_target_is_refused(options: DistillOptions, t
 
 
 async def test_training_ends_by_itself(options: DistillOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.distill import training
-
     # Nothing is gain enough.
     monkeypatch.setattr(training, "LEAST_GAIN", 10.0)
     monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 1)

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 import runtime
 from protocol.settings import Settings
 from protocol.trace import Event
+from runtime.doctor.report import examine
 
 INFINITY, NOT_A_NUMBER = math.inf, math.nan
 
@@ -284,7 +285,10 @@ async def test_a_path_that_does_not_exist(path: Any, role: str) -> None:
 
 @pytest.mark.parametrize("name", ["no-such-owner/no-such-model", "no-such-model"])
 async def test_a_hub_id_that_cannot_be_resolved(name: str) -> None:
-    error = await opening_is_refused(runtime.ModelError, f"cannot load target '{name}'", name)
+    says = (
+        f"cannot load target '{name}': there is no such folder, and from the Hugging Face hub it could not be fetched"
+    )
+    error = await opening_is_refused(runtime.ModelError, says, name)
     assert error.__cause__ is not None
 
 
@@ -326,10 +330,34 @@ async def test_a_checkpoint_of_another_size_than_its_config_says(copy: Path) -> 
     await opening_is_refused(runtime.ModelError, "cannot load target .*copy", copy)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "no_such_architecture"}'])
-async def test_a_config_that_is_damaged(copy: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "copy/config.json' cannot be read as JSON: Expecting value"),
+        ("{", "copy/config.json' cannot be read as JSON: Expecting property name"),
+        ("[]", 'copy/config.json\' has no "model_type"'),
+        ("{}", 'copy/config.json\' has no "model_type"'),
+        ('{"model_type": "no_such_architecture"}', "ValueError: Model type no_such_architecture not supported."),
+    ],
+)
+async def test_a_config_that_is_damaged(copy: Path, text: str, says: str) -> None:
     (copy / "config.json").write_text(text)
-    await opening_is_refused(runtime.ModelError, "cannot load target .*copy", copy)
+    await opening_is_refused(runtime.ModelError, f"cannot load target .*{says}", copy)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+# For some families, and with these classes, transformers makes an empty tokenizer; for others it fails.
+@pytest.mark.parametrize("config", [None, '{"tokenizer_class": "Qwen2Tokenizer"}'])
+async def test_a_model_without_its_tokenizer(copy: Path, role: str, config: str | None) -> None:
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer_config.json").unlink()
+    if config is not None:
+        (copy / "tokenizer_config.json").write_text(config)
+    pair = [copy] if role == "target" else [runtime.DEMO_DRAFT, copy]
+    says = f"cannot load {role} .*copy': it has no tokenizer; copy tokenizer.json"
+    await opening_is_refused(runtime.ModelError, says, *pair)
+    with pytest.raises(runtime.ModelError, match=says):
+        await examine(*pair)
 
 
 async def test_a_config_that_is_missing(copy: Path) -> None:

@@ -93,6 +93,15 @@ def test_nothing_is_said_of_prices_that_were_not_measured():
     assert modelled_speed_up(statistics(4, unknown)) is None
 
 
+@pytest.mark.parametrize("plain_seconds", [0.002, 0.2])
+def test_nothing_is_said_of_prices_that_cannot_be(plain_seconds):
+    prices = {"draft_seconds": 0.025, "plain_seconds": plain_seconds}
+    for lookahead in (4, "auto"):
+        assert statistics(lookahead, prices, **FEW).advice == ()
+    (sentence,) = statistics("auto", prices | {"plain_seconds": 0.021}, **FEW).advice
+    assert sentence.startswith("a draft step takes 25.0 ms")
+
+
 # --- of streams, in simulated time ----------------------------------------------------------------
 
 

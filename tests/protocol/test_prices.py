@@ -75,6 +75,15 @@ def test_passes_whose_time_squared_is_nothing_have_a_price():
     assert 0 <= price(4, 1e-200) < 1e-190
 
 
+@pytest.mark.parametrize("slope", [0.5, 1.0, 1.1])
+def test_noise_beside_wide_passes_does_not_make_a_pass_over_one_token_free(slope):
+    for seed in range(100):
+        noise, price = random.Random(seed), PassPrice()
+        for width in (1, 2, 4, 8, 1, 2, 4, 8, 16, 16):
+            price.observe(width, 0.0, 0.05 * (1 + slope * (width - 1)) * noise.lognormvariate(0.0, 0.5))
+        assert 0.01 < price(1) < 0.25
+
+
 def test_before_the_first_pass_nothing_is_known():
     price = PassPrice()
     assert not price.is_known

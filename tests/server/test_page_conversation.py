@@ -71,6 +71,31 @@ def test_an_edited_question_and_a_failed_answer_are_no_part_of_it(tab: Tab, serv
 
 
 @pytest.mark.slow
+def test_a_refused_question_is_in_the_box_alone(tab: Tab, server: ScriptedServer) -> None:
+    answered(tab, server, "How many?", "Four")
+    tab.ask("Of what?")
+    server.next().refuse(429, "full", Connection="close")
+    tab.expect_failed("full.")
+    expect(tab["prompt"]).to_have_value("Of what?")
+    expect(tab["question"]).to_be_hidden()
+    expect(tab["edit"]).to_be_hidden()
+    expect(tab.page.locator("#past .turn")).to_have_count(1)
+    tab["retry"].click()
+    expect(tab["question"]).to_have_text("Of what?")
+    again = server.next()
+    again.start()
+    again.write("Of a dog")
+    again.finish()
+    tab.expect_state("done")
+    expect(tab["edit"]).to_be_visible()
+    tab.ask("Sure?")
+    server.next().refuse(429, "full", Connection="close")
+    tab.expect_failed("full.")
+    tab["anew"].click()
+    expect(tab["welcome"]).to_be_visible()
+
+
+@pytest.mark.slow
 def test_a_system_message_and_tools_are_sent_and_calls_are_shown(tab: Tab, server: ScriptedServer) -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
     tab["settings-button"].click()

@@ -106,7 +106,7 @@ def opened(served: Served, started: Browser) -> Iterator[Open]:
             tabs.append(tab)
             tab.load()
             tab["settings-button"].click()
-            tab.page.get_by_label("Most tokens").fill(str(LONG))
+            tab.page.get_by_label("Max tokens").fill(str(LONG))
             tab["settings-button"].click()
             return tab
 
@@ -138,7 +138,7 @@ def check_kept(served: Served, tab: Tab, prompt: str) -> None:
 def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
     tab = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     tab["settings-button"].click()
-    tab.page.get_by_label("Most tokens").fill("120")
+    tab.page.get_by_label("Max tokens").fill("120")
     tab["settings-button"].click()
     # On a busy machine, a lookahead of "auto" may leave the drafter out, and nothing of the text would be drafted.
     tab.page.route(

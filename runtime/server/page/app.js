@@ -217,7 +217,7 @@ function begin(isQuestion) {
   $("welcome").hidden = true;
   $("instruments").hidden = $("answer").hidden = false;
   $("timeline").hidden = $("copy").hidden = $("view").hidden = $("formatted").hidden = true;
-  $("text").hidden = false;
+  $("text").hidden = $("edit").hidden = false;
   $("anew").hidden = conversation.isEmpty;
   calls.clear();
   showThoughts(true);
@@ -287,6 +287,10 @@ function putBack() {
   if (!isPutBack) return;
   prompt.value = asked;
   keepPrompt();
+  text.clear();
+  showAnswering(null);
+  $("question").hidden = $("edit").hidden = true;
+  $("answer").hidden = conversation.isEmpty; // else a new chat can be begun there
 }
 
 function keep() {

@@ -48,7 +48,7 @@ export async function models(key) {
   if (!response.ok) throw await refusal(response);
   const listed = (await response.json().catch(() => null))?.data;
   const known = Array.isArray(listed) ? listed.filter((model) => typeof model?.id === "string") : [];
-  if (known.length === 0) throw new Failure("The server says nothing of its models.");
+  if (known.length === 0) throw new Failure("The server lists no models.");
   return known;
 }
 

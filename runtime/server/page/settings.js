@@ -10,7 +10,7 @@ const IN_SHORT = {
   temperature: (value) => `temperature ${value}`,
   top_p: (value) => `top p ${value}`,
   seed: (value) => `seed ${value}`,
-  stop_strings: () => "stop texts",
+  stop_strings: () => "stop sequences",
   system: () => "system message",
   tools: () => "tools",
 };

@@ -56,7 +56,7 @@ export class Trouble {
 
   #askForKey() {
     const refused = recallKey() !== null;
-    this.#place("key-label").textContent = refused ? "This API key was refused" : "This server wants an API key";
+    this.#place("key-label").textContent = refused ? "This API key was refused" : "This server requires an API key";
     this.#place("key-form").hidden = false;
     this.#place("key").focus();
     this.#place("key").select();

@@ -10,7 +10,7 @@ export const STATES = {
   stopped: "Stopped",
   failed: "Failed",
 };
-const ENDS = { stop: "the text ended by itself", length: "the limit on tokens is reached", tool_calls: "it waits for what it calls" };
+const ENDS = { stop: "end of text", length: "token limit reached", tool_calls: "waiting for the results of its calls" };
 
 /** After so long without a word from the server, the page says so. It sends one several times a second. */
 const SILENCE_MS = 5000;
@@ -37,7 +37,7 @@ export function told({ state, finishReason, failure, heardAt }, { sinceMs, read,
   const parts = {
     connecting: () => (since ? [`${since} s`] : []),
     loading: () => (since ? [`${since} s`] : []),
-    waiting: () => ["for its turn", ...lasting],
+    waiting: () => ["in the queue", ...lasting],
     reading: () => [...(read.length ? [[...read.slice(0, -1).map(count), tokens(last)].join(" of ")] : []), ...lasting],
     writing: () => silent,
     done: () => [ENDS[finishReason] ?? finishReason],

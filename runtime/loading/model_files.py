@@ -1,0 +1,81 @@
+"""The files of a model: where they are, and what is wrong with them if the model cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from protocol.errors import ModelError
+from protocol.reprs import shown_path
+from runtime.loading.model_spec import ModelSpec
+
+# What the files of a tokenizer are called, beside its configuration.
+_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
+
+
+def name_of(source: Any) -> str:
+    """What messages call a model source."""
+    return type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+
+
+def folder_of(source: Any) -> Path | None:
+    """The folder that a model was loaded from; None if it was given as a model, or is not on this disk."""
+    if isinstance(source, tuple):
+        return None
+    if Path(str(source)).is_dir():
+        return Path(str(source))
+    revision = source.revision if isinstance(source, ModelSpec) else None
+    try:
+        config = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def load_error(role: str, source: Any, cause: BaseException | None) -> ModelError:
+    """What to raise from an exception of mlx-lm's.
+
+    Args:
+        role: "target" or "draft".
+        source: see `runtime.loading.model_sources.Source`.
+        cause: what was raised, of any kind.
+    """
+    return ModelError(f"cannot load {role} {name_of(source)!r}: {_reason(source, cause)}")
+
+
+def _reason(source: Any, cause: BaseException | None) -> str:
+    if isinstance(source, tuple):
+        return str(cause)
+    if (folder := folder_of(source)) is None:
+        said = str(cause).removeprefix("Got: ").partition("\nAn error happened")[0]
+        return f"there is no such folder, and from the Hugging Face hub it could not be fetched: {said}"
+    return next(_faults(folder, str(cause)), None) or f"{type(cause).__name__}: {cause}"
+
+
+def _faults(folder: Path, said: str) -> Iterator[str]:
+    """What is wrong with the files of a model that cannot be loaded.
+
+    Args:
+        folder: where they are.
+        said: mlx-lm's reason.
+    """
+    for file in sorted(file for file in folder.glob("*.json") if file.is_file()):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            yield f"{shown_path(str(file))} cannot be read as JSON: {error}"
+            continue
+        if file.name == "config.json" and not (isinstance(content, dict) and "model_type" in content):
+            yield f'{shown_path(str(file))} has no "model_type"; give a directory in Hugging Face layout'
+    if "tokenizer" in said and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        yield NO_TOKENIZER
+
+
+NO_TOKENIZER = (
+    "it has no tokenizer; copy tokenizer.json, or the files that the original model has in its place, into its folder"
+)

@@ -1,0 +1,59 @@
+"""The statistics of a stream as a table on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from runtime.terminal.display import stderr_console
+from runtime.terminal.tables import show_pairs
+
+if TYPE_CHECKING:
+    from protocol.statistics import Statistics
+
+
+def print_statistics(statistics: Statistics) -> None:
+    """Print a table of statistics on stderr."""
+    console = stderr_console()
+    if console.is_terminal:
+        console.print()
+    show_pairs(console, list(rows_of(statistics)))
+
+
+def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
+    """Names and values of the table."""
+    s = statistics
+    cached = f", of which {s.cached_tokens:,} were cached" if s.cached_tokens else ""
+    yield "tokens", f"{s.generated_tokens:,} after a prompt of {s.prompt_tokens:,}{cached}"
+    yield "speed", "not known after a single round" if s.generation_tps is None else f"{s.generation_tps:.1f} tokens/s"
+    yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
+    if s.acceptance_rate is not None:
+        yield "acceptance", f"{s.acceptance_rate:.1%} ({s.accepted:,} of {s.proposed:,} proposed)"
+        if s.stale_acceptance is not None:
+            fresh = "–" if s.fresh_acceptance is None else f"{s.fresh_acceptance:.1%}"
+            yield "fresh and stale", f"{fresh} and {s.stale_acceptance:.1%} of the drafts"
+    else:
+        yield "acceptance", "nothing was proposed"
+    yield "tokens per round", f"{s.tokens_per_round:.2f} in {s.rounds:,} round{'' if s.rounds == 1 else 's'}"
+    if s.rows_per_pass is not None and s.rows_per_pass > 1:
+        waits = f"a round waited {_duration(s.wait_seconds / s.pass_rows)}, at most {_duration(s.longest_wait_seconds)}"
+        yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
+    if s.resting_rounds:
+        yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
+    if s.draft_timeouts:
+        yield "late drafter", f"{s.draft_timeouts:,} times, and the target went on without it"
+    if s.draft_failures:
+        yield "failed drafter", f"{s.draft_failures:,} times, and the target went on without it"
+    yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
+    yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
+    yield "peak memory", _size(s.peak_memory)
+    for sentence in s.advice:
+        yield "advice", sentence
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
