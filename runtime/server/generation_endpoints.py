@@ -206,7 +206,8 @@ class Endpoint(Generic[B]):
             except OutriderError as error:
                 raise error_response_of(error, request.prompt_field) from error
             if request.stream:
-                outcome.failure = await send_events(choices, self._api.last_events, send)
+                num_named = 1 + (request.num_logprobs or 0)
+                outcome.failure = await send_events(choices, self._api.last_events, num_named, send)
                 outcome.is_sent = outcome.failure is None
                 return
             make = partial(self._body_of, body, request, client)
