@@ -118,6 +118,11 @@ class Sessions:
         return wanted - self.num_waiting
 
     @property
+    def max_streams(self) -> int | None:
+        """See `Runtime.max_streams`."""
+        return self._admission.max_sessions
+
+    @property
     def num_waiting(self) -> int:
         """See `Runtime.num_waiting`."""
         return self._admission.num_waiting

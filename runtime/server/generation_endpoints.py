@@ -200,7 +200,7 @@ class Endpoint(Generic[B]):
         outcome.num_texts = request.num_candidates * sum(prompt.is_generated_for for prompt in prompts)
         begin = partial(self._begun, model, body, request, tools, outcome)
         begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
-        with Choices(begins, self._context.admission.max_streams) as choices:
+        with Choices(begins, model.runtime.max_streams) as choices:
             try:
                 await choices.begin_first()
             except OutriderError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -55,16 +56,16 @@ class Choices:
         begun: those that have begun, in order.
     """
 
-    def __init__(self, begins: Iterable[Begin], max_at_once: int) -> None:
+    def __init__(self, begins: Iterable[Begin], max_at_once: int | None) -> None:
         """None has begun.
 
         Args:
             begins: begin one each, at least one.
-            max_at_once: how many generations may be at work or wait for the models, >= 1.
+            max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
         """
         self.begun: list[Choice] = []
         self._begins = iter(begins)
-        self._max_at_once = max_at_once
+        self._max_at_once = math.inf if max_at_once is None else max_at_once
         self._is_closed = False
 
     async def begin_first(self) -> None:

@@ -108,12 +108,13 @@ class Modalities(TypedDict):
 class Props(TypedDict):
     """Properties of the server and its first model, in llama.cpp's form.
 
-    The chat template is "" if the model has none, or is not loaded. `total_slots` requests are worked on at once.
+    The chat template is "" if the model has none, or is not loaded. `total_slots` requests are worked on at once; null
+    while it is not loaded.
     """
 
     model_path: str
     model_alias: str
-    total_slots: int
+    total_slots: int | None
     default_generation_settings: GenerationDefaults
     chat_template: str
     build_info: str
