@@ -243,8 +243,7 @@ class Endpoint(Generic[B]):
         splitter = answer_splitter(request, tools, stream, tokenizer_of(model.runtime))
         answer = _answer(model, prompt, stream, splitter, before, counts_prompt=number == 0)
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        num_echoed = 0 if prompt.echo is None else len(prompt.ids)
-        return Choice(self._api.serializer(body, answer), stream, statistics, num_echoed)
+        return Choice(self._api.serializer(body, answer), stream, statistics, len(prompt.ids))
 
     async def _prepared(
         self, model: LoadedModel, request: Request, tools: Tools | None, client: str
@@ -283,6 +282,7 @@ def _answer(
         index=len(before),
         counts_prompt=counts_prompt,
         echo=prompt.echo,
+        score=prompt.score,
         is_empty=stream is None,
         first=before[0].serializer if before else None,
     )

@@ -87,7 +87,7 @@ async def test_scores_are_those_of_mlx_lms_logits(name: str) -> None:
 
 
 def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
-    tokens = (ScoredToken(1, "a", -1000.0, False), ScoredToken(2, "b", -900.0, False))
+    tokens = (ScoredToken(1, "a", -1000.0, False, 2), ScoredToken(2, "b", -900.0, False, 2))
     assert Score(tokens, 1).perplexity == math.inf
 
 

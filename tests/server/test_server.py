@@ -147,7 +147,8 @@ def test_log_probabilities_of_a_completion(stream: bool) -> None:
             assert joined["text_offset"] == [0, 1, 2, 3]
             assert "".join(joined["tokens"]) == answer.text
             if most == 0:
-                assert all(part["top_logprobs"] == [] for part in parts if part is not None)
+                own = [dict([pair]) for pair in zip(joined["tokens"], joined["token_logprobs"], strict=True)]
+                assert joined["top_logprobs"] == own
             else:
                 top = joined["top_logprobs"][0]
                 assert len(top) == 3

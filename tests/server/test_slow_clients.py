@@ -7,6 +7,7 @@ import math
 import re
 import socket
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,11 +163,14 @@ def test_what_has_waited_for_a_client_comes_whole_and_in_pieces() -> None:
 
     async def test(server: Served) -> None:
         expected = (await server.ask("/v1/completions", {**asked, "stream": False})).json["choices"][0]
-        reader = await read_by(server.app, asked, rate=RATE)
-        chunks = [json.loads(data)["choices"] for data in re.findall(rb"data: ({.*})\n", reader.heard)]
-        assert "".join(choice["text"] for [choice] in chunks) == expected["text"]
-        named = [len(choice["logprobs"]["tokens"]) for [choice] in chunks if choice["logprobs"]]
-        assert sum(named) == 1500
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        reader = await read_by(server.app, {**asked, "stream_options": options}, rate=RATE)
+        *chunks, last = [json.loads(data) for data in re.findall(rb"data: ({.*})\n", reader.heard)]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(choice["text"] for choice in choices) == expected["text"]
+        named = [len((choice["logprobs"] or {"tokens": ()})["tokens"]) for choice in choices]
         assert max(named) == 64
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(accumulate(named))
+        assert last["usage"]["completion_tokens"] == 1500
 
     with_slow_clients(test)

@@ -26,14 +26,14 @@ class Choice:
         serializer: of its part of the response.
         stream: gives its tokens; None where nothing is to be generated.
         statistics: of the generation so far.
-        num_echoed: tokens of its prompt, if that is repeated.
+        num_prompt_tokens: tokens of its prompt.
         tokens: all of its tokens, for a response as one body.
     """
 
     serializer: Serializer
     stream: TokenStream | None
     statistics: Callable[[], Statistics]
-    num_echoed: int = 0
+    num_prompt_tokens: int = 0
     tokens: Sequence[Token] = ()
 
     def finish(self, tokens: Sequence[Token]) -> None:

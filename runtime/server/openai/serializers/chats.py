@@ -112,6 +112,7 @@ class ChatSerializer(ChunkSerializer):
                 }
             ],
             "usage": self._usage(statistics),
+            "prompt_logprobs": self._prompt_logprobs(),
         }
 
     def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
