@@ -20,6 +20,7 @@ from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, PromptFeatures
+from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_BATCH
@@ -67,6 +68,8 @@ class TargetActor(ModelActor[TargetSession]):
         self._rounds = RoundRunner(
             worker, prices, target_queue, self._passes, self.chunk_size, self._sessions, self._note_rewind
         )
+        # A pass that scores costs more than one that only reads.
+        self._score_size = PrefillChunkSize()
         self._num_in_rounds = 0
 
     def _new_session(self, shared: Session) -> TargetSession:
@@ -83,7 +86,7 @@ class TargetActor(ModelActor[TargetSession]):
                 await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
                 await self._give_prompt_features(session, sequence)
                 await self._hand_on(session, sequence)
-                await score_prompt(self.worker, sequence, session, self.chunk_size, self.model.vocab_size)
+                await score_prompt(self.worker, sequence, session, self._score_size, self.model.vocab_size)
                 while session.state.phase is not SessionPhase.CLOSED:
                     shared.unsent = await self._round(session, sequence)
                 self._passes.forget(session.id)

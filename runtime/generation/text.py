@@ -268,6 +268,7 @@ class Detokenizer:
         # tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = 0
         self._unread = ""
+        self._alone: dict[int, str] = {}
 
     @property
     def unread(self) -> str:
@@ -286,7 +287,10 @@ class Detokenizer:
 
     def alone(self, token: int) -> str:
         """The text of a token decoded alone."""
-        return "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
+        # Kept: the same few tokens are the likeliest at many positions.
+        if token not in self._alone:
+            self._alone[token] = "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
+        return self._alone[token]
 
     def finish(self) -> str:
         """The remaining text: a character that was never completed."""
