@@ -94,7 +94,6 @@ class PromptPreparation:
         """
         encoded, grammar = await self._encoded_and_grammar()
         settings, ends = await self._settings_and_ends(encoded, grammar)
-        self._check_lengths(encoded.prompts)
         # No answer is longer than the context.
         bounds = [self.model.runtime.context_length, settings["max_tokens"]]
         most = min((bound for bound in bounds if bound is not None), default=0)
@@ -205,6 +204,7 @@ class PromptPreparation:
                 param=self.request.prompt_field,
                 code="context_length_exceeded",
             )
+        self._check_lengths(encoded.prompts)
         return encoded
 
 
