@@ -207,9 +207,8 @@ async def open(
             draft_stack.enter_context(drafter.evaluating_layers())
         copied = partial(copy_of, target_loaded.tokenizer, chat_template_args or {})
         tokenizer = await workers["target"].run(Job("load", copied))
-        shares_passes = max_batch > 1 and max_streams != 1
-        if shares_passes:
-            shares_passes = await _probe_sharing(target_loaded.model, workers["target"])
+        may_share = max_batch > 1 and max_streams != 1
+        shares_passes = may_share and await _probe_sharing(target_loaded.model, workers["target"])
         if max_streams == "auto":
             max_streams = max(AUTO_TURNS, min(AUTO_STREAMS, max_batch)) if shares_passes else AUTO_TURNS
         prices = Prices(core_hold_s=CORES.hold_s)

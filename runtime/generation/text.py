@@ -286,8 +286,7 @@ class Detokenizer:
         return self._advance(is_last=False)
 
     def alone(self, token: int) -> str:
-        """The text of a token decoded alone."""
-        # Kept: the same few tokens are the likeliest at many positions.
+        """The text of a token decoded alone. Kept, as the same few tokens are the likeliest at many positions."""
         if token not in self._alone:
             self._alone[token] = "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
         return self._alone[token]
@@ -328,6 +327,7 @@ class GrowingText:
 
     Attributes:
         readable: the text that the last token has made readable, given or withheld.
+        alone: see `Detokenizer.alone`.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
@@ -338,6 +338,7 @@ class GrowingText:
             opened: opened the generation.
         """
         self._detokenizer = Detokenizer(tokenizer)
+        self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
         self.readable = ""
@@ -356,10 +357,6 @@ class GrowingText:
         if self._matcher is None:
             return self._detokenizer.unread
         return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
-
-    def alone(self, token: int) -> str:
-        """The text of a token decoded alone."""
-        return self._detokenizer.alone(token)
 
     def add(self, token: int, *, is_last: bool) -> str:
         """The text to give with a token, possibly empty; the last token brings all that was withheld."""
