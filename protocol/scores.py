@@ -33,12 +33,14 @@ class TokenScore:
         id: of the token.
         logprob: its log-probability, <= 0.
         is_greedy: whether it is the argmax: the token that greedy decoding chooses.
+        rank: 1, and 1 for each token that is more probable.
         top: (id, log-probability) of the most probable tokens, most probable first.
     """
 
     id: int
     logprob: float
     is_greedy: bool
+    rank: int
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -53,18 +55,21 @@ def token_scores(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple
     Returns: one for each token. Costs a synchronisation.
     """
     greedy = mx.argmax(logits, axis=-1)
+    rows = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1)
+    ranks = 1 + mx.sum(rows > chosen, axis=-1)
     if num_top == 0:
         # Without the others, no row needs to be sorted.
-        rows = logits.astype(mx.float32)
-        chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1)[:, 0]
-        own = cast(list[float], (chosen - mx.logsumexp(rows, axis=-1)).tolist())
+        own = cast(list[float], (chosen[:, 0] - mx.logsumexp(rows, axis=-1)).tolist())
         tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
     else:
         named = likelihoods(logits, tokens, num_top)
         own, tops = [each.logprob for each in named], [each.top for each in named]
     return tuple(
-        TokenScore(id, logprob, id == best, top)
-        for id, logprob, best, top in zip(tokens, own, cast(list[int], greedy.tolist()), tops, strict=True)
+        TokenScore(id, logprob, id == best, rank, top)
+        for id, logprob, best, rank, top in zip(
+            tokens, own, cast(list[int], greedy.tolist()), cast(list[int], ranks.tolist()), tops, strict=True
+        )
     )
 
 
@@ -77,6 +82,7 @@ class ScoredToken:
         text: the text that this token makes readable after the ones before it, possibly empty.
         logprob: its log-probability, <= 0, under the target.
         is_greedy: whether it is the argmax: the token that greedy decoding chooses.
+        rank: 1, and 1 for each token that is more probable.
         top_logprobs: the most probable tokens at its position, most probable first; as many as were asked for.
     """
 
@@ -84,6 +90,7 @@ class ScoredToken:
     text: str
     logprob: float
     is_greedy: bool
+    rank: int
     top_logprobs: tuple[TopLogprob, ...] = ()
 
     def __repr__(self) -> str:

@@ -20,6 +20,9 @@ Acceptance = Literal["auto", "match", "rejection"]
 
 # Default of the most streams that share one forward pass of the target.
 MAX_BATCH = 32
+# Streams at work at once where that is "auto": those that share passes, for the memory of whose caches there is this
+# bound, and those that take turns.
+AUTO_STREAMS, AUTO_TURNS = 16, 4
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1

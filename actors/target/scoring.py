@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from actors.model import CachedSequence
@@ -23,7 +24,7 @@ async def score_prompt(
     """After prefill, in a session that scores: feed the tokens to be scored, and close the session.
 
     Args:
-        chunk_size: of the model.
+        chunk_size: of passes that score; updated.
         vocab_size: width of its logits.
 
     Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
@@ -37,7 +38,9 @@ async def score_prompt(
         end = min(begin + size, len(opened.prompt) - 1)
         plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
         call = partial(_score, sequence, plan.feed, opened.prompt[begin + 1 : end + 1], opened.settings.logprobs, begin)
-        session.shared.scores += await worker.run(Job("prefill", call, opened.session, len(plan.feed)))
+        job: Job[Iterable[TokenScore]] = Job("prefill", call, opened.session, len(plan.feed))
+        session.shared.scores += await worker.run(job)
+        chunk_size.observe(job.num_tokens, job.seconds)
         cached_tokens.follow(plan)
     session.state.close(Close(session.id))
 

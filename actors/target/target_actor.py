@@ -20,6 +20,7 @@ from actors.workers.in_turn import InTurn
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, StreamFailedError
 from protocol.messages import Close, Message, PromptFeatures, Verdict
+from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_BATCH
@@ -72,6 +73,8 @@ class TargetActor(ModelActor[TargetSession]):
             on_commit=self._note_commit,
             on_rewind=self._note_rewind,
         )
+        # A pass that scores costs more than one that only reads.
+        self._score_size = PrefillChunkSize()
 
     async def _serve_beside(self) -> None:
         await self._rounds.serve()
@@ -96,7 +99,7 @@ class TargetActor(ModelActor[TargetSession]):
                 await prefill(in_turn, sequence, session.cached_tokens, opened, self.chunk_size)
                 await self._give_prompt_features(session, sequence)
                 await self._hand_on(session, sequence)
-                await score_prompt(in_turn, sequence, session, self.chunk_size, self.model.vocab_size)
+                await score_prompt(in_turn, sequence, session, self._score_size, self.model.vocab_size)
                 await self._rounds.decode(session)
                 # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
                 shared.deliver_nowait()

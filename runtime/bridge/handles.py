@@ -244,6 +244,11 @@ class RuntimeHandle(Generic[B]):
         return self._bridge.runtime.tokenizer
 
     @property
+    def max_streams(self) -> int | None:
+        """Most streams that are at work at the same time; None for no bound."""
+        return self._bridge.runtime.max_streams
+
+    @property
     def num_streams(self) -> int:
         """Streams that are under way. A stream that begins or ends at this moment may or may not be counted."""
         return self._bridge.runtime.num_streams

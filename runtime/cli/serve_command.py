@@ -221,7 +221,6 @@ async def _open_and_serve(server: _Server) -> None:
         stalled_s=arguments.stalled_seconds,
     )
     service = Service(
-        max_streams=arguments.max_streams,
         max_waiting=arguments.max_waiting,
         limits=limits,
         api_key=server.key,
@@ -336,7 +335,7 @@ def _served(arguments: argparse.Namespace, models: Models) -> Sequence[ServedMod
     from runtime.server.models.config_file import read_models
     from runtime.server.models.served_model import ServedModel
 
-    options = {"max_streams": arguments.max_streams, "max_batch": arguments.max_batch, **models.options}
+    options = {"max_streams": arguments.max_streams or "auto", "max_batch": arguments.max_batch, **models.options}
     defaults = defaults_of(arguments)
     if arguments.config is not None:
         return read_models(arguments.config, options, defaults)

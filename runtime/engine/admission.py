@@ -12,6 +12,9 @@ class StreamAdmission:
 
     A session counts as admitted until both actors have released it, caches included: the bound is on the models' work
     and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
+
+    Attributes:
+        max_sessions: most sessions at a time; None for no bound.
     """
 
     def __init__(
@@ -24,7 +27,7 @@ class StreamAdmission:
             begin: hands a session to the actors; never waits.
             can_begin: whether the actors still take sessions.
         """
-        self._max_sessions = max_sessions
+        self.max_sessions = max_sessions
         self._can_begin = can_begin
         self._begin = begin
         self._num_admitted = 0
@@ -37,7 +40,7 @@ class StreamAdmission:
 
     def enter(self, session: Session) -> None:
         """Begin a session as soon as there is room."""
-        if self._max_sessions is None or self._num_admitted < self._max_sessions:
+        if self.max_sessions is None or self._num_admitted < self.max_sessions:
             self._admit(session)
         else:
             self._waiting[session.opened.session] = session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from protocol.settings_keywords import SettingsArguments
 
@@ -22,7 +22,7 @@ class OpenOptions(TypedDict, total=False):
     kv_bits: int | None
     kv_group_size: int
     quantized_kv_start: int
-    max_streams: int | None
+    max_streams: int | Literal["auto"] | None
     max_batch: int
     prefix_cache_bytes: int
     prefix_cache_dir: str | os.PathLike[str] | None

@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any, Never, Unpack
+from typing import Any, Literal, Never, Unpack
 
 import trio
 
@@ -29,7 +29,7 @@ from protocol.argument_aliases import MISSING
 from protocol.errors import ModelError, SettingsError, WrongEventLoopError
 from protocol.prices import Prices
 from protocol.reprs import shown
-from protocol.settings import MAX_BATCH, NGRAM, SettingsLike, keywords_of
+from protocol.settings import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH, NGRAM, SettingsLike, keywords_of
 from protocol.trace import Actor, Event
 from protocol.validation import check_integer
 from runtime.engine.drafter_slot import LoadedDrafter
@@ -71,7 +71,7 @@ async def open(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
-    max_streams: int | None = None,
+    max_streams: int | Literal["auto"] | None = None,
     max_batch: int = MAX_BATCH,
     prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     prefix_cache_dir: str | os.PathLike[str] | None = None,
@@ -104,7 +104,8 @@ async def open(
         kv_group_size: quantisation group, 32, 64 or 128.
         quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
         max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
-            further streams wait in the order of their calls. None for no bound.
+            further streams wait in the order of their calls. "auto" for 16 where streams of the target share passes,
+            or `max_batch` where that is less, and for 4 where they take turns. None for no bound.
         max_batch: most streams that share one forward pass of the target, >= 1. With 1 each has passes of its own: in
             low precision, a pass over several texts rounds otherwise than one over one.
         prefix_cache_bytes: size of each model's prefix cache, >= 0: cached sequences of finished texts, for streams
@@ -206,8 +207,10 @@ async def open(
             draft_stack.enter_context(drafter.evaluating_layers())
         copied = partial(copy_of, target_loaded.tokenizer, chat_template_args or {})
         tokenizer = await workers["target"].run(Job("load", copied))
-        if max_batch > 1 and max_streams != 1:
-            await _probe_sharing(target_loaded.model, workers["target"])
+        may_share = max_batch > 1 and max_streams != 1
+        shares_passes = may_share and await _probe_sharing(target_loaded.model, workers["target"])
+        if max_streams == "auto":
+            max_streams = max(AUTO_TURNS, min(AUTO_STREAMS, max_batch)) if shares_passes else AUTO_TURNS
         prices = Prices(core_hold_s=CORES.hold_s)
         if drafter is not None:
             await _time_models((target_loaded.model, workers["target"]), (drafter, workers["draft"]), prices)
@@ -267,7 +270,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
             sources["draft"] = draft  # the path may be there where it is loaded
     cache_options = check_cache_options(*(given[name] for name in _CACHE_OPTIONS))
     if given["max_streams"] is not None:
-        check_integer("max_streams", given["max_streams"], 1)
+        check_integer("max_streams", given["max_streams"], 1, or_auto=True)
     check_integer("max_batch", given["max_batch"], 1)
     check_integer("prefix_cache_bytes", given["prefix_cache_bytes"], 0)
     check_integer("prefix_cache_dir_bytes", given["prefix_cache_dir_bytes"], 0)
@@ -305,7 +308,7 @@ async def _load_draft(
     return drafter, worker
 
 
-async def _probe_sharing(model: MLXModel, worker: Worker) -> None:
+async def _probe_sharing(model: MLXModel, worker: Worker) -> bool:
     """Find out whether texts can share passes, so that no stream waits for that."""
     try:
         with interrupts_unwrapped():
@@ -314,6 +317,7 @@ async def _probe_sharing(model: MLXModel, worker: Worker) -> None:
         obstacle = str(error)
     if obstacle is not None:
         logger.info("streams take turns at the target: %s", obstacle)
+    return obstacle is None
 
 
 async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:

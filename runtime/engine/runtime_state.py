@@ -106,6 +106,11 @@ class RuntimeState:
         return self._prices.estimates()
 
     @property
+    def max_streams(self) -> int | None:
+        """Most streams that are at work at the same time; None for no bound."""
+        return self._sessions.max_streams
+
+    @property
     def num_streams(self) -> int:
         """Streams that are under way: begun, and neither read to their end nor closed."""
         return self._sessions.num_streams

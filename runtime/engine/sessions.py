@@ -118,6 +118,11 @@ class Sessions:
         return wanted - self.num_waiting
 
     @property
+    def max_streams(self) -> int | None:
+        """See `Runtime.max_streams`."""
+        return self._admission.max_sessions
+
+    @property
     def num_waiting(self) -> int:
         """See `Runtime.num_waiting`."""
         return self._admission.num_waiting
@@ -341,7 +346,7 @@ async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -
             await trio.lowlevel.checkpoint()
             num_decoded = 1 + len(score.top)
         top = tuple(TopLogprob(id, text.alone(id), logprob) for id, logprob in score.top)
-        tokens.append(ScoredToken(score.id, text.add(score.id), score.logprob, score.is_greedy, top))
+        tokens.append(ScoredToken(score.id, text.add(score.id), score.logprob, score.is_greedy, score.rank, top))
     last = tokens[-1]
     return (*tokens[:-1], attrs.evolve(last, text=last.text + text.finish()))
 

@@ -41,6 +41,10 @@ _SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "uneva
 # Numbers at or below this one crash llguidance; JSON distinguishes whole numbers down to it.
 _MIN_NUMBER = -(2**53)
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}  # and their direction
+# Bounds further out than this one fail in llguidance, which reads numbers in double precision: the next one is 2**63.
+# A maximum of integers may be any.
+_MAX_BOUND = 2**63 - 1024
 
 
 def schema_name(schema: Any) -> str:
@@ -72,7 +76,7 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
         value = dict(value) if isinstance(value, Mapping) else value
-        written = json.dumps(_without_annotations(value), allow_nan=False)
+        written = json.dumps(_followable(value), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{what} is not JSON: {error}") from error
     except RecursionError as error:
@@ -104,8 +108,8 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     return grammar
 
 
-def _without_annotations(schema: Any) -> Any:
-    """A copy of a schema without what llguidance refuses though it need not be enforced: see `_ENFORCED_FORMATS`."""
+def _followable(schema: Any) -> Any:
+    """A copy of a schema without what llguidance refuses though it need not: see `_ENFORCED_FORMATS`, `_MAX_BOUND`."""
     if not isinstance(schema, Mapping):
         return schema
     kept = {}
@@ -113,13 +117,24 @@ def _without_annotations(schema: Any) -> Any:
         if name == "uniqueItems" or (name == "format" and isinstance(inner, str) and inner not in _ENFORCED_FORMATS):
             continue
         if name in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
-            inner = {key: _without_annotations(each) for key, each in inner.items()}
+            inner = {key: _followable(each) for key, each in inner.items()}
         elif name in _LISTS_OF_SCHEMAS and isinstance(inner, (list, tuple)):
-            inner = [_without_annotations(each) for each in inner]
+            inner = [_followable(each) for each in inner]
         elif name in _SCHEMAS:
-            inner = _without_annotations(inner)
+            inner = _followable(inner)
+        elif name in _BOUNDS and type(inner) in (int, float) and (inner := _bound(schema, name, inner)) is None:
+            continue
         kept[name] = inner
     return kept
+
+
+def _bound(schema: Mapping[str, Any], name: str, bound: float) -> float | None:
+    """A bound that llguidance can follow; None for none. Numbers between the two bounds cannot be written."""
+    sign, is_integer = _BOUNDS[name], schema.get("type") == "integer"
+    if sign * bound <= _MAX_BOUND or (is_integer and sign > 0):
+        return bound
+    # Beyond 64 bits there are only numbers that have exponents, which no bounded number has in llguidance.
+    return sign * _MAX_BOUND if is_integer or sign * bound <= 2**63 else None
 
 
 def _num_optional(schema: Any) -> int:

@@ -270,6 +270,7 @@ class Detokenizer:
         # tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = 0
         self._unread = ""
+        self._alone: dict[int, str] = {}
 
     @property
     def unread(self) -> str:
@@ -287,8 +288,10 @@ class Detokenizer:
         return self._advance(is_last=False)
 
     def alone(self, token: int) -> str:
-        """The text of a token decoded alone."""
-        return "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
+        """The text of a token decoded alone. Kept, as the same few tokens are the likeliest at many positions."""
+        if token not in self._alone:
+            self._alone[token] = "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
+        return self._alone[token]
 
     def finish(self) -> str:
         """The remaining text: a character that was never completed."""
@@ -326,6 +329,7 @@ class GrowingText:
 
     Attributes:
         readable: the text that the last token has made readable, given or withheld.
+        alone: see `Detokenizer.alone`.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
@@ -336,6 +340,7 @@ class GrowingText:
             opened: opened the generation.
         """
         self._detokenizer = Detokenizer(tokenizer)
+        self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
         self.readable = ""
@@ -354,10 +359,6 @@ class GrowingText:
         if self._matcher is None:
             return self._detokenizer.unread
         return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
-
-    def alone(self, token: int) -> str:
-        """The text of a token decoded alone."""
-        return self._detokenizer.alone(token)
 
     def add(self, token: int, *, is_last: bool) -> str:
         """The text to give with a token, possibly empty; the last token brings all that was withheld."""

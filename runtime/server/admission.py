@@ -24,22 +24,21 @@ class RequestAdmission:
 
     Attributes:
         num_admitted: requests that run or wait for the models.
-        max_streams: requests that the models are taken to work on at once, and the most texts of one that they do.
         is_draining: whether no further request is admitted, because the server is about to end.
     """
 
-    def __init__(self, max_streams: int, max_waiting: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_streams: Callable[[], float], max_waiting: int, clock: Callable[[], float]) -> None:
         """No requests yet.
 
         Args:
-            max_streams: texts that a model works on at once, >= 1.
+            max_streams: returns how many requests the models are taken to work on at once, >= 1.
             max_waiting: further requests that may wait, >= 0.
             clock: returns seconds.
         """
         self.num_admitted = 0
         self.is_draining = False
         self._is_empty = trio.Event()
-        self.max_streams = max_streams
+        self._max_streams = max_streams
         self._max_waiting = max_waiting
         self._clock = clock
         self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
@@ -56,12 +55,12 @@ class RequestAdmission:
                 code="draining",
                 headers={"Retry-After": str(_DRAINING_RETRY_AFTER_S)},
             )
-        if self.num_admitted >= self.max_streams + self._max_waiting:
+        if self.num_admitted >= self._max_streams() + self._max_waiting:
             seconds = self.retry_after_s
             self._last_return_s = self._next_return_s()
             raise ErrorResponse(
                 429,
-                f"{self.max_streams} requests are being answered and {self._max_waiting} wait, which is the limit; "
+                f"{self._max_streams()} requests are being answered and {self._max_waiting} wait, which is the limit; "
                 f"try again in {seconds} s",
                 type="rate_limit_error",
                 code="full_house",
@@ -123,4 +122,4 @@ class RequestAdmission:
         # The admitted requests will take at least as long as they have taken by now.
         ages = [self._clock() - start_s for start_s in self._start_times_s]
         mean = max(past, sum(ages) / len(ages)) if ages else past
-        return mean / self.max_streams
+        return mean / self._max_streams()

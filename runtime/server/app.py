@@ -65,10 +65,7 @@ class Service:
     """Settings of a server: how much it serves, and to whom.
 
     Attributes:
-        max_streams: texts that a model works on at once, >= 1; the same as for `runtime.open`. A request for more has
-            at most as many at work or waiting for the model, and begins another when one of them ends. Also the number
-            of requests that are not counted as waiting.
-        max_waiting: further requests that may wait, >= 0.
+        max_waiting: requests that may wait, >= 0, beside as many as a model works on at once.
         limits: of each request.
         api_key: the key that requests must send, except for the pages and for figures; None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
@@ -76,7 +73,6 @@ class Service:
         is_strict: whether what means nothing here is refused instead of ignored; see `ServerContext`.
     """
 
-    max_streams: int = 4
     max_waiting: int = 256
     limits: Limits = attrs.field(factory=Limits)
     api_key: str | None = attrs.field(default=None, repr=False)
@@ -115,7 +111,7 @@ def application(
         service: the settings.
         background: runs the tokenizer, and makes long responses.
     """
-    admission = RequestAdmission(service.max_streams, service.max_waiting, trio.current_time)
+    admission = RequestAdmission(lambda: models.max_streams, service.max_waiting, trio.current_time)
     metrics = Metrics(models, is_draining=lambda: admission.is_draining)
     context = ServerContext(
         models,
@@ -156,7 +152,7 @@ def application(
         return JSONResponse(report)
 
     async def props(request: Request) -> Response:
-        return JSONResponse(properties(models, service.max_streams))
+        return JSONResponse(properties(models))
 
     async def timeline(request: Request) -> Response:
         for loaded in models.in_memory():

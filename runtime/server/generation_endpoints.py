@@ -200,13 +200,14 @@ class Endpoint(Generic[B]):
         outcome.num_texts = request.num_candidates * sum(prompt.is_generated_for for prompt in prompts)
         begin = partial(self._begun, model, body, request, tools, outcome)
         begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
-        with Choices(begins, self._context.admission.max_streams) as choices:
+        with Choices(begins, model.runtime.max_streams) as choices:
             try:
                 await choices.begin_first()
             except OutriderError as error:
                 raise error_response_of(error, request.prompt_field) from error
             if request.stream:
-                outcome.failure = await send_events(choices, self._api.last_events, send)
+                num_named = 1 + (request.num_logprobs or 0)
+                outcome.failure = await send_events(choices, self._api.last_events, num_named, send)
                 outcome.is_sent = outcome.failure is None
                 return
             make = partial(self._body_of, body, request, client)
@@ -242,8 +243,7 @@ class Endpoint(Generic[B]):
         splitter = answer_splitter(request, tools, stream, tokenizer_of(model.runtime))
         answer = _answer(model, prompt, stream, splitter, before, counts_prompt=number == 0)
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        num_echoed = 0 if prompt.echo is None else len(prompt.ids)
-        return Choice(self._api.serializer(body, answer), stream, statistics, num_echoed)
+        return Choice(self._api.serializer(body, answer), stream, statistics, len(prompt.ids))
 
     async def _prepared(
         self, model: LoadedModel, request: Request, tools: Tools | None, client: str
@@ -282,6 +282,7 @@ def _answer(
         index=len(before),
         counts_prompt=counts_prompt,
         echo=prompt.echo,
+        score=prompt.score,
         is_empty=stream is None,
         first=before[0].serializer if before else None,
     )

@@ -11,6 +11,7 @@ import trio
 
 from protocol.errors import PromptTooLongError
 from protocol.randomness import seed_of_text
+from protocol.scores import Score
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -43,11 +44,13 @@ class PreparedPrompt:
         ids: its token ids.
         settings: of its generations; `max_tokens` may be 0, and then there is none.
         echo: of the prompt, if the response begins with it.
+        score: of its tokens but the first, if the response has their log-probabilities and there are any.
     """
 
     ids: tuple[int, ...]
     settings: dict[str, Any]
     echo: Echo | None = None
+    score: Score | None = None
 
     @property
     def is_generated_for(self) -> bool:
@@ -83,7 +86,7 @@ class PromptPreparation:
     settings: dict[str, Any]
 
     async def prompts(self) -> list[PreparedPrompt]:
-        """The prompts, at least one; those that are repeated with log-probabilities have been scored.
+        """The prompts, at least one; those whose log-probabilities are wanted have been scored.
 
         Raises:
             OutriderError: a setting or a prompt is invalid, or the target has failed.
@@ -91,7 +94,6 @@ class PromptPreparation:
         """
         encoded, grammar = await self._encoded_and_grammar()
         settings, ends = await self._settings_and_ends(encoded, grammar)
-        self._check_lengths(encoded.prompts)
         # No answer is longer than the context.
         bounds = [self.model.runtime.context_length, settings["max_tokens"]]
         most = min((bound for bound in bounds if bound is not None), default=0)
@@ -100,7 +102,8 @@ class PromptPreparation:
         for index, ids in enumerate(encoded.prompts):
             await trio.lowlevel.checkpoint()
             own = self._with_min_tokens(settings, len(ids), ends)
-            prepared.append(PreparedPrompt(ids, own, await self._echo(index, ids, settings)))
+            echo, score = await self._echo(index, ids), await self._score(ids, settings)
+            prepared.append(PreparedPrompt(ids, own, echo, score))
         return prepared
 
     async def _settings_and_ends(self, encoded: Encoded, grammar: Grammar | None) -> tuple[dict[str, Any], set[int]]:
@@ -143,19 +146,21 @@ class PromptPreparation:
             except PromptTooLongError as error:
                 raise PromptTooLongError(f"{_named(index, prompts)}{error}") from error
 
-    async def _echo(self, index: int, ids: tuple[int, ...], settings: dict[str, Any]) -> Echo | None:
+    async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
         """The echo of a prompt, if the request asks for it."""
-        request, runtime = self.request, self.model.runtime
+        request, tokenizer = self.request, tokenizer_of(self.model.runtime)
         if not isinstance(request, CompletionRequest) or not request.echo:
             return None
         prompt = request.prompts[index]
-        make = partial(make_echo, prompt if isinstance(prompt, str) else None, ids, tokenizer_of(runtime))
-        echo = await self.threads.run(make, len(ids), self.client)
-        if request.logprobs is None or len(ids) == 1:
-            return echo
+        make = partial(make_echo, prompt if isinstance(prompt, str) else None, ids, tokenizer)
+        return await self.threads.run(make, len(ids), self.client)
+
+    async def _score(self, ids: tuple[int, ...], settings: dict[str, Any]) -> Score | None:
+        """The score of a prompt, if the request asks for it."""
+        if (num_top := self.request.num_scored) is None or len(ids) == 1:
+            return None
         reading = {name: settings[name] for name in ("reuse_prefix", "prefill_step_size")}
-        score = await runtime.score(ids[:1], ids[1:], logprobs=request.logprobs, **reading)
-        return attrs.evolve(echo, score=score)
+        return await self.model.runtime.score(ids[:1], ids[1:], logprobs=num_top, **reading)
 
     async def _encoded_and_grammar(self) -> tuple[Encoded, Grammar | None]:
         """What the tokenizer makes of the request, and what holds the answers to a schema or to tools."""
@@ -199,6 +204,7 @@ class PromptPreparation:
                 param=self.request.prompt_field,
                 code="context_length_exceeded",
             )
+        self._check_lengths(encoded.prompts)
         return encoded
 
 

@@ -143,6 +143,9 @@ def test_options_of_open_reach_it(command: list[str], more: dict[str, int], open
 def test_limits_of_the_server_reach_open(opened: dict[str, Any]) -> None:
     assert cli.main(["serve", "--port", "0", "--max-streams", "3", "--max-batch", "2"]) == 1
     assert (opened["max_streams"], opened["max_batch"]) == (3, 2)
+    opened.clear()
+    assert cli.main(["serve", "--port", "0"]) == 1
+    assert opened["max_streams"] == "auto"
 
 
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:

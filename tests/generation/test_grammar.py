@@ -502,6 +502,32 @@ def test_numbers_may_be_as_low_as_json_can_tell_them_apart_and_lower_bounds_lowe
     assert END in after(Grammar.from_json_schema(schema, TOKENIZER), text)
 
 
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "is_allowed"),
+    [
+        ({"type": "integer", "minimum": -(2**63)}, "-9223372036854774784", True),
+        ({"type": "integer", "exclusiveMinimum": -(2.0**63)}, "-9223372036854775809", False),
+        (INT64, "9223372036854775807", True),
+        (INT64, "9223372036854775808", False),
+        ({"type": "integer", "minimum": -1e300}, "-7", True),
+        ({"type": "integer", "minimum": -1e300}, "-9223372036854775809", False),
+        ({"type": "number", "minimum": -(2**63), "maximum": 2**63 - 1}, "-9223372036854774784", True),
+        ({"type": "number", "minimum": -(2**63), "maximum": 2**63 - 1}, "9223372036854775809", False),
+        ({"type": "number", "minimum": -1e300, "maximum": 1e300}, "-6.02e23", True),
+        ({"type": "number", "exclusiveMinimum": -(10**400)}, "-6.02e23", True),
+        ({"type": "number", "minimum": -1e300, "maximum": 3}, "4", False),
+        ({"items": {"type": "number", "minimum": -1e300}}, "[-6.02e23]", True),
+    ],
+    ids=str,
+)
+def test_bounds_may_be_as_far_out_as_numbers_are(schema, text, is_allowed):
+    grammar, ids = Grammar.from_json_schema(schema, TOKENIZER), [*encode(text), END]
+    assert all(ids[i] in allowed(grammar, PROMPT + ids[:i]) for i in range(len(ids))) == is_allowed
+
+
 def nested(depth):
     return functools.reduce(lambda inner, _: {"items": inner}, range(depth), {})
 

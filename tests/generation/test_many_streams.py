@@ -343,9 +343,19 @@ async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.0, "2"])
 async def test_a_bound_that_is_none_is_refused_before_any_model_is_looked_at(wrong: Any) -> None:
-    with pytest.raises(SettingsError, match="max_streams must be a whole number of at least 1"):
+    with pytest.raises(SettingsError, match='max_streams must be a whole number of at least 1, or "auto"'):
         async with runtime.open((llama(), None), max_streams=wrong):
             raise AssertionError("should not be reached")
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 16), ({"max_batch": 9}, 9), ({"max_batch": 2}, 4), ({"max_batch": 1}, 4), ({"rewind": "trim"}, 4)],
+    ids=str,
+)
+async def test_as_many_streams_as_a_pass_takes_are_at_work_by_themselves(options: Any, most: int) -> None:
+    async with runtime.open((llama(), None), max_streams="auto", **options) as rt:
+        assert rt.max_streams == most
 
 
 async def test_real_streams_are_as_right_with_one_place_as_with_many() -> None:

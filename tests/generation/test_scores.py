@@ -21,11 +21,11 @@ from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Failing, Wrapped, gemma3_text, llama, mamba, prompt_of
 from our_threads import outrider_threads
 from sample_tokenizers import demo
-from scripted import ScriptedModel, run, simulated
+from scripted import ScriptedModel, priced, run, simulated
 
 import runtime
 from actors.target import scoring
-from protocol.scores import Score, ScoredToken
+from protocol.scores import Score, ScoredToken, token_scores
 from protocol.trace import Event, Span
 
 CONTINUATION = tuple(prompt_of(12, seed=7))
@@ -87,7 +87,7 @@ async def test_scores_are_those_of_mlx_lms_logits(name: str) -> None:
 
 
 def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
-    tokens = (ScoredToken(1, "a", -1000.0, False), ScoredToken(2, "b", -900.0, False))
+    tokens = (ScoredToken(1, "a", -1000.0, False, 2), ScoredToken(2, "b", -900.0, False, 2))
     assert Score(tokens, 1).perplexity == math.inf
 
 
@@ -143,6 +143,45 @@ async def test_long_texts_are_read_in_passes_of_bounded_size(bound: str, monkeyp
         assert logprobs(await rt.score(whole[:1], whole[1:])) == pytest.approx(logprobs(expected), abs=ATOL)
     assert sum(passes.num_tokens) == 59  # the last token need not be read
     assert max(passes.num_tokens) == (8 if defaults else 5)
+
+
+async def test_a_text_to_score_is_read_in_ever_longer_passes_while_they_are_cheap(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(looping), price=priced(prefill=2**-10)) as simulation:
+        await simulation.runtime.score([1], [2] * 2000)
+    assert [span.num_tokens for span in simulation.spans("target", "prefill")] == [16, 32, 64, 128, 256, 512, 992]
+
+
+async def test_the_likeliest_tokens_are_found_without_sorting_and_decoded_once(
+    autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    decoded: list[tuple[int, ...]] = []
+    argsort = mx.argsort
+
+    def sorting(row: mx.array, **options: Any) -> mx.array:
+        widths.append(row.shape[-1])
+        return argsort(row, **options)
+
+    class Counting(Letters):
+        def decode(self, tokens: Sequence[int]) -> str:
+            decoded.append(tuple(tokens))
+            return super().decode(tokens)
+
+    monkeypatch.setattr(mx, "argsort", sorting)
+    async with simulated(ScriptedModel(looping), tokenizer=Counting()) as simulation:
+        decoded.clear()
+        await simulation.runtime.score([1], list(range(2, 64)) * 10, logprobs=20)
+    assert set(widths) == {20}
+    assert 2 * 620 < len(decoded) < 3 * 620  # for each piece of the text, two calls
+
+
+@pytest.mark.parametrize("num_top", [1, 3, 5, 9])
+def test_of_equally_likely_tokens_the_lower_ids_come_first(num_top: int) -> None:
+    row = [0.0, 2.0, -math.inf, 2.0, 1.0]
+    (score,) = token_scores(mx.array([row]), [4], num_top)
+    assert [id for id, _ in score.top][: min(num_top, 4)] == [1, 3, 4, 0][:num_top]
+    assert len(score.top) == min(num_top, 5)
+    assert (score.rank, score.is_greedy) == (3, False)
 
 
 # --- prefixes -------------------------------------------------------------------------------------

@@ -215,9 +215,40 @@ def test_without_parallel_calls_there_is_one():
         for is_parallel in (True, False):
             tools = tools_of([CLOCK], choice, is_parallel=is_parallel)
             assert tools is not None
+            if is_parallel is (choice == "auto"):
+                assert tools_of([CLOCK], choice) == tools
             call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
             text, _ = Writer(made(tools, format, of), of, 0).write(call + "\n" + call, max_tokens=120)
             assert (text.count("<tool_call>") == 2) is is_parallel
+
+
+MANY_CALLS = {
+    "json_tools": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' * 20,
+    "kimi_k2": "<|tool_calls_section_begin|>"
+    + "<|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>{}<|tool_call_end|>" * 20,
+    "pythonic": "<|tool_call_start|>[" + ", ".join(["clock()"] * 20),
+}
+
+
+@pytest.mark.parametrize("name", MANY_CALLS)
+@pytest.mark.parametrize("content", [None, {"const": 1}])
+def test_an_answer_that_must_be_calls_has_sixteen_at_most(name: str, content: Any):
+    format, of = call_format(name), tokenizer(name, has_special_markers=True)
+    tools = tools_of([CLOCK], "auto" if content else "required", is_parallel=True)
+    assert tools is not None
+    text, is_complete = Writer(made(tools, format, of, content=content), of, 0).write(MANY_CALLS[name], max_tokens=900)
+    assert is_complete
+    assert len(answer_of(text, format, tools).calls) == 16
+
+
+def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
+    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(257)]
+    for given in ({"choice": "required"}, {"is_parallel": False}):
+        with pytest.raises(runtime.SettingsError, match="hold a model to 256 tools at most, got 257; leave some out"):
+            tools_of(many, **given)
+        assert tools_of(many[1:], **given) is not None
+    assert tools_of(many) is not None
+    assert tools_of(many, "f7") is not None
 
 
 def test_an_answer_is_json_or_a_call_where_both_were_asked_for():

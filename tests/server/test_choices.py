@@ -255,6 +255,7 @@ def test_a_request_for_many_answers_leaves_others_their_turn() -> None:
         (COMPLETIONS, {"prompt": ["abcd"] * 8, "n": 16, "logprobs": 5, "max_tokens": 1366}),
         (COMPLETIONS, {"prompt": "abc" * 20_000, "n": 16, "logprobs": 1, "max_tokens": 1, "echo": True}),
         (CHAT, {**HELLO, "n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 3121}),
+        (COMPLETIONS, {"prompt": "abc" * 20_000, "prompt_logprobs": 20, "max_tokens": 1}),
     ],
 )
 def test_a_response_that_may_be_too_long_is_refused_before_any_model_work(path: str, body: dict[str, Any]) -> None:
@@ -354,10 +355,59 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(max_t
         for end, (logprob, top) in list(enumerate(told))[1:]:
             expected = logits_of(looping, whole[:end])
             assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
-            assert list(top.values()) == pytest.approx(sorted(expected)[-2:], abs=1e-4)
+            named = {*sorted(expected)[-2:], expected[whole[end]]}
+            assert sorted(top.values()) == pytest.approx(sorted(named), abs=1e-4)
         assert answer["usage"]["prompt_tokens"] == len(ids)
         assert answer["usage"]["completion_tokens"] == max_tokens
         assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
+
+    simulated_server(test)
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("max_tokens", [1, 5])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_log_probabilities_of_the_prompt_are_those_of_its_score(path: str, max_tokens: int, num_top: int) -> None:
+    async def test(server: Served) -> None:
+        said = {"prompt": "def f and g"} if path == COMPLETIONS else HELLO
+        body = {**said, "max_tokens": max_tokens, "n": 2, "prompt_logprobs": num_top}
+        answer = await asked(server, path, body)
+        if path == COMPLETIONS:
+            ids = server.tokenizer.encode("def f and g")
+            given, again = (choice["prompt_logprobs"] for choice in answer["choices"])
+            assert given == again
+        else:
+            ids = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+            given = answer["prompt_logprobs"]
+        first, *others = given
+        assert first is None
+        assert len(others) == len(ids) - 1
+        for i, found in enumerate(others, start=1):
+            expected = logits_of(looping, ids[:i])
+            order = sorted(range(64), key=lambda id: expected[id], reverse=True)
+            named = [ids[i], *(id for id in order[:num_top] if id != ids[i])]
+            assert list(found) == list(map(str, named))
+            for id, told in found.items():
+                assert told["logprob"] == pytest.approx(expected[int(id)], abs=1e-4)
+                assert told["rank"] == order.index(int(id)) + 1
+                assert told["decoded_token"] == server.tokenizer.decode([int(id)])
+
+    simulated_server(test)
+
+
+def test_log_probabilities_of_a_prompt_stand_beside_an_echo_and_not_in_a_stream() -> None:
+    async def test(server: Served) -> None:
+        body = {"prompt": ["abc", "a"], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+        long, short = (await asked(server, COMPLETIONS, body))["choices"]
+        assert {len(each) for each in long["prompt_logprobs"][1:]} <= {3, 4}
+        assert {len(each) for each in long["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+        assert long["logprobs"]["token_logprobs"][1] == long["prompt_logprobs"][1]["1"]["logprob"]
+        assert (short["prompt_logprobs"], short["logprobs"]["token_logprobs"]) == ([None], [None])
+        assert (await asked(server, COMPLETIONS, {"prompt": "def f"}))["choices"][0]["prompt_logprobs"] is None
+        for more, message in (({"stream": True}, "prompt_logprobs are not for streams"), ({"prompt_logprobs": -1}, "")):
+            refused = await server.ask(COMPLETIONS, {**body, **more})
+            assert (refused.status, refused.fault["param"]) == (400, "prompt_logprobs")
+            assert message in refused.fault["message"]
 
     simulated_server(test)
 
@@ -435,7 +485,12 @@ def test_an_echo_without_log_probabilities_is_the_prompt_in_front() -> None:
         assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
         assert server.simulation.runtime.statistics().prompt_tokens == 0
         (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
-        assert one["logprobs"] == {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [], "text_offset": [0]}
+        assert one["logprobs"] == {
+            "tokens": ["a"],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [0],
+        }
 
     simulated_server(test)
 

@@ -43,7 +43,7 @@ def answers() -> Answers:
     async def main() -> Answers:
         timelines = Timelines()
         pair = calling_pair(thinks=False)
-        async with runtime.open(*pair, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
+        async with runtime.open(*pair, max_streams=4, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
             apps = {key: application(models, Service(api_key=key)) for key in {case.key for case in CASES}}
             return {case.id: await acapture(answers_of, case, apps[case.key]) for case in CASES}
 

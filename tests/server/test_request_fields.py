@@ -292,6 +292,9 @@ def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(path: str, body
         assert counts == sorted(counts)
         assert 0 < counts[0] < counts[-1] == 20
         assert len(set(counts)) > 2
+        options["include_usage"] = False
+        answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
+        assert all("usage" not in event for event in answer.events)
 
     simulated_server(test)
 

@@ -147,7 +147,8 @@ def test_log_probabilities_of_a_completion(stream: bool) -> None:
             assert joined["text_offset"] == [0, 1, 2, 3]
             assert "".join(joined["tokens"]) == answer.text
             if most == 0:
-                assert all(part["top_logprobs"] == [] for part in parts if part is not None)
+                own = [dict([pair]) for pair in zip(joined["tokens"], joined["token_logprobs"], strict=True)]
+                assert joined["top_logprobs"] == own
             else:
                 top = joined["top_logprobs"][0]
                 assert len(top) == 3
@@ -373,7 +374,7 @@ def test_a_full_house_is_not_sent_a_body() -> None:
 
 def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
     now = 0.0
-    admission = RequestAdmission(2, 1, lambda: now)
+    admission = RequestAdmission(lambda: 2, 1, lambda: now)
     assert admission.retry_after_s == 1
     for seconds in (30.0, 10.0):
         with admission.admit():
@@ -391,7 +392,7 @@ def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
 
 def test_when_to_come_again_follows_from_who_is_there_and_not_from_invalid_requests() -> None:
     now = 0.0
-    admission = RequestAdmission(2, 1, lambda: now)
+    admission = RequestAdmission(lambda: 2, 1, lambda: now)
     with admission.admit(), admission.admit():
         now += 20
         assert admission.retry_after_s == 10
@@ -410,7 +411,7 @@ def test_when_to_come_again_follows_from_who_is_there_and_not_from_invalid_reque
 
 def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
     now = 0.0
-    admission = RequestAdmission(4, 0, lambda: now)
+    admission = RequestAdmission(lambda: 4, 0, lambda: now)
 
     def told() -> int:
         with pytest.raises(ErrorResponse) as full:

@@ -31,6 +31,7 @@ from scripted import (
     truthful,
 )
 
+from runtime.server.answers import event_stream
 from runtime.server.app import Service, application
 from runtime.server.connections import connection
 from runtime.server.connections.listener import ConnectionLimits, serve
@@ -566,7 +567,10 @@ async def nobody_is_let_in(port: int) -> None:
             (await connect(port)).leave()
 
 
-async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices() -> None:
+async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_stream, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=2)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled:
             await stalled.send(ENDLESS)
@@ -583,7 +587,8 @@ async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_no
         await server.assert_unharmed()
 
 
-async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server() -> None:
+async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_stream, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=MANY, grace_s=0.1)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
             await stalled.send(ENDLESS)

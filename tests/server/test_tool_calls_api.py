@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from asgi import CHAT, Served
-from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, serve_calls
+from asgi import CHAT, ScriptedCheck, Served, looping, simulated_server
+from scripted import ScriptedModel
+from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, ToolLetters, serve_calls
 
 
 def message_of(events: Sequence[Any]) -> tuple[dict[str, Any], str | None]:
@@ -178,6 +179,17 @@ def test_tools_that_cannot_be_are_refused_with_what_would_be_right(body: dict[st
         assert refused.json["error"]["param"] in ("tools", "tool_choice")
 
     serve_calls(test, "")
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None:
+    check = ScriptedCheck()
+
+    async def test(server: Served) -> None:
+        refused = await server.ask(CHAT, {**ASKED, "tool_choice": "required"})
+        assert refused.fault["code"] == "context_length_exceeded"
+        assert check.asked == []
+
+    simulated_server(test, ScriptedModel(looping, context_length=10), tokenizer=ToolLetters(), check=check)
 
 
 def test_a_model_without_calls_is_told_of_tools_and_cannot_be_made_to_call_them() -> None:

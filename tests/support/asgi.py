@@ -448,7 +448,7 @@ async def served(
             settings=settings,
         )
         async with pool as models:
-            offered = Service(max_streams=max_streams, max_waiting=max_waiting, **service)
+            offered = Service(max_waiting=max_waiting, **service)
             yield Served(application(models, offered, background=background), simulation, tokenizer, timelines)
 
 

@@ -57,6 +57,8 @@ async def usual(server: Served, seen: Seen) -> None:
         logprobs = LOGPROBS.get(path, {})
         for more in ({}, logprobs, STREAM, {**logprobs, **STREAM}):
             seen.append((path, await server.ask(path, {**body, **more}, headers=WITH_KEY)))
+        if logprobs:
+            seen.append((path, await server.ask(path, {**body, "prompt_logprobs": 2}, headers=WITH_KEY)))
         seen.append((path, await server.ask(path, {**body, "model": -1}, headers=WITH_KEY)))
         seen.append((path, await server.ask(path, b" " * 3000, headers=WITH_KEY)))
         seen.append((path, await server.ask(path, body, headers={**WITH_KEY, "content-type": "text/plain"})))

@@ -77,6 +77,11 @@ def streams_alike(answers: Sequence[Exchange]) -> bool:
     return stream.text == whole.text and reasons == [choice(whole)["finish_reason"]]
 
 
+def prompts_are_scored(answers: Sequence[Exchange]) -> bool:
+    one, two, none = (answer.json["prompt_logprobs"] for answer in answers)
+    return none is None and one[0] is None and len(one[3]) in (1, 2) and len(two[3]) in (2, 3)
+
+
 def counted_all_along(answers: Sequence[Exchange]) -> bool:
     usages = [event["usage"] for event in answers[0].events]
     counts = [usage["completion_tokens"] for usage in usages]
@@ -220,9 +225,14 @@ CHATS = [
     chats(
         "test_prompt_logprobs_chat, test_more_than_one_prompt_logprobs_chat",
         "log-probabilities of the prompt for `prompt_logprobs`",
-        [asks(prompt_logprobs=1)],
-        ignores("prompt_logprobs"),
-        f"{IGNORED}; completions have `echo`",
+        [asks(prompt_logprobs=1), asks(prompt_logprobs=2), asks()],
+        prompts_are_scored,
+    ),
+    chats(
+        "test_prompt_logprobs_chat",
+        "-1 of them are refused",
+        [asks(prompt_logprobs=-1)],
+        refused(400, "prompt_logprobs"),
     ),
     chats(
         "test_structured_outputs_choice_chat",
@@ -539,10 +549,22 @@ COMPLETIONS = [
         "test_zero_logprobs",
         "`top_logprobs` with the token itself for `logprobs: 0`",
         [completion(IDS, logprobs=0)],
+        lambda answers: [len(top) for top in logprobs_of(answers[0])["top_logprobs"]] == [1] * 8,
+    ),
+    texts(
+        "test_prompt_logprobs_completion",
+        "log-probabilities of each prompt for `prompt_logprobs`",
+        [completion(["A robot may not injure another robot", "My name is"], prompt_logprobs=n) for n in (0, 1, None)],
         lambda answers: (
-            len(logprobs_of(answers[0])["token_logprobs"]) == 8 and logprobs_of(answers[0])["top_logprobs"] == []
+            [[bool(each["prompt_logprobs"]) for each in answer.json["choices"]] for answer in answers]
+            == [[True, True], [True, True], [False, False]]
         ),
-        "`top_logprobs` is empty; `token_logprobs` has the token's own",
+    ),
+    texts(
+        "test_prompt_logprobs_completion",
+        "-1 of them are refused",
+        [completion(IDS, prompt_logprobs=-1)],
+        refused(400, "prompt_logprobs"),
     ),
     texts(
         "test_completion_truncation_side_controls_prompt_truncation",

@@ -6,7 +6,7 @@ import argparse
 
 import attrs
 
-from protocol.settings import MAX_BATCH
+from protocol.settings import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH
 from protocol.validation import check_integer
 from runtime.cli.flags import flag
 
@@ -29,7 +29,12 @@ class LimitOption:
 
 
 _LIMITS = (
-    LimitOption("max_streams", 1, 4, "most texts that are generated at once"),
+    LimitOption(
+        "max_streams",
+        1,
+        None,
+        f"most texts that a model works on at once (default: {AUTO_STREAMS} if they share passes, else {AUTO_TURNS})",
+    ),
     LimitOption("max_batch", 1, MAX_BATCH, "most requests that share one forward pass of the target"),
     LimitOption("max_waiting", 0, 256, "most requests that wait beside those; further ones get status 429"),
     LimitOption("max_tokens", 1, 512, "most tokens of an answer if the request does not set them"),

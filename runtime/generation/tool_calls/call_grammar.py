@@ -19,6 +19,9 @@ from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.call_layouts import OPTIONAL_NEWLINE, CallLayout, call_layout
 from runtime.generation.tool_calls.tools import Tools
 
+# Calls of an answer that must be calls. Small models repeat theirs until they are cut off.
+_MAX_CALLS = 16
+
 _PLACEHOLDERS = re.compile("({number}|" + OPTIONAL_NEWLINE + ")")
 _TERMS = {"{number}": "/[0-9]{1,4}/", OPTIONAL_NEWLINE: '"\\n"?'}
 
@@ -36,7 +39,7 @@ def call_grammar(
     """The grammar of an answer, in llguidance's own format, as `Grammar` takes it.
 
     Args:
-        tools: what may be called. Where a call must be, there is no text beside it but reasoning.
+        tools: what may be called. Where a call must be, there is no text beside it but reasoning, and up to 16 calls.
         format: of the model.
         tokenizer: the target's.
         tags: of the reasoning, which stays free; None for a model without.
@@ -57,17 +60,18 @@ def call_grammar(
     call = writer.rule(" | ".join(calls))
     is_one = not tools.is_parallel or tools.choice not in ("auto", "required")
     has_several = layout.between_calls is not None and not is_one
-    several = f" ({writer.text(layout.between_calls or '')} {call})*" if has_several else ""
+    is_text = not tools.must_call and content is None
+    more = "*" if is_text else f"{{0,{_MAX_CALLS - 1}}}"
+    several = f" ({writer.text(layout.between_calls or '')} {call}){more}" if has_several else ""
     begin, end = layout.block
     rest = f"{writer.text(begin)} {call}{several} {writer.text(end + format.end)}"
     block = writer.rule(f"{writer.text(format.start)} {rest}")
-    if tools.must_call:
-        answer = block if is_one else f'{block} ("\\n"? {block})*'
-    elif content is not None:
-        answer = f"{writer.schema(content)} | " + (block if is_one else f'{block} ("\\n"? {block})*')
-    else:
+    answer = block if is_one or has_several else f'{block} ("\\n"? {block}){more}'
+    if is_text:
         begun = writer.rule(f"{writer.until(format.start)} {rest}")
         answer = f"{begun}{'?' if is_one else '*'} TEXT"
+    elif content is not None:
+        answer = f"{writer.schema(content)} | {answer}"
     return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} ({answer})")
 
 

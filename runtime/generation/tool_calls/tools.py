@@ -20,6 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 # Longer lists fill any context.
 MAX_TOOLS = 1024
+# Those of a grammar: a second of compilation, and llguidance has an end at some thousand arguments.
+_MAX_HELD_TOOLS = 256
 
 
 @attrs.frozen
@@ -28,7 +30,7 @@ class Tools:
 
     Attributes:
         listed: in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
-        choice: "auto": the model decides; "required": it must call one, or several; a name: it must call that function.
+        choice: "auto": the model decides; "required": it must call one; a name: it must call that function.
         is_parallel: whether the answer may have more than one call.
     """
 
@@ -83,7 +85,8 @@ class StreamArguments(SettingsArguments, total=False):
             docstring; or in OpenAI's form. The stream calls none of them.
         tool_choice: "auto", the default: the model decides; "required": it must call one; the name of one that it must
             call; "none": as without tools.
-        parallel_tool_calls: whether there may be several calls in one answer; the default is True.
+        parallel_tool_calls: whether there may be several calls in one answer; by default only with "auto". Where a call
+            is required, 16 at most.
     """
 
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
@@ -98,7 +101,7 @@ def taken_tools(arguments: dict[str, Any]) -> Tools | None:
     """
     listed = arguments.pop("tools", None)
     choice = arguments.pop("tool_choice", "auto")
-    is_parallel = arguments.pop("parallel_tool_calls", True)
+    is_parallel = arguments.pop("parallel_tool_calls", None)
     if isinstance(listed, Sequence) and not isinstance(listed, (str, bytes)):
         listed = [schema_of(tool) if callable(tool) else tool for tool in listed]
     return tools_of(listed, choice, is_parallel=is_parallel)
@@ -114,18 +117,20 @@ def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def tools_of(
-    listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool = True
+    listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool | None = None
 ) -> Tools | None:
     """The tools of a request, checked.
 
     Args:
         listed: in OpenAI's form, or without the "type" around the function.
         choice: "none", "auto", "required" or a function's name.
-        is_parallel: see `Tools`.
+        is_parallel: see `Tools`. None for whether the model decides: one that must call, and may go on, often repeats
+            its call.
 
     Returns: None where the model may call nothing: the list is empty, or the choice is "none".
 
-    Raises: SettingsError: a tool is not of that form, two have one name, or the choice names none of them.
+    Raises: SettingsError: a tool is not of that form, two have one name, the choice names none of them, or they are too
+        many.
     """
     if listed is not None and (isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, Sequence)):
         raise SettingsError(f"tools must be a list, got {shown(listed)}; put a single tool in a list")
@@ -145,7 +150,13 @@ def tools_of(
         )
     if not checked:
         raise SettingsError(f"tool_choice {choice!r} needs tools; give some, or leave it out")
-    return Tools(checked, choice, bool(is_parallel))
+    tools = Tools(checked, choice, choice == "auto" if is_parallel is None else bool(is_parallel))
+    if tools.needs_grammar and len(tools.callable) > _MAX_HELD_TOOLS:
+        raise SettingsError(
+            f"a grammar can hold a model to {_MAX_HELD_TOOLS} tools at most, got {len(tools.callable)}; leave some "
+            'out, or leave tool_choice at "auto", and strict and parallel_tool_calls out'
+        )
+    return tools
 
 
 def check_callable(tools: Tools, tokenizer: TokenizerWrapper | None) -> CallFormat | None:

@@ -16,6 +16,7 @@ from runtime.server.openai.requests import Request
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from protocol.scores import Score
     from runtime.server.openai.serializers.echo import Echo
     from runtime.server.timelines import Timeline
 
@@ -34,6 +35,7 @@ class Answer:
         index: of this choice in the response.
         counts_prompt: whether the usage has the prompt's tokens; they are counted once for all choices of a prompt.
         echo: the prompt, if the response repeats it.
+        score: of the prompt's tokens but the first, if the response has their log-probabilities.
         is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
     """
@@ -45,6 +47,7 @@ class Answer:
     index: int = 0
     counts_prompt: bool = True
     echo: Echo | None = None
+    score: Score | None = None
     is_empty: bool = False
     first: Serializer | None = None
 

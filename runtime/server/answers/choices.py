@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,14 +26,14 @@ class Choice:
         serializer: of its part of the response.
         stream: gives its tokens; None where nothing is to be generated.
         statistics: of the generation so far.
-        num_echoed: tokens of its prompt, if that is repeated.
+        num_prompt_tokens: tokens of its prompt.
         tokens: all of its tokens, for a response as one body.
     """
 
     serializer: Serializer
     stream: TokenStream | None
     statistics: Callable[[], Statistics]
-    num_echoed: int = 0
+    num_prompt_tokens: int = 0
     tokens: Sequence[Token] = ()
 
     def finish(self, tokens: Sequence[Token]) -> None:
@@ -55,16 +56,16 @@ class Choices:
         begun: those that have begun, in order.
     """
 
-    def __init__(self, begins: Iterable[Begin], max_at_once: int) -> None:
+    def __init__(self, begins: Iterable[Begin], max_at_once: int | None) -> None:
         """None has begun.
 
         Args:
             begins: begin one each, at least one.
-            max_at_once: how many generations may be at work or wait for the models, >= 1.
+            max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
         """
         self.begun: list[Choice] = []
         self._begins = iter(begins)
-        self._max_at_once = max_at_once
+        self._max_at_once = math.inf if max_at_once is None else max_at_once
         self._is_closed = False
 
     async def begin_first(self) -> None:

@@ -13,11 +13,13 @@ from starlette.types import Send
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
 from runtime.server.answers.choices import Choice, Choices
+from runtime.server.answers.json_body import SHORT_RESPONSE
 from runtime.server.answers.serializer import Event
 from runtime.server.errors import error_response_of
 
-# Tokens that may wait for the network, in addition to the rounds that a stream buffers.
-_BUFFERED_TOKENS = 16
+# Tokens of a response, with the likely others that they name, that wait for a client which reads more slowly than the
+# models write; some 5 MB. Up to here, a stream ends and makes room for the next one whether or not its client reads.
+_MAX_BUFFERED = 2**14
 
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -41,7 +43,7 @@ async def send_whole(
     Cancellation: ends the streams; the body may have been sent in part.
     """
     tokens: defaultdict[int, list[Token]] = defaultdict(list)
-    async with _tokens(choices) as (take, failures):
+    async with _tokens(choices, _MAX_BUFFERED) as (take, failures):
         async for index, token in take:
             tokens[index].append(token)
     if failures:
@@ -55,13 +57,14 @@ async def send_whole(
 
 
 async def send_events(
-    choices: Choices, last_events: Callable[[Sequence[Choice]], Iterable[Event]], send: Send
+    choices: Choices, last_events: Callable[[Sequence[Choice]], Iterable[Event]], num_named: int, send: Send
 ) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
     Args:
         choices: its generations, the first of which have begun; their serializers make the events.
         last_events: makes the events after all tokens.
+        num_named: 1 for each token, and 1 for each likely other that comes with it.
         send: of ASGI.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
@@ -84,11 +87,12 @@ async def send_events(
             num_introduced += 1
             await write(choice.serializer.first_events(choice.statistics()))
 
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
     first = choices.begun[0].serializer
-    async with _tokens(choices) as (take, failures):
+    max_at_once = max(1, SHORT_RESPONSE // num_named)
+    async with _tokens(choices, max(1, _MAX_BUFFERED // num_named)) as (take, failures):
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
         await introduce()
-        while (batch := await _batch(take, first.interval_s)) is not None:
+        while (batch := await _batch(take, max_at_once, first.interval_s)) is not None:
             await introduce()
             for index, tokens in batch.items():
                 choice = choices.begun[index]
@@ -110,13 +114,14 @@ _Indexed = tuple[int, Token]
 
 @asynccontextmanager
 async def _tokens(
-    choices: Choices,
+    choices: Choices, max_buffered: int
 ) -> AsyncIterator[tuple[trio.MemoryReceiveChannel[_Indexed], list[OutriderError]]]:
     """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams.
 
-    An error of one stream ends the reading of the others.
+    The channel holds `max_buffered` tokens, in addition to the rounds that each stream buffers. An error of one stream
+    ends the reading of the others.
     """
-    put, take = trio.open_memory_channel[_Indexed](_BUFFERED_TOKENS)
+    put, take = trio.open_memory_channel[_Indexed](max_buffered)
     failures: list[OutriderError] = []
     async with trio.open_nursery() as nursery:
         with put:
@@ -144,15 +149,17 @@ async def _read_in_turn(
             choices.close()
 
 
-async def _batch(take: trio.MemoryReceiveChannel[_Indexed], timeout_s: float) -> dict[int, list[Token]] | None:
-    """All tokens that have arrived, by choice, after waiting for the first; none after the timeout, None at the end."""
+async def _batch(
+    take: trio.MemoryReceiveChannel[_Indexed], max_at_once: int, timeout_s: float
+) -> dict[int, list[Token]] | None:
+    """Tokens that have arrived, by choice, after waiting for the first; none after the timeout, None at the end."""
     batch: dict[int, list[Token]] = {}
     try:
         # Waiting for a channel can be cancelled and repeated. A stream cannot be read again after a cancellation.
         with trio.move_on_after(timeout_s):
             index, token = await take.receive()
             batch[index] = [token]
-            while take.statistics().current_buffer_used:
+            for _ in range(min(max_at_once - 1, take.statistics().current_buffer_used)):
                 index, token = take.receive_nowait()
                 batch.setdefault(index, []).append(token)
     except trio.EndOfChannel:

@@ -16,6 +16,7 @@ import attrs
 import trio
 
 from protocol.errors import RuntimeBrokenError
+from protocol.settings import AUTO_TURNS
 from runtime.engine.nursery import BackgroundNursery
 from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
 from runtime.server.models.served_model import ModelLoadError, ServedModel
@@ -141,6 +142,12 @@ class ModelPool:
         return [
             each.model for each in self._instances if not each.is_over and (name is None or each.model.name == name)
         ]
+
+    @property
+    def max_streams(self) -> float:
+        """Streams that a model works on at once, the most of those in memory; infinite without a bound."""
+        each = [model.runtime.max_streams for model in self.in_memory()]
+        return max((math.inf if most is None else most for most in each), default=AUTO_TURNS)
 
     def num_waiting(self, name: str) -> int:
         """Requests that wait until a model is loaded."""

@@ -42,20 +42,15 @@ def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
     }
 
 
-def properties(models: ModelPool, max_streams: int) -> Props:
-    """The properties of a server and its first model, which is not loaded for them.
-
-    Args:
-        models: the server's.
-        max_streams: texts that a model works on at once.
-    """
+def properties(models: ModelPool) -> Props:
+    """The properties of a server and its first model, which is not loaded for them."""
     name = models.specs[0].name
     runtime = next((loaded.runtime for loaded in models.in_memory(name)), None)
     template = None if runtime is None else getattr(runtime.tokenizer, "chat_template", None)
     return {
         "model_path": name,
         "model_alias": name,
-        "total_slots": max_streams,
+        "total_slots": None if runtime is None else runtime.max_streams,
         "default_generation_settings": {"n_ctx": None if runtime is None else runtime.context_length},
         "chat_template": template if isinstance(template, str) else "",
         "build_info": fingerprint(),

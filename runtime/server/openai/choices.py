@@ -26,15 +26,15 @@ def check_size(request: Request, num_prompt_tokens: Sequence[int], max_tokens: i
 
     Raises: ErrorResponse: it may have too many tokens, with the likely others that it names at each position.
     """
-    echoed = sum(num_prompt_tokens) if isinstance(request, CompletionRequest) and request.echo else 0
-    each = 1 + (request.num_logprobs or 0)
-    num_named = request.num_candidates * each * (echoed + max_tokens * len(num_prompt_tokens))
+    each, of_prompts = 1 + (request.num_logprobs or 0), _named_with_prompt(request) * sum(num_prompt_tokens)
+    num_named = request.num_candidates * (of_prompts + each * max_tokens * len(num_prompt_tokens))
     num_answers = request.num_candidates * len(num_prompt_tokens)
-    if num_named > MAX_NAMED_TOKENS and num_answers * each > 1:
+    is_plain = num_answers * each == 1 and request.prompt_logprobs is None
+    if num_named > MAX_NAMED_TOKENS and not is_plain:
         raise ErrorResponse(
             400,
-            f"the response may have {num_named} tokens ({num_answers} answers of up to {max_tokens} tokens, echoed "
-            f"prompts of {echoed}, each token with {each - 1} likely others), and the most is {MAX_NAMED_TOKENS}; ask "
+            f"the response may have {num_named} tokens ({num_answers} answers of up to {max_tokens} tokens, each with "
+            f"{each - 1} likely others, and {of_prompts} of prompts), and the most is {MAX_NAMED_TOKENS}; ask "
             f"for fewer answers or log-probabilities, or lower {request.max_answer_tokens_field}",
             param=request.max_answer_tokens_field,
         )
@@ -42,8 +42,14 @@ def check_size(request: Request, num_prompt_tokens: Sequence[int], max_tokens: i
 
 def num_named_tokens(request: Request, choices: Sequence[Choice]) -> int:
     """How many tokens, and likely other tokens, the response to a request has; see `MAX_NAMED_TOKENS`."""
-    each = 1 + (request.num_logprobs or 0)
-    return each * sum(choice.num_echoed + len(choice.tokens) for choice in choices)
+    each, with_prompt = 1 + (request.num_logprobs or 0), _named_with_prompt(request)
+    return sum(with_prompt * choice.num_prompt_tokens + each * len(choice.tokens) for choice in choices)
+
+
+def _named_with_prompt(request: Request) -> int:
+    """How many tokens a response names for each token of the prompt."""
+    echoed = 1 + (request.num_logprobs or 0) if isinstance(request, CompletionRequest) and request.echo else 0
+    return echoed + (0 if request.prompt_logprobs is None else 1 + request.prompt_logprobs)
 
 
 def whole_of_choices(request: Request, choices: Sequence[Choice]) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from typing import Literal, NotRequired
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
+from runtime.server.openai.prompt_logprobs import PromptLogprobs
 from runtime.tracing.drafter_states import DrafterState
 
 FinishReason = Literal["stop", "length"]
@@ -108,12 +109,13 @@ class Modalities(TypedDict):
 class Props(TypedDict):
     """Properties of the server and its first model, in llama.cpp's form.
 
-    The chat template is "" if the model has none, or is not loaded. `total_slots` requests are worked on at once.
+    The chat template is "" if the model has none, or is not loaded, and `total_slots` null; so many requests are worked
+    on at once.
     """
 
     model_path: str
     model_alias: str
-    total_slots: int
+    total_slots: int | None
     default_generation_settings: GenerationDefaults
     chat_template: str
     build_info: str
@@ -240,10 +242,7 @@ class Speculation(ModelActivity):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities; each list has an item per token, but `top_logprobs` none where `logprobs` is 0.
-
-    Of a prompt that is repeated, the first token has none: nothing precedes it.
-    """
+    """Log-probabilities; each list has an item per token. The first of a prompt that is repeated has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -258,6 +257,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
 class Completion(TypedDict):
@@ -345,6 +345,7 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None
 
 
 class FunctionDelta(TypedDict):

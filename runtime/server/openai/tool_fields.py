@@ -24,10 +24,10 @@ def tools_of_request(request: ChatRequest) -> Tools | None:
     if request.functions is not None:
         listed: list[Any] | None = [{"type": "function", "function": function} for function in request.functions]
         choice = _choice(request.function_call, "function_call")
-        is_parallel = choice == "auto"  # an answer in the older form has the first call
+        is_parallel = None
     else:
         listed, choice = request.tools, _choice(request.tool_choice, "tool_choice")
-        is_parallel = request.parallel_tool_calls is not False
+        is_parallel = request.parallel_tool_calls
     try:
         tools = tools_of(listed, choice, is_parallel=is_parallel)
     except SettingsError as error:

@@ -50,7 +50,10 @@ class ChatRequest(Request):
     tool_choice: str | dict[str, Any] | None = Field(
         None, description='"none", "auto", "required", or the function that must be called'
     )
-    parallel_tool_calls: bool | None = Field(None, description="false for one call in an answer at most")
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="whether an answer may have several calls; by default only where the model decides whether to call",
+    )
     reasoning_effort: Annotated[str, Field(max_length=100)] | None = Field(
         None, description='a variable of the chat template; "none" switches reasoning off, if the template can'
     )

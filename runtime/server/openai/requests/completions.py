@@ -89,6 +89,12 @@ class CompletionRequest(Request):
         return self.logprobs
 
     @property
+    def num_scored(self) -> int | None:
+        """See `Request`."""
+        asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((number for number in asked if number is not None), default=None)
+
+    @property
     def prompt_length(self) -> int:
         """See `Request`."""
         return sum(map(len, self.prompts)) + len(self.suffix or "")

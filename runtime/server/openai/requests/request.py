@@ -28,7 +28,7 @@ class StreamOptions(Body):
 
     Attributes:
         include_usage: add a last chunk with the usage.
-        continuous_usage_stats: add the usage so far to each chunk.
+        continuous_usage_stats: add the usage so far to each chunk, unless `include_usage` is false.
         include_obfuscation: an option of OpenAI's without effect here: chunks are never padded.
         include_speculation: add to each chunk its tokens, which of them the drafter proposed, the statistics, and what
             the models did; send at least four chunks a second, also while the prompt is read.
@@ -81,6 +81,11 @@ class Request(ConstrainedRequest):
         description="added to the logits of tokens, by token id, or by text for each of its tokens; -100 practically "
         "forbids a token; also a list of pairs of a token and its bias",
     )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None,
+        description="vLLM's field: give the log-probabilities of the prompt's tokens, and of so many of the most "
+        "probable others",
+    )
     n: Number | None = Field(None, description="number of answers, which are worked on side by side")
     user: NoEffect = None
     metadata: NoEffect = None
@@ -128,6 +133,10 @@ class Request(ConstrainedRequest):
             raise ErrorResponse(
                 400, "stream_options need stream: true; add it or leave them out", param="stream_options"
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise ErrorResponse(
+                400, "prompt_logprobs are not for streams; leave one of them out", param="prompt_logprobs"
+            )
         if self.speculation and self.num_prompts * self.num_candidates > 1:
             raise ErrorResponse(
                 400, "include_speculation is for one answer; leave it out, or ask for one", param="stream_options"
@@ -152,6 +161,11 @@ class Request(ConstrainedRequest):
     def num_logprobs(self) -> int | None:
         """How many of the most probable tokens to return beside each token; None to return no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def num_scored(self) -> int | None:
+        """How many of the most probable tokens to return beside each of the prompt; None not to score the prompt."""
+        return self.prompt_logprobs
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -181,7 +195,8 @@ class Request(ConstrainedRequest):
     @property
     def continuous_usage(self) -> bool:
         """Whether each chunk has the usage so far."""
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats) and options.include_usage is not False
 
     @property
     def predicted_text(self) -> str:

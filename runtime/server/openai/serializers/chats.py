@@ -114,6 +114,7 @@ class ChatSerializer(ChunkSerializer):
                 }
             ],
             "usage": self._usage(statistics),
+            "prompt_logprobs": self._prompt_logprobs(),
         }
 
     def _choice(

@@ -8,11 +8,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+import attrs
+
 from protocol.statistics import Statistics
 from runtime.server.answers.api import Answer
 from runtime.server.answers.serializer import Event, Serializer
 from runtime.server.answers.shown_tokens import ShownTokens
 from runtime.server.errors import ErrorResponse
+from runtime.server.openai.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from runtime.server.openai.requests import Request
 from runtime.server.openai.responses import Chunk, FinishReason, Usage
 from runtime.server.openai.speculation import INTERVAL_S, speculation
@@ -44,6 +47,8 @@ class ChunkSerializer(Serializer):
         self._has_continuous_usage = request.continuous_usage
         self._shown = ShownTokens(request, answer.tokenizer)
         self._num_logprobs = request.num_logprobs
+        self._num_prompt_logprobs, self._score = request.prompt_logprobs, answer.score
+        self._num_given = 0
         self._tokenizer = answer.tokenizer
         self._timeline = answer.watch(self.id) if request.stream and request.speculation else None
         if self._timeline is not None:
@@ -57,9 +62,11 @@ class ChunkSerializer(Serializer):
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         """See `Serializer`."""
         chunks = self.chunks(self._shown(tokens))
+        self._num_given += len(tokens)
         for i, chunk in enumerate(chunks):
             if self._has_continuous_usage:
-                chunk["usage"] = self._usage(statistics)
+                # The stream may be ahead of what the client has read.
+                chunk["usage"] = self._usage(attrs.evolve(statistics, generated_tokens=self._num_given))
             if self._timeline is not None:
                 # The tokens came with the first; a chunk that only ends the text has none.
                 chunk["speculation"] = speculation([] if i else tokens, statistics, self._timeline)
@@ -124,6 +131,11 @@ class ChunkSerializer(Serializer):
                 "rejected_prediction_tokens": statistics.rejected,
             },
         }
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        if (num_top := self._num_prompt_logprobs) is None:
+            return None
+        return prompt_logprobs(self._score, num_top, self._decoded)
 
     def _decoded(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])

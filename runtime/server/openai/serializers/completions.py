@@ -61,7 +61,8 @@ class CompletionSerializer(ChunkSerializer):
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Completion:
         """See `Serializer`."""
         tokens = self._shown(tokens)
-        return {**self._completion([self._choice(tokens)]), "usage": self._usage(statistics)}
+        choice: CompletionChoice = {**self._choice(tokens), "prompt_logprobs": self._prompt_logprobs()}
+        return {**self._completion([choice]), "usage": self._usage(statistics)}
 
     def _completion(self, choices: list[CompletionChoice]) -> Completion:
         return {
@@ -88,13 +89,13 @@ class CompletionSerializer(ChunkSerializer):
         told = tokens if self._has_echo else text_tokens(tokens)
         logprobs = self._empty_logprobs() if echo is None else self._echoed_logprobs(echo)
         for token in told:
+            text, logprob = self._decoded(token.id), finite(token.logprob)
             logprobs["text_offset"].append(self._num_characters)
             piece = self._detokenizer.add(token.id)
             self._num_characters += len(self._shown.without_special(token.id, piece))
-            logprobs["tokens"].append(self._decoded(token.id))
-            logprobs["token_logprobs"].append(finite(token.logprob))
-            if self._num_logprobs:
-                logprobs["top_logprobs"].append(self._by_text(token.top_logprobs))
+            logprobs["tokens"].append(text)
+            logprobs["token_logprobs"].append(logprob)
+            logprobs["top_logprobs"].append(self._by_text(text, logprob, token.top_logprobs))
         return logprobs
 
     def _empty_logprobs(self) -> CompletionLogprobs:
@@ -102,17 +103,17 @@ class CompletionSerializer(ChunkSerializer):
 
     def _echoed_logprobs(self, echo: Echo) -> CompletionLogprobs:
         """The log-probabilities of a prompt; nothing precedes its first token."""
-        scored = () if echo.score is None else echo.score.tokens
+        scored = () if self._score is None else self._score.tokens
+        own = [finite(token.logprob) for token in scored]
+        tops = (token.top_logprobs for token in scored)
         return {
             "tokens": list(echo.tokens),
-            "token_logprobs": [None, *(finite(token.logprob) for token in scored)],
-            "top_logprobs": [None, *(self._by_text(token.top_logprobs) for token in scored)]
-            if self._num_logprobs
-            else [],
+            "token_logprobs": [None, *own],
+            "top_logprobs": [None, *map(self._by_text, echo.tokens[1:], own, tops)],
             "text_offset": list(echo.offsets),
         }
 
-    def _by_text(self, top_logprobs: Sequence[Any]) -> dict[str, float]:
-        """The log-probabilities of the likeliest tokens; of several with the same text, that of the likeliest."""
+    def _by_text(self, text: str, logprob: float, top_logprobs: Sequence[Any]) -> dict[str, float]:
+        """The log-probabilities of a token and of the likeliest ones; of those with the same text, the highest."""
         best = reversed(top_logprobs[: self._num_logprobs])
-        return {top.text: finite(top.logprob) for top in best}
+        return {text: logprob} | {top.text: finite(top.logprob) for top in best}

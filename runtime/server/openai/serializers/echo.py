@@ -1,4 +1,4 @@
-"""Echoes: prompts that are repeated in front of their answers, with log-probabilities if they are wanted."""
+"""Echoes: prompts that are repeated in front of their answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from protocol.scores import Score
 from runtime.generation.text import Detokenizer
 
 if TYPE_CHECKING:
@@ -27,18 +26,16 @@ class Echo:
         tokens: the text of each token, decoded alone.
         offsets: where in `text` each token begins.
         last_ids: its last tokens, with which what follows is decoded.
-        score: of all tokens but the first, which nothing precedes; None without log-probabilities.
     """
 
     text: str
     tokens: list[str]
     offsets: list[int]
     last_ids: tuple[int, ...]
-    score: Score | None = None
 
 
 def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
-    """An echo without log-probabilities.
+    """An echo.
 
     Args:
         prompt: the text of the prompt; None if the request has token ids, which are decoded then.
