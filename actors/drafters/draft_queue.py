@@ -7,7 +7,8 @@ running one, and begin anew with all who want to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     StepOutcome,
 )
-from actors.model import Feed, Model, feed_each
+from actors.model import CacheLostError, Feed, Model, feed_each
 from actors.workers.shared_jobs import SharedJobEntry, SharedJobQueue
 from actors.workers.worker import Job, JobError, Step, Steps, Worker
 from protocol.trace import Share
@@ -260,6 +261,16 @@ def _failed(error: JobError, num_sessions: int) -> Exception:
     shared = SharedStepError(*error.args)
     shared.__cause__ = error.__cause__
     return shared
+
+
+@contextmanager
+def lost_cache_read_again() -> Iterator[None]:
+    """Ignore that a cache was lost, in a shared step that failed: the text is read again before the next step."""
+    try:
+        yield
+    except JobError as error:
+        if not isinstance(error.__cause__, CacheLostError):
+            raise
 
 
 def num_rows(job: Job[Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -193,6 +193,17 @@ class DraftSession(DrafterSession):
             if by_match or guess.rank != 0 or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
 
+    def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
+        """Calibrate it with what the drafter would have guessed from a position on: tokens, and its confidence."""
+        assert isinstance(self.policy, AutoPolicy)
+        by_match = self.shared.opened.settings.rule == "match"
+        # The token after the last guess is not committed yet, so that guess is left out.
+        for (token, raw), actual in zip(guessed, self.state.committed[start:], strict=False):
+            if by_match:
+                self.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
+            else:
+                self.policy.calibration.observe_unjudged(raw)
+
     def calibrated(self, guesses: tuple[Guess, ...]) -> tuple[Guess, ...]:
         """Guesses with the confidence that the calibration gives them."""
         if not isinstance(self.policy, AutoPolicy):
@@ -230,8 +241,8 @@ class DraftSession(DrafterSession):
         return len(committed) - min(self.cached_tokens.plan(committed).keep, sequence.length)
 
     def _can_continue(self, node: Node) -> bool:
-        """Whether the text can go on after a node, that is, whether the node's token does not end it."""
-        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
+        """Whether anything can be drafted after a node: not if its token ends the text."""
+        return not self.is_leaving and (node is self.tree.root or node.token not in self.shared.opened.stop_tokens)
 
     def _num_to_feed(self, node: Node) -> int:
         """How many tokens must be fed to draft after a node."""
