@@ -27,7 +27,7 @@ from actors.prefill import prefill, prefill_committed
 from actors.session import Session
 from actors.workers.worker import Job, Steps, Worker
 from protocol.lookahead_tree import Node
-from protocol.messages import Due, Message, Overdue, Proposal, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Ready, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import MAX_BATCH
@@ -332,18 +332,16 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target; or all, if it may go now."""
         if session.is_leaving:
             self._withdraw(session)
-        if session.state.phase is SessionPhase.PROPOSING and session.is_ready and session.policy.should_rest():
+        if session.state.phase is SessionPhase.PROPOSING and session.policy.should_rest():
             self._rest(session)
         else:
             self._propose(session)
 
-    def _propose(self, session: DraftSession) -> None:
+    def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()
-        if (proposal := session.next_proposal(now_s, self._queue_slack_s(session, now_s))) is not None:
-            self._send(session, proposal)
-
-    def _send(self, session: DraftSession, proposal: Proposal) -> None:
-        now_s = self.worker.clock()
+        proposal = session.next_proposal(now_s, self._queue_slack_s(session, now_s), is_due=is_due)
+        if proposal is None:
+            return
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
@@ -363,8 +361,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             # Also if this message has crossed a proposal.
             session.is_late = session.is_late or session.is_ready
             session.is_ready = False
-        if session.state.phase is SessionPhase.PROPOSING and session.state.round == due.round:
-            self._send(session, session.proposal_by_now())
+        if session.state.round == due.round:
+            self._propose(session, is_due=True)
         if session.is_leaving:
             self._leave(session)
         self._reconsider(session)
@@ -382,7 +380,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         num_proposed = len(proposal.tokens) if proposal is not None else 0
         session.learn(commit, num_proposed if verdict.num_judged is None else verdict.num_judged)
         was_hit = session.follow(commit)
-        if not session.is_ready:
+        # A late drafter goes on proposing what it has drawn. It may be late because of that.
+        if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END

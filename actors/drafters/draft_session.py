@@ -13,7 +13,7 @@ from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Features, Message, Overdue, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
@@ -154,12 +154,19 @@ class DraftSession(DrafterSession):
             return None
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
-    def next_proposal(self, now_s: float, queue_slack_s: float = 0.0) -> Proposal | None:
-        """The proposal to send now, or None to draft on, or if it is not the drafter's turn."""
-        if self.state.phase is not SessionPhase.PROPOSING or not self.is_ready:
+    def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
+        """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
+
+        Args:
+            is_due: whether it is made of what has been drafted by now; it may be empty.
+        """
+        if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
-        nodes = self.policy.proposal(self.view(now_s, queue_slack_s))
-        return None if nodes is None else self.proposal(nodes)
+        view = self.view(now_s, queue_slack_s)
+        if is_due or self.is_late or self.is_leaving:
+            view = attrs.evolve(view, can_expand=lambda _: False)
+        nodes = self.policy.proposal(view)
+        return None if nodes is None and not is_due else self.proposal(nodes or [])
 
     def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
         """Drop what was drafted ahead, if the policy would rather draft on the hidden states that have come since.
@@ -173,11 +180,6 @@ class DraftSession(DrafterSession):
             return False
         self._dropped = self.tree.drop_ahead()
         return True
-
-    def proposal_by_now(self) -> Proposal:
-        """A proposal of the useful tokens that have been drafted by now; may be empty."""
-        num_wanted = self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
-        return self.proposal(self.tree.chain()[: min(num_wanted, self.max_proposed_tokens)])
 
     def learn(self, commit: Commit, num_judged: int) -> None:
         """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
@@ -241,8 +243,8 @@ class DraftSession(DrafterSession):
         return len(committed) - min(self.cached_tokens.plan(committed).keep, sequence.length)
 
     def _can_continue(self, node: Node) -> bool:
-        """Whether anything can be drafted after a node: not if its token ends the text."""
-        return not self.is_leaving and (node is self.tree.root or node.token not in self.shared.opened.stop_tokens)
+        """Whether the text can go on after a node, that is, whether the node's token does not end it."""
+        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
 
     def _num_to_feed(self, node: Node) -> int:
         """How many tokens must be fed to draft after a node."""

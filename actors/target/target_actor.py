@@ -174,7 +174,8 @@ class TargetActor(ModelActor[TargetSession]):
         self._note(session, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
         if is_drafted:
             self.drafter.send(verdict)
-            if session.decodes_alone and session.state.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING):
+            # Not while a late drafter has something to propose: it may be late because of what it drew.
+            if session.decodes_alone and (proposal is None or not proposal.tokens):
                 self.drafter.leave_behind(session)
         if commit.round > 0:  # the first round waits for the drafter's prefill
             if proposal is None:
