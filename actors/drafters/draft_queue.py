@@ -228,7 +228,8 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
             }
             mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
         except BaseException:
-            # What is in the caches now is not known.
+            # What is in the caches now is not known. Nobody has seen what was drawn from these logits, if anything was:
+            # when the sessions draw again, it is as if for the first time.
             self._model.abandon_shared()
             for request in requests:
                 request.draft_steps.sequence.forget()
