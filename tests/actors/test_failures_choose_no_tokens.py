@@ -112,6 +112,8 @@ MOMENTS["while the target judges one by one"] = attrs.evolve(
     MOMENTS["while the target verifies"], lookahead=3, coins=(3,), undo=never
 )
 
+RARE = ("while the drafter rests", "at any time")
+
 
 class Failing:
     """The scripts of both models, and a logits processor. What concerns the drafter fails after a fatal token."""
@@ -133,9 +135,11 @@ class Failing:
         return [math.nan] * VOCAB_SIZE if is_nonsense else self._logits(history, DRAFTED_COIN)
 
     def process(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self.is_drafting and self._is_fatal(tokens.tolist()):
+        if not (self.is_drafting and self._is_fatal(tokens.tolist())):
+            return logits
+        if self.how == "processor":
             raise ValueError("not after this one")
-        return logits
+        return logits * math.nan
 
     def _logits(self, history: Sequence[int], coin: Sequence[float]) -> list[float]:
         return [math.log(p) for p in (coin if len(history) + 1 - len(PROMPT) in self.coins else STEADY)]
@@ -162,7 +166,9 @@ DRAFTERS: dict[str, Callable[[Script], Any]] = {
     "a trained drafter": lambda script: TrainedDraft(lambda history, _: script(history), vocab_size=VOCAB_SIZE),
     "another vocabulary": translated,
     "another rank": lambda script: at_another_rank(ScriptedModel(script, vocab_size=VOCAB_SIZE))[0],
+    "a short context": lambda script: ScriptedModel(script, vocab_size=VOCAB_SIZE, context_length=len(PROMPT) + 2),
 }
+SHARES_NO_PASSES = ("a trained drafter", "another rank")
 
 
 async def sampled(
@@ -174,8 +180,8 @@ async def sampled(
     """
     failing, phases = Failing(how, moment.coins), Counter[SessionPhase]()
     texts: Counter[tuple[int, ...]] = Counter()
-    settings: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection", "max_tokens": 8}
-    if how == "processor":
+    settings: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection", "max_tokens": moment.compared.stop + 2}
+    if "processor" in how:
         settings["logits_processors"] = [stateless(failing.process)]
     fail = DraftActor._fail
 
@@ -223,40 +229,49 @@ def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.drafters.drafter.withdrawal", lambda session, tree, at_once=False: Withdraw(session))
 
 
-def check(moment: Moment, *args: Any, num_texts: int = 200) -> None:
-    """Compare texts with the theory; and texts of drafters that drop what they have drawn."""
+def check(moment: Moment, *args: Any, num_texts: int = 200) -> Counter[SessionPhase]:
+    """Compare texts with the theory; and texts of drafters that drop what they have drawn.
+
+    Returns: the phases in which drafters failed.
+    """
     found, phases = run(lambda: sampled(num_texts, moment, *args))
     assert found > SIGNIFICANCE
-    assert phases[moment.phase] > num_texts / 8
+    assert sum(phases.values()) > num_texts / 4
     with pytest.MonkeyPatch.context() as monkeypatch:
         leave_at_once(monkeypatch)
         assert run(lambda: sampled(num_texts, moment, *args))[0] < 1e-6
+    return phases
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=[pytest.mark.slow] if each in RARE else []) for each in MOMENTS]
+)
 def test_a_token_that_makes_its_drafter_fail_is_as_frequent_as_it_should_be(moment: str) -> None:
-    check(MOMENTS[moment])
+    phases = check(MOMENTS[moment])
+    assert phases[MOMENTS[moment].phase] > max(phases.values()) / 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTERS if kind != "a short context"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_so_it_is_for_all_kinds_of_drafters_beside_other_texts(moment: str, kind: str) -> None:
-    check(MOMENTS[moment], kind, "raises", 3, num_texts=300)
+def test_so_it_is_for_all_kinds_of_drafters_and_in_passes_that_texts_share(moment: str, kind: str) -> None:
+    check(MOMENTS[moment], kind, "raises", 1 if kind in SHARES_NO_PASSES else 3, num_texts=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_together", [1, 3])
 @pytest.mark.parametrize("how", ["NaN", "processor"])
-@pytest.mark.parametrize("moment", ["on the drafter's turn", "while the target verifies"])
-def test_so_it_is_however_the_drafter_fails(moment: str, how: str, num_together: int) -> None:
-    check(MOMENTS[moment], "a draft model", how, num_together, num_texts=300)
+def test_so_it_is_however_the_drafter_fails(how: str, num_together: int) -> None:
+    check(MOMENTS["while the target verifies"], "a draft model", how, num_together, num_texts=300)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_without_failures_texts_have_the_targets_distribution(kind: str) -> None:
-    found, phases = run(lambda: sampled(400, MOMENTS["at any time"], kind, "never", 3))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [*((kind, "never") for kind in DRAFTERS), ("a draft model", "NaN by a processor")],
+)
+def test_without_failures_texts_have_the_targets_distribution(kind: str, how: str) -> None:
+    found, phases = run(lambda: sampled(400, MOMENTS["at any time"], kind, how, 3))
     assert found > SIGNIFICANCE
     assert not phases
 
