@@ -120,9 +120,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._draft_on(session, sequence)
         except Exception as error:  # of any kind: it costs speed, never text
             self._fail(session, error)
+            session.is_broken = True
             # With the sequence, which the target may still give features: they decide what is dropped as stale.
             await session.until_left()
-            raise
 
     async def _draft_on(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Draft, and send proposals, until the session is over."""
