@@ -111,7 +111,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._fail(session, error)
 
     async def _draft_with(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read the prompt and draft, until the session is over; after an error, until the session is left."""
+        """Read the prompt and draft, until the session is over or left."""
         try:
             await session.wait_for_features()
             await prefill(self.worker, sequence, session.cached_tokens, session.shared.opened, self.chunk_size)
@@ -121,14 +121,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         except Exception as error:  # of any kind: it costs speed, never text
             self._fail(session, error)
             session.is_broken = True
-            # With the sequence, which the target may still give features: they decide what is dropped as stale.
-            await session.until_left()
+        # With the sequence, which the target may still give features: they decide what is dropped as stale.
+        await session.until_left()
 
     async def _draft_on(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Draft, and send proposals, until the session is over."""
         while session.state.phase is not SessionPhase.CLOSED:
             if session.is_past_context:
-                self._leave(session)  # at once: nothing was drawn that far
+                self._leave(session)
                 return
             if not session.is_ready:
                 await self._become_ready(session, sequence)

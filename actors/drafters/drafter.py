@@ -15,7 +15,7 @@ from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict
+from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
 from protocol.session_state import SessionPhase
@@ -134,6 +134,13 @@ class Drafter(Actor[S]):
 
     rest_rounds: ClassVar[int]
     _target: trio.MemorySendChannel[Message]
+
+    def _hand_over(self, message: Message) -> None:
+        session = self._sessions.get(message.session)
+        is_left = session is not None and session.state.phase is SessionPhase.UNDRAFTED
+        # The target may have sent it before it knew that the session is left.
+        if not is_left or isinstance(message, Close):
+            super()._hand_over(message)
 
     def _fail(self, session: S, error: Exception) -> None:
         """Leave a session to the target because of an error. It costs speed, never text."""
