@@ -77,8 +77,8 @@ class AutoPolicy:
         if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
             return chain
         # If the chain was looked up, the drafter may still begin at the root.
-        is_looked_up = chain and not view.tree.root.is_expanded
-        end = view.tree.root if is_looked_up else view.growable()
+        may_begin = chain and view.is_open(view.tree.root)
+        end = view.tree.root if may_begin else view.growable()
         reaches = [node.reach for node in chain]
         num_ready = self._num_worthwhile(reaches)
         gain = sum(reaches[:num_ready]) - self.prices.rate * self.prices.verify_extra_s(num_ready)

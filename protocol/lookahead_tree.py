@@ -188,6 +188,11 @@ class LookaheadTree:
         self.root.trail = further(self.root.trail, _ANEW)
         return guesses
 
+    @property
+    def has_draws(self) -> bool:
+        """Whether there are tokens that were drawn from a distribution, be it on a branch that is unlikely."""
+        return any(n.guess is not None and n.guess.probs is not None for n in _below(self.root) if n is not self.root)
+
     def chain(self) -> list[Node]:
         """The nodes that would be proposed, in order from the root on, root excluded."""
         path: list[Node] = []

@@ -15,7 +15,8 @@ The messages of one session (drafter on the left, target on the right):
     Due       <─────────────────  "I stop waiting in round r: propose what you have", possibly nothing
     Overdue   <─────────────────  "until round r I decode alone", repeated until the drafter is Ready again
     Rest      ─────────────────>  "until round r, decode alone", where speculating does not pay at present
-    Withdraw  ─────────────────>  "I draft no more for this session": it failed, or has nothing to offer
+    Withdraw  ─────────────────>  "I draft no more for this session": it failed, or has nothing to offer; what it had
+                                  drawn has been proposed or dropped by then
     Close     ─────────────────>  to both, from the runtime
 """
 
@@ -257,8 +258,8 @@ class Due:
 class Overdue:
     """The target decodes alone for some rounds, because the drafter was late or has not read the prompt yet.
 
-    The target sends it directly after the verdict of a round, or before the drafter has drawn anything. Tokens that the
-    drafter has drawn for the rounds until then are not proposed, whichever tokens they are.
+    The target sends it before the drafter has drawn anything, or directly after a round for which a late drafter had
+    nothing left that it had drawn. Until then it may be late because of that.
 
     Attributes:
         session: what it belongs to.
@@ -272,7 +273,7 @@ class Overdue:
 
 @attrs.frozen
 class Withdraw:
-    """The drafter takes no further part in a session."""
+    """The drafter takes no further part in a session. See `protocol.leaving`."""
 
     session: int = attrs.field(validator=ge(0))
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
-from actors.drafters.draft_queue import DraftQueue, DraftRequest, num_rows
+from actors.drafters.draft_queue import DraftQueue, DraftRequest, lost_cache_read_again, num_rows
 from actors.drafters.draft_session import DraftSession, RunningSteps
 from actors.drafters.draft_steps import (
     CannotLookAhead,
@@ -27,10 +26,9 @@ from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill, prefill_committed
 from actors.session import Session
 from actors.workers.shared_jobs import SharedJobError
-from actors.workers.worker import Job, JobError, Steps, Worker
-from protocol.auto_policy import AutoPolicy
-from protocol.lookahead_tree import Guess, Node
-from protocol.messages import Due, Message, Overdue, Proposal, Ready, Verdict
+from actors.workers.worker import Job, Steps, Worker
+from protocol.lookahead_tree import Node
+from protocol.messages import Due, Message, Overdue, Ready, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import MAX_BATCH
@@ -102,25 +100,34 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return DraftSession(shared, self.model.context_length, policy, self._receive)
 
     async def _run_session(self, session: DraftSession) -> None:
-        opened = session.shared.opened
         if session.is_past_context:
-            self._withdraw(session)
+            self._leave(session)
             return
         try:
             async with self._open_sequence(session, beside_another=True) as sequence:
-                await session.wait_for_features()
-                await prefill(self.worker, sequence, session.cached_tokens, opened, self.chunk_size)
-                await self._hand_on(session, sequence)
-                await session.index_committed()
-                await self._draft_on(session, sequence)
+                await self._draft_with(session, sequence)
         except Exception as error:  # of any kind: it costs speed, never text
             self._fail(session, error)
+
+    async def _draft_with(self, session: DraftSession, sequence: CachedSequence) -> None:
+        """Read the prompt and draft, until the session is over or left."""
+        try:
+            await session.wait_for_features()
+            await prefill(self.worker, sequence, session.cached_tokens, session.shared.opened, self.chunk_size)
+            await self._hand_on(session, sequence)
+            await session.index_committed()
+            await self._draft_on(session, sequence)
+        except Exception as error:  # of any kind: it costs speed, never text
+            self._fail(session, error)
+            session.is_broken = True
+        # With the sequence, which the target may still give features: they decide what is dropped as stale.
+        await session.until_left()
 
     async def _draft_on(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Draft, and send proposals, until the session is over."""
         while session.state.phase is not SessionPhase.CLOSED:
             if session.is_past_context:
-                self._withdraw(session)
+                self._leave(session)
                 return
             if not session.is_ready:
                 await self._become_ready(session, sequence)
@@ -129,7 +136,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 await self._read_again(session, sequence)
                 continue
             if session.state.phase is SessionPhase.RESTING and session.policy.should_catch_up(session.num_behind):
-                with _lost_cache_read_again():
+                with lost_cache_read_again():
                     await self._catch_up(session, sequence)
                 continue
             node = self._next_expansion(session)
@@ -143,12 +150,23 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if session.num_behind > MAX_BEHIND_WHEN_READY:
             await self._read_committed(session, sequence)
             return
+        self._say_ready(session)
+        self._begin_turn(session)
+
+    def _say_ready(self, session: DraftSession) -> None:
         session.is_ready = True
         if session.is_late:
             session.is_late = False
             self._note(session, "rejoin")
         self._target.send_nowait(Ready(session.id))
-        self._begin_turn(session)
+
+    def _leave(self, session: DraftSession) -> None:
+        """See `Drafter._leave`. Goes on proposing what was drawn."""
+        super()._leave(session)
+        if not session.has_left and not session.is_ready:
+            # As if the step that failed had succeeded. Otherwise the target would go on alone without what was drawn.
+            self._say_ready(session)
+        self._propose(session)
 
     async def _read_again(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Read what the cache has lost of the text, since a pass that it shared has failed."""
@@ -220,7 +238,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         steps = Steps("draft", step.of(draft_steps), on_step, session.id, num_tokens, session.state.round)
         session.running_steps = RunningSteps(steps)
         self._begin_step(session, session.running_steps, node, num_tokens)
-        with _lost_cache_read_again():
+        with lost_cache_read_again():
             await self.worker.run_steps(steps)
 
     async def _draft_together(
@@ -239,7 +257,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             # A session that makes a shared step fail makes its own fail, too, and is left to the target then.
             session.suspects = error.suspects
         except CacheLostError:
-            pass  # see `_lost_cache_read_again`
+            pass  # see `lost_cache_read_again`
         else:
             if suspects is not None:
                 suspects.acquit()
@@ -299,7 +317,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     async def _catch_up(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""
-        assert isinstance(session.policy, AutoPolicy)
         plan = session.cached_tokens.plan(session.state.committed, num_logits=0)
         num_rows = min(len(plan.feed), MAX_ROWS)
         history = session.shared.logits_pipeline.history(session.state.committed, num_rows=num_rows)
@@ -312,29 +329,22 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return
         self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
         session.cached_tokens.follow(plan)
-        # The token after the last guess is not committed yet, so that guess is left out.
-        actual_tokens = session.state.committed[plan.keep + len(plan.feed) - len(outcome) + 1 :]
-        by_match = session.shared.opened.settings.rule == "match"
-        for (token, raw), actual in zip(outcome, actual_tokens, strict=False):
-            if by_match:
-                session.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
-            else:
-                session.policy.calibration.observe_unjudged(raw)
+        session.learn_caught_up(plan.keep + len(plan.feed) - len(outcome) + 1, outcome)
 
     def _begin_turn(self, session: DraftSession) -> None:
-        """Begin the drafter's turn: propose, draft on, or leave some rounds to the target."""
-        if session.state.phase is SessionPhase.PROPOSING and session.is_ready and session.policy.should_rest():
+        """Begin the drafter's turn: propose, draft on, or leave some rounds to the target; or all, if it may go now."""
+        if session.is_leaving:
+            self._withdraw(session)
+        if session.state.phase is SessionPhase.PROPOSING and session.policy.should_rest():
             self._rest(session)
         else:
             self._propose(session)
 
-    def _propose(self, session: DraftSession) -> None:
+    def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()
-        if (proposal := session.next_proposal(now_s, self._queue_slack_s(session, now_s))) is not None:
-            self._send(session, proposal)
-
-    def _send(self, session: DraftSession, proposal: Proposal) -> None:
-        now_s = self.worker.clock()
+        proposal = session.next_proposal(now_s, self._queue_slack_s(session, now_s), is_due=is_due)
+        if proposal is None:
+            return
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
@@ -354,8 +364,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             # Also if this message has crossed a proposal.
             session.is_late = session.is_late or session.is_ready
             session.is_ready = False
-        if session.state.phase is SessionPhase.PROPOSING and session.state.round == due.round:
-            self._send(session, session.proposal_by_now())
+        if session.state.round == due.round:
+            self._propose(session, is_due=True)
+        if session.is_leaving:
+            self._leave(session)
         self._reconsider(session)
 
     def _receive_verdict(self, session: DraftSession, verdict: Verdict) -> None:
@@ -371,7 +383,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         num_proposed = len(proposal.tokens) if proposal is not None else 0
         session.learn(commit, num_proposed if verdict.num_judged is None else verdict.num_judged)
         was_hit = session.follow(commit)
-        if not session.is_ready:
+        # A late drafter goes on proposing what it has drawn. It may be late because of that.
+        if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
@@ -386,13 +399,3 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._count_hit(session, verdict, was_hit)
         self._begin_turn(session)
         self._reconsider(session)
-
-
-@contextmanager
-def _lost_cache_read_again() -> Iterator[None]:
-    """Ignore that a cache was lost, in a shared step that failed: the text is read again before the next step."""
-    try:
-        yield
-    except JobError as error:
-        if not isinstance(error.__cause__, CacheLostError):
-            raise

@@ -7,7 +7,8 @@ running one, and begin anew with all who want to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     StepOutcome,
 )
-from actors.model import Feed, Model, feed_each
+from actors.model import CacheLostError, Feed, Model, feed_each
 from actors.workers.shared_jobs import SharedJobEntry, SharedJobQueue
 from actors.workers.worker import Job, JobError, Step, Steps, Worker
 from protocol.trace import Share
@@ -220,7 +221,8 @@ class DraftQueue(SharedJobQueue[DraftRequest]):
             }
             mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
         except BaseException:
-            # What is in the caches now is not known.
+            # What is in the caches now is not known. Nobody has seen what was drawn from these logits, if anything was:
+            # when the sessions draw again, it is as if for the first time.
             self._model.abandon_shared()
             for request in requests:
                 request.draft_steps.sequence.forget()
@@ -245,6 +247,16 @@ def _guess(request: DraftRequest, rows: mx.array) -> LazyGuesses:
 def _conclude(request: DraftRequest, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:
     step = request.step
     return request.draft_steps.conclude(step.plan, lazy.unwrap(), step.trail, step.history, step.draft_budget)
+
+
+@contextmanager
+def lost_cache_read_again() -> Iterator[None]:
+    """Ignore that a cache was lost, in a shared step that failed: the text is read again before the next step."""
+    try:
+        yield
+    except JobError as error:
+        if not isinstance(error.__cause__, CacheLostError):
+            raise
 
 
 def num_rows(job: Job[Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -14,7 +14,7 @@ from actors.trained.feature_input import FeatureInput
 from actors.workers.shared_jobs import Suspects
 from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Features, Message, Overdue, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
@@ -155,12 +155,19 @@ class DraftSession(DrafterSession):
             return None
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
-    def next_proposal(self, now_s: float, queue_slack_s: float = 0.0) -> Proposal | None:
-        """The proposal to send now, or None to draft on, or if it is not the drafter's turn."""
-        if self.state.phase is not SessionPhase.PROPOSING or not self.is_ready:
+    def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
+        """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
+
+        Args:
+            is_due: whether it is made of what has been drafted by now; it may be empty.
+        """
+        if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
-        nodes = self.policy.proposal(self.view(now_s, queue_slack_s))
-        return None if nodes is None else self.proposal(nodes)
+        view = self.view(now_s, queue_slack_s)
+        if is_due or self.is_late or self.is_leaving:
+            view = attrs.evolve(view, can_expand=lambda _: False)
+        nodes = self.policy.proposal(view)
+        return None if nodes is None and not is_due else self.proposal(nodes or [])
 
     def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
         """Drop what was drafted ahead, if the policy would rather draft on the hidden states that have come since.
@@ -175,11 +182,6 @@ class DraftSession(DrafterSession):
         self._dropped = self.tree.drop_ahead()
         return True
 
-    def proposal_by_now(self) -> Proposal:
-        """A proposal of the useful tokens that have been drafted by now; may be empty."""
-        num_wanted = self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD
-        return self.proposal(self.tree.chain()[: min(num_wanted, self.max_proposed_tokens)])
-
     def learn(self, commit: Commit, num_judged: int) -> None:
         """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
         if not isinstance(self.policy, AutoPolicy):
@@ -193,6 +195,17 @@ class DraftSession(DrafterSession):
             # been accepted all the same.
             if by_match or guess.rank != 0 or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
+
+    def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
+        """Calibrate it with what the drafter would have guessed from a position on: tokens, and its confidence."""
+        assert isinstance(self.policy, AutoPolicy)
+        by_match = self.shared.opened.settings.rule == "match"
+        # The token after the last guess is not committed yet, so that guess is left out.
+        for (token, raw), actual in zip(guessed, self.state.committed[start:], strict=False):
+            if by_match:
+                self.policy.calibration.observe(Guess(token, raw, raw=raw), token == actual)
+            else:
+                self.policy.calibration.observe_unjudged(raw)
 
     def calibrated(self, guesses: tuple[Guess, ...]) -> tuple[Guess, ...]:
         """Guesses with the confidence that the calibration gives them."""

@@ -206,6 +206,7 @@ class DraftSteps:
         """
         position = fed.keep + len(fed.feed)
         drafted_guesses = lazy.read()
+        # The choice is lost if these fail, which does not depend on what it is.
         lazy.logit_check.check(0, position, "draft")
         self.sequence.check(position)
         drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)

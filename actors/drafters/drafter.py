@@ -12,9 +12,10 @@ from actors.actor import Actor, ActorSession
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.errors import ProtocolError
+from protocol.leaving import withdrawal
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
 from protocol.session_state import SessionPhase
@@ -41,6 +42,7 @@ class DrafterSession(ActorSession):
         index: finds earlier occurrences of the text's end.
         tree: the guesses that continue the committed text.
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
+        is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DrafterSession(ActorSession):
         self.index = index
         self.tree = tree
         self.is_ready = False
+        self.is_leaving = False
         self._on_message = on_message
 
     def receive(self, message: Message) -> None:
@@ -71,6 +74,16 @@ class DrafterSession(ActorSession):
         # At once, whatever the task is waiting for: if the tree continues the text, the next proposal is ready.
         self._on_message(self, message)
         self.wake()
+
+    async def until_left(self) -> None:
+        """Wait until the drafter has left the session, or the session is over."""
+        while not self.has_left:
+            await self.change()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the drafter has nothing more to do with the session."""
+        return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
 
     async def index_committed(self) -> None:
         """Add the committed text, the prompt above all, to the index; before it what is expected after the prompt.
@@ -122,23 +135,46 @@ class Drafter(Actor[S]):
     rest_rounds: ClassVar[int]
     _target: trio.MemorySendChannel[Message]
 
+    def _hand_over(self, message: Message) -> None:
+        session = self._sessions.get(message.session)
+        is_left = session is not None and session.state.phase is SessionPhase.UNDRAFTED
+        # The target may have sent it before it knew that the session is left.
+        if not is_left or isinstance(message, Close):
+            super()._hand_over(message)
+
     def _fail(self, session: S, error: Exception) -> None:
         """Leave a session to the target because of an error. It costs speed, never text."""
-        logger.warning("drafting failed, session %d goes on without: %s", session.id, error, exc_info=error)
-        session.shared.counts.draft_failures += 1
+        if not session.is_leaving:
+            logger.warning("drafting failed, session %d goes on without: %s", session.id, error, exc_info=error)
+            session.shared.counts.draft_failures += 1
+        if session.is_leaving or session.is_broken:
+            # Its decisions themselves have failed. They do not depend on which tokens were drawn, so this does not.
+            self._withdraw(session, at_once=True)
+        else:
+            self._leave(session)
+
+    def _leave(self, session: S) -> None:
+        """Draft no more for a session, and leave it to the target as soon as that is allowed."""
+        session.is_leaving = True
         self._withdraw(session)
 
-    def _withdraw(self, session: S) -> None:
-        """Leave a session to the target, which is faster alone than with empty proposals."""
+    def _withdraw(self, session: S, *, at_once: bool = False) -> None:
+        """Leave a session to the target, which is faster alone than with empty proposals, if that is allowed.
+
+        Args:
+            at_once: see `withdrawal`.
+        """
+        if session.has_left or (message := withdrawal(session.id, session.tree, at_once=at_once)) is None:
+            return
         self._note(session, "withdraw")
-        session.state.withdraw(Withdraw(session.id))
-        self._target.send_nowait(Withdraw(session.id))
+        session.state.withdraw(message)
+        self._target.send_nowait(message)
 
     def withdraw_from_all(self) -> None:
-        """Leave every session to the target. Never waits."""
+        """Leave every session to the target, at a moment that a user has chosen. Never waits."""
         for session in list(self._sessions.values()):
-            if session.state.phase is not SessionPhase.CLOSED:
-                self._withdraw(session)
+            self._leave(session)  # with a proposal of what was drawn, where it is the drafter's turn
+            self._withdraw(session, at_once=True)
 
     def _rest(self, session: S) -> None:
         """Leave the next `rest_rounds` rounds to the target; in a rest, prolong it."""

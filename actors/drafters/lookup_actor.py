@@ -141,11 +141,9 @@ class LookupActor(Drafter[LookupSession]):
             await session.index_committed()
             self._target.send_nowait(Ready(session.id))
             self._answer(session)
+            await session.until_left()
         except Exception as error:  # of any kind: it costs speed, never text
             self._fail(session, error)
-            return
-        while session.state.phase is not SessionPhase.CLOSED:
-            await session.change()
 
     def _receive(self, session: LookupSession, message: Verdict | Due | Overdue) -> None:
         match message:

@@ -260,7 +260,8 @@ class RoundJobs:
         self._on_commit(session, verdict, commit)
         if is_drafted:
             self._drafter.send(verdict)
-            if session.decodes_alone and session.state.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING):
+            # Not while a late drafter has something to propose: it may be late because of what it drew.
+            if session.decodes_alone and (proposal is None or not proposal.tokens):
                 self._drafter.leave_behind(session)
         if commit.round > 0:  # the first round waits for the drafter's prefill
             if proposal is not None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import mlx.core as mx
 import pytest
 import trio
-from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
+from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, outcomes, p_value, pooled_p_value, random_price
 from other_vocabularies import TranslatedScript
 from scripted import (
     ScriptedModel,
@@ -48,28 +48,6 @@ OTHER_DRAFT = (
 QUOTABLE = [0, 1, 2, 3, 0, 2, 1, 3, 1, 0, 3, 2, 0, 3, 1, 3, 0, 0, 1, 3, 2, 1, 1, 2, 2, 3, 3, 1]
 
 NUM_SESSIONS = 150
-
-
-def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
-    """The p-value of Pearson's test; outcomes that are expected fewer than five times are pooled.
-
-    Asserts that no outcome with probability zero occurred.
-    """
-    impossible = [outcome for outcome in counts if probs.get(outcome, 0.0) == 0]
-    assert impossible == []
-    return pooled_p_value([(counts, probs)])
-
-
-def outcomes(table: Sequence[Sequence[float]], length: int, stop: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
-    """The probability of each text of `length` tokens after `PROMPT`; texts that stop are shorter."""
-    open_ends, probs = {(): 1.0}, {}
-    for _ in range(length):
-        longer = {}
-        for text, p in open_ends.items():
-            for token, q in enumerate(table[(PROMPT + list(text))[-1]]):
-                (probs if token in stop else longer)[(*text, token)] = p * q
-        open_ends = longer
-    return {**probs, **open_ends}
 
 
 def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list[list[float]]:

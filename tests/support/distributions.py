@@ -45,3 +45,25 @@ def pooled_p_value(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float
         statistic += sum((seen - expected) ** 2 / expected for seen, expected in cells)
         degrees += len(cells) - 1
     return float(chi2.sf(statistic, degrees))
+
+
+def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
+    """The p-value of Pearson's test; outcomes that are expected fewer than five times are pooled.
+
+    Asserts that no outcome with probability zero occurred.
+    """
+    impossible = [outcome for outcome in counts if probs.get(outcome, 0.0) == 0]
+    assert impossible == []
+    return pooled_p_value([(counts, probs)])
+
+
+def outcomes(table: Sequence[Sequence[float]], length: int, stop: Sequence[int] = ()) -> dict[tuple[int, ...], float]:
+    """The probability of each text of `length` tokens after `PROMPT`; texts that stop are shorter."""
+    open_ends, probs = {(): 1.0}, {}
+    for _ in range(length):
+        longer = {}
+        for text, p in open_ends.items():
+            for token, q in enumerate(table[(PROMPT + list(text))[-1]]):
+                (probs if token in stop else longer)[(*text, token)] = p * q
+        open_ends = longer
+    return {**probs, **open_ends}

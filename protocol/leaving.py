@@ -1,0 +1,27 @@
+"""Leaving a session: what a drafter has drawn is judged before it goes.
+
+Under the rejection rule a text is exact only if it does not depend on a drawn token whether that token is proposed. A
+drafter may fail because of a token that it drew: when it reads that token, or because of what a logits processor makes
+of it. If it then took along what it had drawn, that token would be rarer in texts than the target says it.
+
+So a drafter that has to leave drafts no more, but goes on deciding what to propose, when to rest, and what to drop, as
+if it had not failed, until verdicts have dropped all that it drew. Its withdrawal is made here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from protocol.lookahead_tree import LookaheadTree
+from protocol.messages import Withdraw
+
+
+def withdrawal(session: int, tree: LookaheadTree, *, at_once: bool = False) -> Withdraw | None:
+    """The message by which a drafter leaves a session; None as long as it must stay.
+
+    Args:
+        session: its id.
+        tree: what was drafted for it.
+        at_once: whether all that was drawn is dropped. The reason must be one that is independent of which tokens were
+            drawn; and if it is the drafter's turn, it must have proposed first, because a chain that ends the text, or
+            that makes the drafter fail, is proposed earlier than others.
+    """
+    return None if tree.has_draws and not at_once else Withdraw(session)
