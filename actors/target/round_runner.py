@@ -161,9 +161,7 @@ class RoundRunner:
             judgement = Judgement(len(accepted) + verified.judgement.num_accepted, verified.judgement.token)
             likelihoods += verified.likelihoods
             features = verified.features
-            left = attrs.evolve(
-                left, start=left.start + 1, tokens=left.tokens[1:], probs=left.probs[1:], reach=(), num_stale=0
-            )
+            left = left.without_first()
         session.last_pass_s = seconds
         return Verdict(
             session.id,
