@@ -101,8 +101,10 @@ class RoundRunner:
         try:
             verified, plan = await self._run_pass(session, request, ready, suspects)
         except JobError as error:
-            # Errors of ours would be the same without drafted tokens.
-            if not request.feeds_drafted or isinstance(error.__cause__, OutriderError):
+            # Errors of ours would be the same without drafted tokens. A pass that failed has emptied the cache; otherwise
+            # something has failed that concerns this round alone.
+            is_ours = isinstance(error.__cause__, OutriderError)
+            if not request.feeds_drafted or is_ours or sequence.length > 0:
                 raise
             if isinstance(error, SharedJobError):
                 session.suspects = error.suspects
@@ -153,9 +155,9 @@ class RoundRunner:
             try:
                 verified, plan = await self._run_pass(session, request, ReadyRound(len(plan.feed)), accepted=accepted)
             except JobError:
-                if not accepted:
+                if not accepted or sequence.length > 0:
                     raise
-                break
+                break  # the next round fails likewise, after the accepted tokens have been given
             session.cached_tokens.follow(plan)
             seconds += session.last_pass_s
             judgement = Judgement(len(accepted) + verified.judgement.num_accepted, verified.judgement.token)
