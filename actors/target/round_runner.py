@@ -101,8 +101,8 @@ class RoundRunner:
         try:
             verified, plan = await self._run_pass(session, request, ready, suspects)
         except JobError as error:
-            # Errors of ours would be the same without drafted tokens. A pass that failed has emptied the cache; otherwise
-            # something has failed that concerns this round alone.
+            # Errors of ours would be the same without drafted tokens. A pass that failed has emptied the cache; if it
+            # has not, something failed that concerns this round alone.
             is_ours = isinstance(error.__cause__, OutriderError)
             if not request.feeds_drafted or is_ours or sequence.length > 0:
                 raise
