@@ -63,10 +63,7 @@ class OneByOne:
 
     def advance(self) -> None:
         """Go on after the first token that was left, which was judged."""
-        left = self.left
-        self.left = attrs.evolve(
-            left, start=left.start + 1, tokens=left.tokens[1:], probs=left.probs[1:], reach=(), num_stale=0
-        )
+        self.left = self.left.without_first()
 
 
 class TargetSession(ActorSession):

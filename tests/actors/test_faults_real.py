@@ -124,7 +124,8 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(one)
                 nursery.start_soon(one)
-            if name == "close":  # by then the text is complete
+            # By "close", the text is complete; a pass that reads drafted tokens is repeated without them.
+            if name == "close" or (with_drafter and (name, at) == ("feed", 6)):
                 assert texts == [text, text]
             else:
                 assert texts == [text]
