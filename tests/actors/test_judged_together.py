@@ -1,0 +1,129 @@
+"""Texts of one pass that are judged in one set of array operations: each is judged as it is alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+from scripted import ScriptedModel, agreeing, run, simulated, truthful
+
+from actors.sampling.logits_pipeline import LogitsPipeline
+from actors.target import verify
+from protocol.acceptance import choices, choices_together, distribution, draw
+from protocol.messages import Open
+from protocol.randomness import Purpose, key_for, keys_for
+from protocol.settings import settings_from
+
+VOCAB_SIZE = 1000
+DECISIONS = [(3, 17), (2**64 - 1, 0), (3, 18), (0, 5000), (12345678901234567, 17)]
+
+
+def logits(seed: int) -> mx.array:
+    return 3 * mx.random.normal((len(DECISIONS), VOCAB_SIZE), key=mx.random.key(seed))
+
+
+def opened(**settings: Any) -> Open:
+    return Open(0, (1, 2), settings_from(settings), seed=0, stop_tokens=frozenset())
+
+
+def test_keys_of_several_decisions_are_those_of_each() -> None:
+    for purpose in Purpose:
+        keys = keys_for(purpose, DECISIONS)
+        for row, decision in enumerate(DECISIONS):
+            assert (keys[row] == key_for(decision[0], purpose, decision[1])).all()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+def test_choices_of_several_texts_are_those_of_each(temperature: float, dtype: mx.Dtype) -> None:
+    for seed in range(20):
+        rows = logits(seed).astype(dtype)
+        together = choices_together(rows, "match", temperature, DECISIONS)
+        alone = [
+            choices(rows[i : i + 1], temperature, *decision, VOCAB_SIZE).item() for i, decision in enumerate(DECISIONS)
+        ]
+        assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_draws_of_several_texts_are_those_of_each(temperature: float) -> None:
+    for seed in range(20):
+        rows = logits(seed)
+        together = choices_together(rows, "rejection", temperature, DECISIONS)
+        alone = [
+            draw(distribution(rows[i], temperature), key_for(own, Purpose.RECOVER, position)).item()
+            for i, (own, position) in enumerate(DECISIONS)
+        ]
+        assert together.tolist() == alone
+
+
+ALONE = [
+    {"logit_bias": {3: 1.0}},
+    {"repetition_penalty": 1.2},
+    {"temperature": 1.0, "xtc_probability": 0.5},
+    {"logits_processors": [lambda tokens, logits: logits]},
+    {"sampler": lambda logprobs: mx.argmax(logprobs, axis=-1)},
+]
+KINDS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "acceptance": "rejection"},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 9},
+    {"temperature": 0.8, "min_p": 0.1},
+]
+
+
+def test_texts_of_a_kind_are_those_with_the_same_sampling_settings() -> None:
+    kinds = [LogitsPipeline(opened(**settings)).kind for settings in KINDS]
+    assert None not in kinds
+    assert len(set(kinds)) == len(kinds)
+    assert kinds == [LogitsPipeline(opened(**settings)).kind for settings in KINDS]
+    # Filters do nothing at temperature 0.
+    assert LogitsPipeline(opened(top_k=3)).kind == kinds[0]
+
+
+@pytest.mark.parametrize("settings", ALONE, ids=lambda settings: "".join(settings))
+def test_what_sees_the_text_or_is_the_users_is_judged_by_itself(settings: dict[str, Any]) -> None:
+    assert LogitsPipeline(opened(**settings)).kind is None
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+@pytest.mark.parametrize("settings", [*KINDS[:4], {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 7}])
+def test_texts_are_what_they_are_alone(
+    lookahead: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the rejection rule, drafted tokens are judged by themselves."""
+    sizes: list[int] = []
+    judge_together = verify._judge_together
+    monkeypatch.setattr(
+        verify, "_judge_together", lambda fed, rows: (sizes.append(len(fed)), judge_together(fed, rows))[1]
+    )
+    prompts = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
+
+    async def texts(num_at_once: int) -> list[list[int]]:
+        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+            many = simulation.runtime.generate_many(
+                prompts, max_concurrent=num_at_once, max_tokens=24, seed=7, lookahead=lookahead, **settings
+            )
+            found = {index: [token.id for token in completion.tokens] async for index, completion in many}
+            return [found[index] for index in range(len(prompts))]
+
+    alone: list[list[int]] = []
+    together: list[list[int]] = []
+    run(lambda: _collect(texts, 1, alone))
+    assert sizes == []
+    run(lambda: _collect(texts, 4, together))
+    if lookahead == 0 or settings.get("acceptance") != "rejection":
+        assert together == alone
+    assert max(sizes, default=0) >= (3 if lookahead == 0 else 2)
+    assert all(len(text) == 24 for text in itertools.chain(alone, together))
+
+
+async def _collect(texts: Any, num_at_once: int, into: list[list[int]]) -> None:
+    into += await texts(num_at_once)
+    await trio.lowlevel.checkpoint()
