@@ -371,4 +371,4 @@ def policy_for(lookahead: int | Literal["auto"], prices: Prices, rule: object) -
         calibration = prices.calibration(rule)
         calibration.begin_text()
         return AutoPolicy(prices, calibration)
-    return ChainPolicy(lookahead)
+    return ChainPolicy(lookahead, prices=prices)

@@ -15,6 +15,7 @@ import attrs
 
 from protocol.draft_budget import DraftBudget
 from protocol.lookahead_tree import LookaheadTree, Node
+from protocol.prices import Prices
 
 
 @attrs.frozen
@@ -113,11 +114,18 @@ class ChainPolicy:
     Attributes:
         lookahead: tokens in a proposal; a proposal is delayed until it has as many.
         overlaps: whether to draft ahead while a verdict is due.
+        prices: say whether drafting ahead pays; None if it is not asked.
     """
 
     lookahead: int
     overlaps: bool = True
     num_guesses: int = 1
+    prices: Prices | None = attrs.field(default=None, eq=False, repr=False)
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether to draft while a verdict is due. That depends on prices, and never on what was drawn."""
+        return self.overlaps and (self.prices is None or self.prices.works_ahead(self.lookahead))
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
         """See `Policy.proposal`."""
@@ -126,7 +134,7 @@ class ChainPolicy:
 
     def expansion(self, view: PolicyView) -> Node | None:
         """See `Policy.expansion`."""
-        if view.verdict_due_s is not None and not self.overlaps:
+        if view.verdict_due_s is not None and not self.works_ahead:
             return None
         chain = view.tree.chain()
         end = chain[-1] if chain else view.tree.root

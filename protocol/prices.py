@@ -81,6 +81,8 @@ LAST_ROW_OF_SLOPE = 5
 # Acceptance rules of which the calibration is remembered. Clients choose temperatures as they like, and each
 # temperature makes a rule of its own.
 MAX_RULES = 16
+# A fixed lookahead works ahead in the first few of so many rounds, whatever the prices say, so that they follow.
+TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
 # Rounds over which the speculative rate is averaged.
 RATE_MEMORY_ROUNDS = 40.0
 
@@ -117,6 +119,7 @@ class Prices:
     core_hold_s: float = 0.0
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
+    _num_rounds: int = 0  # speculative ones
     # Tokens and seconds of speculative rounds, weighted alike.
     _speculative_tokens: float = 0.0
     _speculative_s: float = 0.0
@@ -161,6 +164,7 @@ class Prices:
 
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""
+        self._num_rounds += 1
         keep = 1.0 - 1.0 / RATE_MEMORY_ROUNDS
         self._speculative_tokens = keep * self._speculative_tokens + num_tokens
         self._speculative_s = keep * self._speculative_s + seconds
@@ -282,6 +286,27 @@ class Prices:
             if (seconds := verify_s + drafting_s) > 0.0:
                 best = max(best, num_texts * tokens / seconds)
         return best
+
+    def works_ahead(self, lookahead: int) -> bool:
+        """Whether drafting while the target verifies is worth more than it takes from the pass.
+
+        Either way a round verifies as many tokens. A drafter that works ahead has the next proposal at a hit; one that
+        does not drafts it after the verdict, with the whole device.
+
+        Args:
+            lookahead: drafted tokens of each proposal, >= 1.
+        """
+        if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
+            return True
+        pass_s = self.verify(self.num_texts * (1 + lookahead))
+        drafting_s = self.num_texts * lookahead * self.draft_share_s(1, beside_target=False)
+        if self.core_hold_s:
+            ahead_s = self._beside_drafter_s(pass_s)
+        else:
+            # Up to a proposal, the token after it, and the next proposal.
+            steps_s = self.num_texts * (2 * lookahead + 1) * self.draft_share_s(1, beside_target=True)
+            ahead_s = pass_s + self.verify.target_slowdown * min(pass_s, steps_s)
+        return ahead_s + (1.0 - self.hit_rate.value) * drafting_s <= pass_s + drafting_s
 
     def _beside_drafter_s(self, pass_s: float) -> float:
         """Seconds of a pass, which takes `pass_s` alone, with its share of the cores while a drafter works."""

@@ -37,7 +37,7 @@ from protocol.trace import Event
 
 # Most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
 MAX_ROWS = 32
-# A drafter is ready with at most this many unread committed tokens. It reads them with its next draft step.
+# A drafter is ready with at most this many unread committed tokens, which its next draft step reads.
 MAX_BEHIND_WHEN_READY = 8
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
@@ -218,8 +218,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self.chains,
         )
         now_s = self.worker.clock()
-        view = session.view(now_s, self._queue_slack_s(session, now_s))
-        draft_budget = session.policy.draft_budget(view, node)
+        draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
         try:
@@ -342,8 +341,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()
-        proposal = session.next_proposal(now_s, self._queue_slack_s(session, now_s), is_due=is_due)
-        if proposal is None:
+        if (proposal := session.next_proposal(now_s, self._queue_slack_s(session, now_s), is_due=is_due)) is None:
             return
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
@@ -393,9 +391,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         else:
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
-            # Passes of other sessions hide a miss as well as a hit does.
-            is_hidden = self._target_queue.is_busy
-            self.prices.hit_rate.observe(float((was_hit and not was_dropped) or is_hidden))
+            if session.works_ahead:
+                # Passes of other sessions hide a miss as well as a hit does.
+                was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
+                self.prices.hit_rate.observe(float(was_hidden))
             self._count_hit(session, verdict, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

@@ -14,7 +14,7 @@ from actors.trained.feature_input import FeatureInput
 from actors.workers.shared_jobs import Suspects
 from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
-from protocol.lookahead_policy import Policy, PolicyView
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
 from protocol.messages import Due, Features, Message, Overdue, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
@@ -107,6 +107,11 @@ class DraftSession(DrafterSession):
         """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""
         if isinstance(self.policy, AutoPolicy):
             await super().index_committed()
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether it may be drafted for while a verdict is due; "auto" decides that for each node."""
+        return not isinstance(self.policy, ChainPolicy) or self.policy.works_ahead
 
     @property
     def is_past_context(self) -> bool:

@@ -21,8 +21,7 @@ logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-# Characters to a token of the context up to which no text is searched for the longest token: every vocabulary has
-# tokens of this length, and the search takes a while.
+# Characters to a token of the context up to which no text is searched for the longest token, which takes a while.
 _SURELY_TOKENISED = 16
 
 # Roles of chat messages for every chat template; a template may know further ones.

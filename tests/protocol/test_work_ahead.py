@@ -1,0 +1,72 @@
+"""A fixed lookahead drafts while the target verifies where that pays, in simulated time over contention."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.lookahead_policy import ChainPolicy
+from protocol.prices import TRIED_EVERY_ROUNDS, TRIED_ROUNDS, Prices
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.simulation import run_simulation
+
+# Of the better of both ways. The others' rounds find out which that is.
+LEAST = 0.97
+
+
+def ratios(scenario: Scenario, lookahead: int, num_tokens: int) -> tuple[float, float]:
+    """The speed over that of always working ahead, and over that of never doing so."""
+    speed = run_simulation(scenario, num_tokens=num_tokens, lookahead=lookahead).speed
+    always, never = (
+        run_simulation(
+            scenario,
+            num_tokens=num_tokens,
+            lookahead=lookahead,
+            make_policy=lambda *_, overlaps=overlaps: ChainPolicy(lookahead, overlaps),  # type: ignore[misc]
+        ).speed
+        for overlaps in (True, False)
+    )
+    return speed / always, speed / never
+
+
+@pytest.mark.parametrize("contention", [0.0, 1.0])
+def test_the_better_way_is_found_where_it_matters(contention: float) -> None:
+    over_always, over_never = ratios(Scenario(0.8, 0.25, contention=contention), 2, 400)
+    assert min(over_always, over_never) > 0.95
+    if contention == 1.0:
+        assert over_always > 1.2
+    else:
+        assert over_never > 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contention", [0.0, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("cost_ratio", [0.1, 0.25])
+@pytest.mark.parametrize("acceptance", [0.5, 0.8])
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+def test_neither_way_is_much_better(lookahead: int, acceptance: float, cost_ratio: float, contention: float) -> None:
+    scenario = Scenario(acceptance, cost_ratio, contention=contention)
+    assert min(ratios(scenario, lookahead, 1500)) >= LEAST
+
+
+def priced(*, slowdown: float, hit_rate: float) -> Prices:
+    prices = Prices()
+    for _ in range(50):
+        prices.observe_draft_step(1, 0.0, 0.25, beside_target=False)
+        prices.hit_rate.observe(hit_rate)
+    for i in range(200):
+        overlap_s = (i % 3) / 4
+        prices.verify.observe(1 + i % 4, overlap_s, 1.0 + 0.05 * (i % 4) + slowdown * overlap_s)
+    for _ in range(TRIED_ROUNDS):
+        prices.observe_round(2, 1.0)
+    return prices
+
+
+def test_the_price_decides_and_both_are_tried_again() -> None:
+    assert Prices().works_ahead(2)  # nothing is known
+    assert priced(slowdown=0.1, hit_rate=0.7).works_ahead(2)
+    prices = priced(slowdown=0.9, hit_rate=0.3)
+    told = []
+    for _ in range(2 * TRIED_EVERY_ROUNDS):
+        told.append(prices.works_ahead(2))
+        prices.observe_round(2, 1.0)
+    assert sum(told) == 2 * TRIED_ROUNDS
