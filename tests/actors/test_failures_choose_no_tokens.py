@@ -28,13 +28,13 @@ from trained_scripts import RecordingTarget, TrainedDraft
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.draft_session import DraftSession
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.target.drafter_link import DrafterLink
+from actors.target.round_jobs import RoundJobs
 from actors.target.target_session import TargetSession
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Node
-from protocol.messages import Withdraw
+from protocol.messages import Verdict, Withdraw
 from protocol.session_state import SessionPhase
 from protocol.vocabulary_map import VocabularyMap
 from runtime import stateless
@@ -280,14 +280,14 @@ def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be(monk
     # The step after the third token hangs. The second is judged, and then the third.
     moment = MOMENTS["while the target judges one by one"]
     assert run(lambda: sampled(200, moment, "a draft model", "late"))[0] > SIGNIFICANCE
-    wait_for_proposal = DrafterLink.wait_for_proposal
+    apply = RoundJobs._apply
 
-    async def impatient(link: DrafterLink, session: TargetSession) -> None:
+    def impatient(jobs: RoundJobs, session: TargetSession, verdict: Verdict) -> None:
+        apply(jobs, session, verdict)
         if session.decodes_alone:
-            link.leave_behind(session)
-        await wait_for_proposal(link, session)
+            jobs._drafter.leave_behind(session)
 
-    monkeypatch.setattr(DrafterLink, "wait_for_proposal", impatient)
+    monkeypatch.setattr(RoundJobs, "_apply", impatient)
     assert run(lambda: sampled(200, moment, "a draft model", "late"))[0] < 1e-6
 
 
