@@ -109,6 +109,9 @@ class RoundJobs:
         """Hand the consumers the commits of the last pass. Never waits."""
         for session in self.texts.values():
             session.shared.deliver_nowait()
+            if session.is_blocked and session.shared.unsent is None:
+                # Its consumer has taken a commit, and has not come so far as to tell.
+                self._look_at(session)
 
     def fail(self, session: TargetSession, error: Exception) -> None:
         """End a text with an error."""

@@ -381,3 +381,15 @@ async def test_what_is_printed_of_a_runtime_says_how_it_stands(autojump_clock: A
         await second.aclose()
         assert repr(second) == "<outrider TokenStream, closed: 0 tokens given>"
     assert repr(rt) == "<outrider Runtime, closed: 0 streams, 0 waiting>"
+
+
+async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_rest(autojump_clock: Any) -> None:
+    num_tokens = BUFFERED_ROUNDS + 10
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        stream = simulation.runtime.stream([1], max_tokens=num_tokens, lookahead=0)
+        await trio.sleep(10_000)  # until the channel is full, and one more commit waits
+        taken = stream.arrivals._commits.receive_nowait()
+        # Before the consumer tells that it has taken something, the target hands over what waited.
+        simulation.runtime._target._rounds._jobs.deliver()
+        stream.arrivals._session.make_room()
+        assert list(taken.tokens) + await collect(stream) == continuation([1], num_tokens)
