@@ -41,7 +41,7 @@ def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 def _check_place(session: int, round: int, start: int) -> None:
     """Check what a message of a round names. One call instead of a validator each: every token passes through here."""
     if session < 0 or round < 0 or start < 1:
-        raise ValueError(f"there is no session {session}, round {round} or first position {start}")
+        raise ValueError(f"session and round must be >= 0 and start >= 1, got {session}, {round} and {start}")
 
 
 @attrs.frozen
