@@ -130,7 +130,7 @@ def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monke
         monkeypatch.setattr(runtime.bench.contenders, name, steps)
     options = small(kv_bits=8, kv_group_size=32, quantized_kv_start=9).cache_options
     target, draft = object(), object()
-    assert list(runtime.bench.contenders._mlx_lm_steps(target, draft, (1,), num_draft_tokens, 16, 0.0, options)) == []
+    assert list(runtime.bench.contenders.mlx_lm_steps(target, draft, (1,), num_draft_tokens, 16, 0.0, options)) == []
     (keywords,) = asked
     assert (keywords["kv_bits"], keywords["kv_group_size"], keywords["quantized_kv_start"]) == (8, 32, 9)
 
