@@ -303,8 +303,9 @@ class Prices:
         if self.core_hold_s:
             ahead_s = self._beside_drafter_s(pass_s)
         else:
-            # Up to a proposal, the token after it, and the next proposal.
-            steps_s = self.num_texts * (2 * lookahead + 1) * self.draft_share_s(1, beside_target=True)
+            # Up to a proposal, the token after it, and the next proposal; at a hit, a proposal is there already.
+            num_steps = 1.0 + (2.0 - self.hit_rate.value) * lookahead
+            steps_s = self.num_texts * num_steps * self.draft_share_s(1, beside_target=True)
             ahead_s = pass_s + self.verify.target_slowdown * min(pass_s, steps_s)
         return ahead_s + (1.0 - self.hit_rate.value) * drafting_s <= pass_s + drafting_s
 

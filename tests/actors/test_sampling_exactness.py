@@ -189,7 +189,7 @@ def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
     assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
     share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
-    assert share > 0.1
+    assert share > 0.1 or lookahead == "auto"  # which may find that it does not pay
 
 
 @pytest.mark.slow
