@@ -669,10 +669,12 @@ async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
 
 async def test_the_longest_idle_connection_makes_room_for_another_client() -> None:
     async with served(patience=ConnectionLimits(max_connections=3, idle_s=MANY)) as server:
-        busy, silent, first, second = [await connect(server.port) for _ in range(4)]
+        # Busy before the others come: until its request is read, it is the one that has been idle for the longest.
+        busy = await connect(server.port)
+        await busy.send(completion(num_tokens=10**6, stream=True))
+        assert await busy.head() is not None
+        silent, first, second = [await connect(server.port) for _ in range(3)]
         with busy, silent, first, second:
-            await busy.send(completion(num_tokens=10**6, stream=True))
-            assert await busy.head() is not None
             for client in (first, second):
                 await client.send(REQUESTS["health"])
                 assert await client.answer() is not None
