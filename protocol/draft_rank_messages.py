@@ -160,11 +160,13 @@ class DraftFailure:
         number: of the request.
         kind: name of the exception's class.
         reason: its message.
+        state: of the text afterwards; None if there is no such text.
     """
 
     number: int
     kind: str
     reason: str
+    state: TextState | None = attrs.field(default=None, converter=_state)
 
 
 @attrs.frozen

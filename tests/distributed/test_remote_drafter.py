@@ -238,3 +238,14 @@ def test_an_answer_that_was_given_up_is_skipped() -> None:
     sequence = remote.open_sequence(beside_another=True)
     assert partial(sequence.feed, (1, 2), 0)() is None
     assert sequence.length == 2
+
+
+def test_a_failed_operation_tells_how_long_the_text_is_there() -> None:
+    """Features that come with an operation may shorten the text. If only successes told, it would be asked for ever."""
+    remote, rank = at_another_rank(MLXModel(models.llama(), CacheOptions()))
+    sequence = remote.open_sequence(beside_another=True)
+    sequence.feed((1, 2, 3), 0)
+    rank._drafting._texts[0].sequence.rewind(1)
+    with pytest.raises(RankError, match="TypeError"):
+        sequence.feed((None,), 1)  # type: ignore[arg-type]
+    assert sequence.length == 1

@@ -64,11 +64,13 @@ class DraftingModel:
         """Do what is asked for. Whatever fails, rank 0 decides what that means for its session."""
         try:
             value = self._run(request.sequence, request.name, request.arguments)
-            text = self._texts.get(request.sequence)
-            return DraftAnswer(request.number, value, None if text is None else _state_of(text.sequence))
         # Of whatever kind: this may be a model's own code.
         except Exception as error:
-            return DraftFailure(request.number, type(error).__name__, str(error))
+            return DraftFailure(request.number, type(error).__name__, str(error), self._state(request.sequence))
+        return DraftAnswer(request.number, value, self._state(request.sequence))
+
+    def _state(self, number: int) -> TextState | None:
+        return None if (text := self._texts.get(number)) is None else _state_of(text.sequence)
 
     def _run(self, number: int, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "open":

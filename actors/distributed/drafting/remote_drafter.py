@@ -22,6 +22,7 @@ from actors.trained.feature_input import FeatureInput
 from protocol.cached_tokens import FeedPlan
 from protocol.draft_rank_messages import (
     CloseDrafter,
+    DraftAnswer,
     DrafterOpened,
     DraftFailure,
     DraftRequest,
@@ -80,28 +81,26 @@ class RemoteDrafter(FeedsEach):
         """Send features ahead of the request that needs them. Raises: RankError: the drafting rank is lost."""
         self._link.send(features)
 
-    def ask(self, name: str, sequence: int, *arguments: Any) -> tuple[Any, TextState | None]:
-        """Have an operation done, and wait for its result.
+    def ask(self, name: str, sequence: int, *arguments: Any) -> DraftAnswer | DraftFailure:
+        """Have an operation done, and wait for its end.
 
         Args:
             name, sequence, arguments: see `DraftRequest`.
 
-        Returns: the result, and the state of the text afterwards.
-
-        Raises:
-            RankError: the drafting rank is lost, or has failed.
-            CacheLostError, RewindError, NotANumberError: as the operation does in one process.
+        Raises: RankError: the drafting rank is lost.
         """
         request = DraftRequest(self._link.next_number(), name, sequence, arguments)
         self._link.send(request)
         # An earlier request may have been given up, because its answer was late.
         while (answer := self._link.receive()).number != request.number:
             continue
-        if not isinstance(answer, DraftFailure):
-            return answer.value, answer.state
-        if (error := _ERRORS.get(answer.kind)) is not None:
-            raise error(answer.reason)
-        raise RankError(f"rank {self._link.rank} failed in {name}: {answer.kind}: {answer.reason}")
+        return cast(DraftAnswer | DraftFailure, answer)
+
+    def error(self, name: str, failure: DraftFailure) -> Exception:
+        """The error of an operation that has failed, as in one process if it means something to whoever asked."""
+        if (kind := _ERRORS.get(failure.kind)) is not None:
+            return kind(failure.reason)
+        return RankError(f"rank {self._link.rank} failed in {name}: {failure.kind}: {failure.reason}")
 
     def close(self) -> None:
         """Have the rank release the drafter; harmless if it is lost."""
@@ -123,16 +122,17 @@ class RemoteSequence(RecordsNothing, CannotFork, TakesSteps):
         self._number = number
         # The session that the rank knows of this text.
         self._opened: Open | None = None
-        value, state = drafter.ask("open", number)
-        self.needs_prefix_checkpoints, self.depends_on_passes = cast(tuple[bool, bool], tuple(value))
-        assert state is not None
-        self._state = state
+        self._state = TextState(0)
+        self.needs_prefix_checkpoints, self.depends_on_passes = cast(tuple[bool, bool], tuple(self._ask("open")))
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        value, state = self._drafter.ask(name, self._number, *arguments)
-        if state is not None:
-            self._state = state
-        return value
+        answer = self._drafter.ask(name, self._number, *arguments)
+        # Also after a failure: features that came with the request may have made the text shorter.
+        if answer.state is not None:
+            self._state = answer.state
+        if isinstance(answer, DraftFailure):
+            raise self._drafter.error(name, answer)
+        return answer.value
 
     @property
     def length(self) -> int:
@@ -227,10 +227,10 @@ class RemoteFeatureSequence(RemoteSequence, FeatureInput):
 
     def __init__(self, drafter: RemoteDrafter, number: int) -> None:
         """As `RemoteSequence`."""
-        super().__init__(drafter, number)
         # (position of the first, (n, width)) in the order in which they have come; dropped once the answer to an
         # operation takes account of them.
         self._given: list[tuple[int, mx.array]] = []
+        super().__init__(drafter, number)
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         num_sent = len(self._given)
