@@ -57,12 +57,10 @@ class LazyJudgement:
 
     Attributes:
         arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
-        token: returns the token that comes next, an array of one element; None if it depends on what is accepted.
     """
 
     arrays: tuple[mx.array, ...]
     _read: Callable[[], Judgement]
-    token: Callable[[], mx.array] | None = None
 
     def read(self) -> Judgement:
         """The judgement. Evaluates the arrays if that was not done yet."""
@@ -236,7 +234,7 @@ def judge_by_match(
         num_accepted = count_matches(ids, drafted)
         return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
 
-    return LazyJudgement((choice_of_rows,), read, None if drafted else lambda: choice_of_rows)
+    return LazyJudgement((choice_of_rows,), read)
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -330,7 +328,7 @@ def judge_by_rejection(
     p = distribution(logits, temperature)
     if not drafted:
         token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
-        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)), lambda: token)
+        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)))
     q = _draft_rows(drafted, draft_probs, like=p)
     rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
     uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])

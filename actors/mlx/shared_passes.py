@@ -91,10 +91,19 @@ class SharedPasses:
         logits = self._feed_rows(rows) if rows else {}
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
 
-    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`."""
-        if self._has_fed_rows and all(isinstance(text, MLXSequence) and text.is_row for text in tokens):
-            self._batch.feed_ahead(tokens, _recorder_for(tokens))
+        if self._has_fed_rows and all(text in self._batch for text in sequences):
+            return self._batch.feed_ahead(sequences, tokens, _recorder_for(sequences))
+        return None
+
+    def count_ahead(self, sequences: Sequence[Any], tokens: Sequence[int]) -> bool:
+        """See `Model.count_ahead`."""
+        if not self._batch.count_ahead(sequences):
+            return False
+        for text in sequences:
+            text.count_row()
+        return True
 
     def abandon(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""

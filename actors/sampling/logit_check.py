@@ -72,23 +72,28 @@ class LogitCheck:
             NotANumberError: the model's own logits are not numbers.
             ProcessorError: processors, penalties or `logit_bias` left no finite logit.
         """
-        if (error := self._error(row, position, role)) is not None:
+        if (error := self.error(row, position, role)) is not None:
             raise error
 
-    def _error(self, row: int, position: int, role: str) -> OutriderError | None:
+    def error(self, row: int, position: int, role: str) -> OutriderError | None:
+        """What `check` would raise."""
         own = self.own.part(self.rows)[row]
         if not math.isfinite(own):
-            return NotANumberError(
-                f"the {role} model gave {_named(own)} for the token at position {position}; usually numbers have "
-                "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it "
-                "again"
-            )
+            return not_a_number(own, position, role)
         if self.processed is None or math.isfinite(processed := self.processed.part(self.rows)[row]):
             return None
         return ProcessorError(
             f"logits processors, penalties and logit_bias leave {_named(processed)} for the token at position "
             f"{position}; forbid tokens with -inf, and leave at least one logit finite"
         )
+
+
+def not_a_number(largest: float, position: int, role: str) -> NotANumberError:
+    """The error of a row of a model's own logits whose largest is not finite; see `LogitCheck.check`."""
+    return NotANumberError(
+        f"the {role} model gave {_named(largest)} for the token at position {position}; usually numbers have "
+        "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it again"
+    )
 
 
 def _named(maximum: float) -> str:

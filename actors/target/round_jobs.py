@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import outcome
 import trio
@@ -15,7 +16,16 @@ import trio
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_committed
 from actors.target.drafter_link import DrafterLink
-from actors.target.rounds import Round, plain_step, verdict_of, verdict_of_step, verdict_so_far
+from actors.target.plain_rows import PlainRow, PlainRows
+from actors.target.rounds import (
+    Round,
+    next_round,
+    plain_step,
+    stays_plain,
+    verdict_of,
+    verdict_of_step,
+    verdict_so_far,
+)
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
 from actors.target.verify import Verified, verify
 from actors.workers.shared_jobs import Suspects
@@ -41,6 +51,7 @@ class RoundJobs:
     Attributes:
         texts: the sessions whose rounds are run, by id.
         running: those that have a part in the job that runs.
+        has_shared: whether texts have shared a pass, so that the model is known to take several.
         pass_began_s: when the last pass was handed to the worker, in seconds on its clock.
         num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
     """
@@ -56,7 +67,7 @@ class RoundJobs:
         max_batch: int,
         *,
         look_at: Callable[[TargetSession], None],
-        on_commit: Callable[[TargetSession, Verdict, Commit], None],
+        on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
         """Of one target.
@@ -70,7 +81,7 @@ class RoundJobs:
             chunk_size: of passes that read a text again.
             max_batch: most rounds in one pass, >= 1.
             look_at: called with each session whose state has changed; must not wait.
-            on_commit: called with each commit and its verdict; must not wait.
+            on_commit: called with each commit; must not wait.
             on_rewind: called with a session and the number of tokens, >= 1, that its cache was rewound by.
         """
         self._model = model
@@ -87,7 +98,10 @@ class RoundJobs:
         self.pass_began_s = 0.0
         self.num_shared = max_batch
         self._limit = SharingLimit()
+        self.has_shared = False
+        self._plain_rows = PlainRows(model)
         self._num_ahead = 0  # passes in succession that were started ahead
+        self._plain_ended_s: float | None = None  # when the last pass ended, if it was a plain one
         self._pass_over = trio.Event()
 
     @property
@@ -102,8 +116,12 @@ class RoundJobs:
 
     def begin_round(self, session: TargetSession) -> None:
         """Begin a session's next round."""
-        session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
+        self.begin_clock(session)
         self._look_at(session)
+
+    def begin_clock(self, session: TargetSession) -> None:
+        """Note when a session's round begins."""
+        session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
 
     def deliver(self) -> None:
         """Hand the consumers the commits of the last pass. Never waits."""
@@ -118,15 +136,15 @@ class RoundJobs:
         session.failure = error
         session.text_over.set()
 
-    def _begin_job(self, rounds: Sequence[Round]) -> None:
-        self.running = {round.session for round in rounds}
+    def _begin_job(self, sessions: Collection[TargetSession]) -> None:
+        self.running = sessions
         self._pass_over = trio.Event()
-        self._target_queue.begin([round.session.id for round in rounds], self._worker.clock())
+        self._target_queue.begin([session.id for session in sessions], self._worker.clock())
 
-    def _end_job(self, rounds: Sequence[Round]) -> None:
+    def _end_job(self, sessions: Collection[TargetSession]) -> None:
         now_s = self._worker.clock()
-        for round in rounds:
-            self._target_queue.leave(round.session.id, now_s)
+        for session in sessions:
+            self._target_queue.leave(session.id, now_s)
         self.running = ()
         self._pass_over.set()
 
@@ -135,7 +153,7 @@ class RoundJobs:
     async def read_again(self, round: Round, sequence: CachedSequence) -> None:
         """Feed some of what a cache has lost of its text, in one pass of bounded size."""
         session = round.session
-        self._begin_job([round])
+        self._begin_job({session})
         to_feed = (*session.state.committed, *session.accepted)[:-1]
         try:
             await prefill_committed(
@@ -145,13 +163,13 @@ class RoundJobs:
         except JobError as error:
             self.fail(session, error)
         finally:
-            self._end_job([round])
+            self._end_job({session})
         self._look_at(session)
 
     async def decode_alone(self, round: Round, *, is_alone: bool) -> None:
         """A step of a text's own decoder."""
         session = round.session
-        self._begin_job([round])
+        self._begin_job({session})
         try:
             step = plain_step(session, is_alone=is_alone)
             job = Job("decode", step.call, session.id, 1, session.state.round)
@@ -159,7 +177,7 @@ class RoundJobs:
             session.last_pass_s, session.pass_rounds, session.pass_rows = job.seconds, 0, 0
             session.shared.counts.wait(job.began - round.since_s)
             verdict = verdict_of_step(session, step, decoded)
-            self._end_job([round])
+            self._end_job({session})
             self._apply(session, verdict)
         except JobError as error:
             if not isinstance(error.__cause__, CacheLostError):
@@ -167,41 +185,138 @@ class RoundJobs:
         except Exception as error:  # of any kind: it ends this text, and the others go on
             self.fail(session, error)
         finally:
-            self._end_job([round])
+            self._end_job({session})
         self._look_at(session)
 
     async def run_pass(self, rounds: list[Round]) -> bool:
         """A pass that texts share. Returns: whether a drafter has heard of verdicts, and may propose at once."""
         self.pass_began_s = self._worker.clock()
-        was_ahead = self._num_ahead > 0
-        goes_ahead = (
-            len(rounds) > 1
-            and len(rounds) == len(self.texts)
-            and all(round.request.goes_on for round in rounds)
-            and self._num_ahead < MEASURED_EVERY
-        )
-        self._num_ahead = self._num_ahead + 1 if goes_ahead else 0
-        self._begin_job(rounds)
+        taken = list(rounds)
+        self._plain_ended_s = None
+        self._begin_job({round.session for round in taken})
         self._limit.count_job()
         job: Job[Outcomes] = Job(
-            "verify", partial(self._verify, rounds, goes_ahead), count=lambda results: sum(_widths(rounds, results))
+            "verify", partial(self._verify, rounds), count=lambda results: sum(_widths(rounds, results))
         )
         job.prepare = partial(self._prepare, rounds, job)
-        taken = list(rounds)
         outcomes: Outcomes | None = None
         try:
             outcomes = await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
             self._failed(rounds, error)
         finally:
-            self._end_job(taken)
+            self._end_job({round.session for round in taken})
         for round in taken:
             if round not in rounds:  # texts of this model cannot share passes
                 self.num_shared = self._target_queue.max_batch = 1
                 self._look_at(round.session)
         if outcomes is not None:
-            self._judged(rounds, job, outcomes, is_typical=not was_ahead)
+            self._judged(rounds, job, outcomes)
         return any(round.session.state.phase is SessionPhase.PROPOSING for round in rounds)
+
+    async def run_plain_pass(self, sessions: Sequence[TargetSession]) -> list[TargetSession]:
+        """A pass over texts that nobody drafts for.
+
+        Args:
+            sessions: as `next_plain` gave them.
+
+        Returns: those of them that can have another such pass at once, in order.
+        """
+        num_texts, was_ahead = len(sessions), bool(self._plain_rows.ahead)
+        goes_ahead = num_texts > 1 and self._num_ahead < MEASURED_EVERY and all(map(stays_plain, sessions))
+        self._num_ahead = self._num_ahead + 1 if goes_ahead else 0
+        rows, shares = [], []
+        for session in sessions:
+            assert session.sequence is not None
+            state, shared = session.state, session.shared
+            plan = session.cached_tokens.plan(state.committed)
+            history = shared.logits_pipeline.history(state.committed)
+            rows.append(PlainRow(session.sequence, shared.opened, shared.logits_pipeline, plan, history))
+            shares.append(Share(session.id, state.round, len(plan.feed)))
+            self._target_queue.enter(session.id, len(plan.feed))
+        step = partial(self._plain_rows.step, rows, goes_ahead=goes_ahead)
+        width = max([share.num_tokens for share in shares])
+        job = Job("verify", step, num_tokens=sum([share.num_tokens for share in shares]), shares=tuple(shares))
+        self._begin_job(set(sessions))
+        self._limit.count_job()
+        try:
+            results = await self._worker.run(job, meanwhile=self.deliver)
+        except JobError as error:
+            self._plain_ended_s = None
+            self._failed([next_round(session, self._prices, self._worker.clock()) for session in sessions], error)
+            return []
+        finally:
+            self._end_job(sessions)
+        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=not was_ahead)
+        going_on = []
+        for session, row, result in zip(sessions, rows, results, strict=True):
+            session.verify_seconds += job.seconds / num_texts
+            session.was_plain = True
+            if isinstance(result, CacheLostError):
+                self._look_at(session)
+                continue
+            session.cached_tokens.follow(row.plan)
+            if isinstance(result, Exception):
+                self.fail(session, job_error(job, result))
+            elif session.id in self.texts and session.state.phase is not SessionPhase.CLOSED:
+                try:
+                    if self._commit_own(session, result):
+                        going_on.append(session)
+                except Exception as error:  # of any kind: it ends this text, and the others go on
+                    self.fail(session, error)
+        return going_on
+
+    def next_plain(self, sessions: Sequence[TargetSession]) -> Sequence[TargetSession]:
+        """Those of some texts, of which `is_plain` is true, that have the next pass: at first those in a pass ahead."""
+        ahead = set(self._plain_rows.ahead)
+        return [session for session in sessions if session.sequence in ahead] or sessions
+
+    def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
+        """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
+        if is_typical:
+            self._prices.observe_verify_pass(num_rows, job.began, job.ended)
+        ended_s, self._plain_ended_s = self._plain_ended_s, job.ended
+        if ended_s is not None and num_rows == num_texts > 1:
+            pass_s = job.seconds if is_typical else self._prices.verify(num_rows)
+            self._prices.observe_plain_round((job.ended - ended_s) / num_texts, pass_s / num_texts, num_texts=num_texts)
+
+    def _commit_own(self, session: TargetSession, token: int) -> bool:
+        """Commit a token of the target's own. Returns: whether another may follow in the same way at once."""
+        state, shared = session.state, session.shared
+        if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED:
+            commit = state.commit_own(token)
+            self._on_commit(session, commit)
+        else:
+            is_resting = state.phase is SessionPhase.RESTING
+            verdict = session.with_stop(Verdict(session.id, state.round, state.next_position, 0, token))
+            commit = self._commit(session, verdict)
+            if is_resting:
+                self._tell_drafter(session, verdict)
+        shared.unsent = commit
+        shared.deliver_nowait()
+        if commit.finish_reason is not None:
+            session.text_over.set()
+        elif shared.unsent is not None:
+            session.is_blocked = True
+        elif state.phase is SessionPhase.PROPOSING:
+            self.begin_round(session)
+        else:
+            return True
+        return False
+
+    def _commit(self, session: TargetSession, verdict: Verdict) -> Commit:
+        """Commit the tokens of a verdict."""
+        commit = session.state.apply(verdict)
+        if commit is None:
+            raise ProtocolError(f"the target's own {verdict!r} was stale")
+        self._on_commit(session, commit)
+        return commit
+
+    def _tell_drafter(self, session: TargetSession, verdict: Verdict, *, has_proposed: bool = False) -> None:
+        self._drafter.send(verdict)
+        # Not while a late drafter has something to propose: it may be late because of what it drew.
+        if session.decodes_alone and not has_proposed:
+            self._drafter.leave_behind(session)
 
     # --- on the worker's thread -------------------------------------------------------------------
 
@@ -215,17 +330,18 @@ class RoundJobs:
         else:
             job.shares = shares
 
-    def _verify(self, rounds: Sequence[Round], goes_ahead: bool) -> Outcomes:
-        return verify(self._model, [round.request for round in rounds], goes_ahead=goes_ahead and len(rounds) > 1)
+    def _verify(self, rounds: Sequence[Round]) -> Outcomes:
+        return verify(self._model, [round.request for round in rounds])
 
     # --- what comes of it -------------------------------------------------------------------------
 
-    def _judged(self, rounds: Sequence[Round], job: Job[Outcomes], outcomes: Outcomes, *, is_typical: bool) -> None:
+    def _judged(self, rounds: Sequence[Round], job: Job[Outcomes], outcomes: Outcomes) -> None:
         """Apply the verdicts of a pass."""
         num_rounds = len(rounds)
         num_rows = num_rounds * max(_widths(rounds, outcomes))
         # A text's cache is copied when it shares a pass for the first time.
-        is_typical = num_rounds == 1 or (is_typical and all(round.session.has_shared for round in rounds))
+        is_typical = num_rounds == 1 or all(round.session.has_shared for round in rounds)
+        self.has_shared = self.has_shared or num_rounds > 1
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         for round, result in zip(rounds, outcomes, strict=True):
@@ -256,16 +372,10 @@ class RoundJobs:
         proposal, is_drafted = session.state.outstanding, session.state.phase is not SessionPhase.UNDRAFTED
         verdict = session.with_stop(verdict)
         round_s = self._round_seconds(session)
-        commit = session.state.apply(verdict)
-        if commit is None:
-            raise ProtocolError(f"the target's own {verdict!r} was stale")
+        commit = self._commit(session, verdict)
         session.shared.unsent, session.round_failure = commit, None
-        self._on_commit(session, verdict, commit)
         if is_drafted:
-            self._drafter.send(verdict)
-            # Not while a late drafter has something to propose: it may be late because of what it drew.
-            if session.decodes_alone and (proposal is None or not proposal.tokens):
-                self._drafter.leave_behind(session)
+            self._tell_drafter(session, verdict, has_proposed=proposal is not None and bool(proposal.tokens))
         if commit.round > 0:  # the first round waits for the drafter's prefill
             if proposal is not None:
                 self._prices.observe_round(len(commit.tokens), round_s)
@@ -285,9 +395,9 @@ class RoundJobs:
             self._prices.observe_plain_round(round_s, session.last_pass_s)
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
         elif session.pass_rows == session.pass_rounds:
-            # A pass that was started ahead has worked between the jobs, too.
-            pass_s = session.pass_s if session.pass_is_typical else self._prices.verify(session.pass_rows)
-            self._prices.observe_plain_round(round_s, pass_s / session.pass_rounds, num_texts=session.pass_rounds)
+            self._prices.observe_plain_round(
+                round_s, session.pass_s / session.pass_rounds, num_texts=session.pass_rounds
+            )
 
     # --- failures ---------------------------------------------------------------------------------
 

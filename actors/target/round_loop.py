@@ -16,11 +16,10 @@ import trio
 from actors.model import Model
 from actors.target.drafter_link import DrafterLink
 from actors.target.round_jobs import RoundJobs
-from actors.target.rounds import Round, has_lost_tokens, next_round
+from actors.target.rounds import Round, has_lost_tokens, is_plain, next_round
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Worker
-from protocol.messages import Verdict
-from protocol.pass_plan import ReadyRound, plan_pass
+from protocol.pass_plan import ReadyRound, best_number, plan_pass
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -51,7 +50,7 @@ class RoundLoop:
         max_batch: int,
         *,
         num_sessions: Callable[[], int],
-        on_commit: Callable[[TargetSession, Verdict, Commit], None],
+        on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
         """Make a loop without texts.
@@ -83,7 +82,9 @@ class RoundLoop:
         )
         self.turn = trio.Lock()
         self._changed: dict[TargetSession, None] = {}
-        self._ready: dict[TargetSession, Round] = {}  # in the order in which they became ready
+        # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
+        self._ready: dict[TargetSession, Round] = {}
+        self._plain: dict[TargetSession, None] = {}
         self._hurried: set[TargetSession] = set()
         self._hurried_until_s = -math.inf
         self._waits_until_s = math.inf  # for further rounds, before the pass that could begin
@@ -121,6 +122,7 @@ class RoundLoop:
     def _forget(self, session: TargetSession) -> None:
         del self._jobs.texts[session.id]
         self._changed.pop(session, None)
+        self._plain.pop(session, None)
         if self._ready.pop(session, None) is not None:
             self._target_queue.leave(session.id, self._worker.clock())
         self._hurried.discard(session)
@@ -142,6 +144,10 @@ class RoundLoop:
                 with trio.move_on_after(wait_s):
                     await self._wakeup.wait()
                 continue
+            if self._all_are_plain:
+                async with self.turn:
+                    await self._decode_plainly()
+                continue
             # Each of these has one turn before others use the worker again, also where each has a job for itself. Those
             # that become ready meanwhile may share their passes.
             due = set(self._ready)
@@ -157,6 +163,10 @@ class RoundLoop:
         deadline_s = self._time_out(now_s)
         if self._changed:
             self._take_in()
+        if self._all_are_plain:
+            return 0.0
+        for session in list(self._plain):
+            self._make_round(session)
         if not self._ready:
             self._waits_until_s = math.inf
             return deadline_s - now_s
@@ -171,6 +181,7 @@ class RoundLoop:
         for session in changed:
             if session in self._jobs.running or session in self._ready or session.text_over.is_set():
                 continue
+            self._plain.pop(session, None)
             was_blocked, session.is_blocked = session.is_blocked, session.shared.is_blocked
             if session.state.phase is SessionPhase.CLOSED:
                 session.text_over.set()
@@ -192,11 +203,28 @@ class RoundLoop:
         session.proposal_due_s = session.awaits_proposal_since_s + self._drafter.timeout_s(session)
 
     def _make_ready(self, session: TargetSession) -> None:
-        now_s = self._worker.clock()
         session.awaits_proposal_since_s = None
         self._hurried.discard(session)
         assert session.sequence is not None
         session.sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
+        if self._jobs.has_shared and self._jobs.num_shared > 1 and is_plain(session):
+            self._plain[session] = None
+        else:
+            self._make_round(session)
+
+    @property
+    def _all_are_plain(self) -> bool:
+        """Whether all texts that can go on do so without drafts, and there are several."""
+        num_texts = len(self._plain)
+        if not 1 < num_texts <= self._jobs.most_rounds or self._ready:
+            return False
+        if num_texts < sum(not session.is_blocked for session in self._jobs.texts.values()):
+            return False
+        return best_number(num_texts, self._prices.verify) == num_texts
+
+    def _make_round(self, session: TargetSession) -> None:
+        now_s = self._worker.clock()
+        self._plain.pop(session, None)
         self._prices.num_texts = max(1, min(len(self._jobs.texts), self._jobs.most_rounds))
         try:
             round = next_round(session, self._prices, now_s)
@@ -311,6 +339,19 @@ class RoundLoop:
         return chosen
 
     # --- the work ---------------------------------------------------------------------------------
+
+    async def _decode_plainly(self) -> None:
+        """Passes over texts that nobody drafts for, until there is something else to do."""
+        group, self._plain = list(self._plain), {}
+        while len(group) > 1 and not self._changed and self.turn.statistics().tasks_waiting == 0:
+            chosen = self._jobs.next_plain(group)
+            going_on = await self._jobs.run_plain_pass(chosen)
+            if len(going_on) < len(group):
+                left = set(chosen).difference(going_on)
+                group = [session for session in group if session not in left and session.id in self._jobs.texts]
+        for session in group:
+            self._jobs.begin_clock(session)
+        self._plain = dict.fromkeys(group)
 
     async def _work(self) -> list[TargetSession]:
         """Run the next job. Returns: the sessions that had a part in it."""

@@ -76,8 +76,7 @@ def next_round(session: TargetSession, prices: Prices, now_s: float) -> Round:
         return Round(session, request, ReadyRound(len(plan.feed)), now_s)
     plan = session.cached_tokens.plan(state.committed)
     settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
-    goes_on = not proposal.tokens and not state.opened.settings.logprobs and stays_plain(session)
-    request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle, goes_on, alone=goes_alone)
+    request = VerifyRequest(sequence, plan, proposal, session.shared, history, settle, alone=goes_alone)
     if request.feeds_drafted and session.suspects is not None:
         request = attrs.evolve(request, alone=True)
     # A cache that could not have undone the last pass most likely cannot undo this one.
@@ -151,6 +150,23 @@ def verdict_so_far(
         likelihoods=one_by_one.likelihoods,
         num_judged=len(proposal.tokens) - len(one_by_one.left.tokens),
         features=one_by_one.features,
+    )
+
+
+# --- texts without drafts ------------------------------------------------------------------------
+
+
+def is_plain(session: TargetSession) -> bool:
+    """Whether the next round of a text is one token of the target's own, and others may be decoded in the same pass."""
+    state, sequence = session.state, session.sequence
+    assert sequence is not None
+    return (
+        state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
+        and state.outstanding is None
+        and session.round_failure is None
+        and not state.opened.settings.logprobs
+        and not sequence.records_features
+        and not has_lost_tokens(session, sequence)
     )
 
 

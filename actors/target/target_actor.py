@@ -19,7 +19,7 @@ from actors.target.target_session import TargetSession
 from actors.workers.in_turn import InTurn
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, StreamFailedError
-from protocol.messages import Close, Message, PromptFeatures, Verdict
+from protocol.messages import Close, Message, PromptFeatures
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -156,8 +156,8 @@ class TargetActor(ModelActor[TargetSession]):
         failure.__cause__ = error
         session.shared.end(failure)
 
-    def _note_commit(self, session: TargetSession, verdict: Verdict, commit: Commit) -> None:
-        self._note(session, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
+    def _note_commit(self, session: TargetSession, commit: Commit) -> None:
+        self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
 
     def _note_rewind(self, session: TargetSession, num_tokens: int) -> None:
         self._note(session, "rewind", num_tokens=num_tokens)

@@ -67,7 +67,6 @@ class VerifyRequest:
         history: of the text, for the rows of the proposal.
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
-        goes_on: whether the token that comes next will be fed by itself in the next round, whatever it is.
         one_by_one: whether no drafted tokens are fed, and the round goes on with the rest of the proposal if the first
             one is accepted.
         alone: whether it has a pass for itself.
@@ -79,7 +78,6 @@ class VerifyRequest:
     shared: Session
     history: TokenHistory
     settle: bool
-    goes_on: bool = False
     one_by_one: bool = False
     alone: bool = False
 
@@ -109,16 +107,11 @@ class VerifyRequest:
         return _Fed(self, feed, drafted, single_step=False)
 
 
-def verify(
-    model: Model, requests: Sequence[VerifyRequest], *, goes_ahead: bool = False
-) -> list[outcome.Outcome[Verified]]:
+def verify(model: Model, requests: Sequence[VerifyRequest]) -> list[outcome.Outcome[Verified]]:
     """Feed several texts in one forward pass, judge each proposal, and rewind the caches.
 
     If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would without
     a drafter.
-
-    With `goes_ahead`, the next pass is started before the tokens that it reads are known here, so that the device works
-    while they go through the event loop. All requests must go on, and the next call should be for the same texts.
 
     Returns: for each request, in order, its result or the error that concerns it alone. `NotANumberError` and
         `ProcessorError`: no token can be chosen from its first row.
@@ -135,9 +128,6 @@ def verify(
         judged = [next(found) if isinstance(each, outcome.Value) else each for each in prepared]
         sound = [each.value for each in judged if isinstance(each, outcome.Value)]
         arrays = {id(array): array for each in sound for array in each.arrays()}  # texts share some
-        if goes_ahead:
-            mx.async_eval(*arrays.values())
-            model.feed_ahead(_next_tokens(sound))
         mx.eval(*arrays.values())
     except BaseException:
         # What is in the caches now is not known.
@@ -196,12 +186,7 @@ def judge_choices(chosen: SharedValues, part: slice, drafted: tuple[int, ...]) -
         num_accepted = count_matches(ids, drafted)
         return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
 
-    return LazyJudgement((chosen.array,), read, None if drafted else lambda: chosen.array[part])
-
-
-def _next_tokens(judged: Sequence[_Judged]) -> dict[CachedSequence, mx.array]:
-    """The tokens that come next, of the texts whose next token depends on nothing else."""
-    return {each.fed.request.sequence: each.judgement.token() for each in judged if each.judgement.token is not None}
+    return LazyJudgement((chosen.array,), read)
 
 
 def _chain(before: outcome.Outcome[S], call: Callable[[S], T]) -> outcome.Outcome[T]:

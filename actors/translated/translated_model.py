@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -70,8 +70,13 @@ class TranslatedModel:
             for feed, reading, rows in zip(feeds, readings, all_rows, strict=True)
         ]
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`. Does nothing: only the target decodes ahead."""
+        return None
+
+    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
+        """See `Model.count_ahead`."""
+        return False
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`."""
