@@ -7,6 +7,7 @@ far as its cache allows. All its methods run on the model's own thread.
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -235,6 +236,22 @@ class Model(Protocol):
         """
         ...
 
+    @property
+    def widest_row(self) -> int:
+        """Most tokens of one text in a pass that texts share."""
+        ...
+
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """Process the first tokens of several texts in one pass, without logits. `sharing_obstacle` must be None.
+
+        Args:
+            sequences: empty ones of this model.
+            tokens: of each, at least one and at most `widest_row`.
+
+        Raises: whatever the model raises; all of them are empty then.
+        """
+        ...
+
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
         """Start a pass over one token of each of several texts; the tokens may not be computed yet.
 
@@ -305,6 +322,12 @@ class FeedsEach:
     """
 
     feed_together = staticmethod(feed_each)
+    widest_row = sys.maxsize
+
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`."""
+        for sequence, read in zip(sequences, tokens, strict=True):
+            sequence.feed(read, 0)
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`."""

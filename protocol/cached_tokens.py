@@ -72,17 +72,6 @@ class CachedTokens:
         self._tokens += plan.feed
         self._num_agreed = min(self._num_agreed, plan.keep)
 
-    def read_last(self, committed: Sequence[int]) -> None:
-        """Record that the cache has read the last committed token, the only one that it lacked.
-
-        Raises: ProtocolError: it lacked another number of tokens.
-        """
-        if len(self._tokens) != len(committed) - 1:
-            raise ProtocolError(f"a cache of {len(self._tokens)} tokens has not read one token of {len(committed)}")
-        if self._num_agreed == len(self._tokens):
-            self._num_agreed += 1
-        self._tokens.append(committed[-1])
-
     def rewind(self, length: int) -> None:
         """Record that the cache was cut to its first `length` tokens."""
         del self._tokens[length:]

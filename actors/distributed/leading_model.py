@@ -308,6 +308,14 @@ class LeadingModel(MLXModel):
                 self._announcer.ledger.feed(number, tokens)
             return logits
 
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`."""
+        numbers = [_number(sequence) for sequence in sequences]
+        with self._announcer.announced("read_together", None, numbers, list(tokens), reads=numbers):
+            super().read_together(sequences, tokens)
+            for number, read in zip(numbers, tokens, strict=True):
+                self._announcer.ledger.feed(number, read)
+
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`. The tokens travel through a collective."""
         numbers = [_number(sequence) for sequence in sequences]

@@ -22,6 +22,7 @@ from actors.mlx.row_caches import (
 )
 from actors.trained.features import FeatureRecorder, recording
 from protocol.errors import RewindError
+from protocol.prefill_chunks import MAX_CHUNK_TOKENS
 
 
 class RowBatch:
@@ -81,6 +82,11 @@ class RowBatch:
         return all(can_rewind_passes(layer) for layer in self._caches)
 
     @property
+    def widest_row(self) -> int:
+        """Most tokens of one row in a pass."""
+        return MAX_WIDTH if any(_is_ring(layer) for layer in self._caches) else MAX_CHUNK_TOKENS
+
+    @property
     def pads_texts(self) -> bool:
         """Whether each row takes as much memory as the longest."""
         return any(_is_padded(layer) for layer in self._caches)
@@ -121,13 +127,19 @@ class RowBatch:
         for rows in self._caches:
             rows.shrink(max(self._lengths, default=0))
 
+    def read(self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None) -> None:
+        """Process the first tokens of all rows, which are empty, and evaluate their caches; as `feed` otherwise."""
+        self.feed(tokens, recorder)
+        mx.eval([layer.state for layer in self._caches], list(self._features.values()))
+        release_buffers()
+
     def feed(
         self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
     ) -> dict[object, mx.array]:
         """Process tokens of several rows in one pass.
 
         Args:
-            tokens: by key, at least one id for each row that takes part, at most `MAX_WIDTH`. The other rows stay as
+            tokens: by key, at least one id for each row that takes part, at most `widest_row`. The other rows stay as
                 they are. The model reads an id beyond its vocabulary as its last id, as `MLXSequence` has it.
             recorder: of the features that a trained drafter reads; None if nobody reads any.
 
@@ -138,7 +150,7 @@ class RowBatch:
         fed = [tuple(min(token, last_id) for token in tokens.get(key, ())) for key in self._keys]
         widths = [len(row) for row in fed]
         width = max(widths)
-        assert 0 < width <= MAX_WIDTH
+        assert 0 < width <= self.widest_row
         padded = mx.array([row + (0,) * (width - len(row)) for row in fed])
         with evaluating(self._layer_evaluation):
             logits = self._forward(padded, widths, recorder)
@@ -251,6 +263,12 @@ def _is_padded(layer: Any) -> bool:
     if isinstance(layer, RowCacheList):
         return any(_is_padded(inner) for inner in layer.caches)
     return isinstance(layer, RowKVCache) and not isinstance(layer, RowRingCache)
+
+
+def _is_ring(layer: Any) -> bool:
+    if isinstance(layer, RowCacheList):
+        return any(_is_ring(inner) for inner in layer.caches)
+    return isinstance(layer, RowRingCache)
 
 
 def _has_state(layer: Any) -> bool:

@@ -81,7 +81,7 @@ class SharedPasses:
         """See `Model.feed_together`."""
         rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
         if self._batch.pads_texts:
-            others = [text for text in self._rows if text.is_row]
+            others = [text for text in self._rows if text.is_row_of(self._batch)]
             fitting = _fitting({text: text.length for text in (*others, *rows)})
             rows = {text: feed for text, feed in rows.items() if text in fitting}
         if len(rows) < 2:
@@ -90,6 +90,27 @@ class SharedPasses:
         self._has_fed_rows = bool(rows)
         logits = self._feed_rows(rows) if rows else {}
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
+
+    @property
+    def widest_row(self) -> int:
+        """See `Model.widest_row`."""
+        return self._batch.widest_row
+
+    def read(self, sequences: Sequence[MLXSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`. The texts are rows of a batch of their own, until they join others."""
+        batch = self._new_batch(sequences[0].layer_evaluation)
+        try:
+            for text in sequences:
+                text.join(batch)
+            batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
+        except BaseException:
+            for text in sequences:
+                text.forget()
+            raise
+        for text in sequences:
+            text.count_row()
+        if not any(text.is_row_of(self._batch) for text in self._rows):
+            self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`."""
@@ -110,13 +131,13 @@ class SharedPasses:
         if not self._has_fed_rows:
             return
         for text in self._rows:
-            if text.is_row:
+            if text.is_row_of(self._batch):
                 text.forget()
         self._rows = {}
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
 
     def _feed_rows(self, rows: dict[Any, Feed]) -> dict[object, mx.array]:
-        self._rows = {text: missed for text, missed in self._rows.items() if text.is_row}
+        self._rows = {text: missed for text, missed in self._rows.items() if text.is_row_of(self._batch)}
         for text, missed in list(self._rows.items()):
             if text not in rows and missed >= MAX_PASSES_MISSED:
                 text.leave_batch()

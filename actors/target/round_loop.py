@@ -15,6 +15,7 @@ import trio
 
 from actors.model import Model
 from actors.target.drafter_link import DrafterLink
+from actors.target.reading import Reading
 from actors.target.round_jobs import RoundJobs
 from actors.target.rounds import Round, has_lost_tokens, is_plain, next_round
 from actors.target.target_session import TargetSession
@@ -80,6 +81,7 @@ class RoundLoop:
             on_commit=on_commit,
             on_rewind=on_rewind,
         )
+        self._reading = Reading(model, worker, chunk_size, lambda: self._jobs.num_shared)
         self.turn = trio.Lock()
         self._changed: dict[TargetSession, None] = {}
         # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
@@ -91,6 +93,27 @@ class RoundLoop:
         self._wakeup = trio.Event()
 
     # --- what others tell it ----------------------------------------------------------------------
+
+    async def read(self, session: TargetSession) -> None:
+        """Read the part of a session's prompt that is not cached.
+
+        Cancellation: waits for the pass that reads some of it.
+
+        Raises: JobError: the pass has failed because of this prompt, or of the model; the error is the cause.
+        """
+        if session.shared.opened.num_read == len(session.cached_tokens):
+            return
+        self._reading.prompts[session] = None
+        self._wakeup.set()
+        try:
+            await session.prompt_is_read.wait()
+        finally:
+            self._reading.prompts.pop(session, None)
+            with trio.CancelScope(shield=True):
+                while session in self._reading.running:
+                    await self._reading.pass_over.wait()
+        if session.failure is not None:
+            raise session.failure
 
     async def decode(self, session: TargetSession) -> None:
         """Run the rounds of a text whose prompt was read, until it is over.
@@ -138,7 +161,13 @@ class RoundLoop:
         Cancellation: after the running pass.
         """
         while True:
+            if self._reading.prompts:
+                async with self.turn:
+                    if self._reading.prompts:  # still
+                        await self._reading.run_pass()
             wait_s = self._wait_s()
+            if wait_s > 0.0 and self._reading.prompts:
+                continue
             if wait_s > 0.0:
                 self._jobs.deliver()
                 with trio.move_on_after(wait_s):
@@ -340,15 +369,22 @@ class RoundLoop:
 
     # --- the work ---------------------------------------------------------------------------------
 
+    @property
+    def _has_others_waiting(self) -> bool:
+        """Whether somebody else waits for the worker."""
+        return self.turn.statistics().tasks_waiting > 0
+
     async def _decode_plainly(self) -> None:
         """Passes over texts that nobody drafts for, until there is something else to do."""
         group, self._plain = list(self._plain), {}
-        while len(group) > 1 and not self._changed and self.turn.statistics().tasks_waiting == 0:
+        while len(group) > 1:
             chosen = self._jobs.next_plain(group)
             going_on = await self._jobs.run_plain_pass(chosen)
             if len(going_on) < len(group):
                 left = set(chosen).difference(going_on)
                 group = [session for session in group if session not in left and session.id in self._jobs.texts]
+            if self._changed or self._reading.prompts or self._has_others_waiting:
+                break
         for session in group:
             self._jobs.begin_clock(session)
         self._plain = dict.fromkeys(group)

@@ -70,6 +70,16 @@ class TranslatedModel:
             for feed, reading, rows in zip(feeds, readings, all_rows, strict=True)
         ]
 
+    @property
+    def widest_row(self) -> int:
+        """See `Model.widest_row`."""
+        return self._model.widest_row
+
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`. One after another: texts of another vocabulary differ in length."""
+        for sequence, read in zip(sequences, tokens, strict=True):
+            sequence.feed(read, 0)
+
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`. Does nothing: only the target decodes ahead."""
         return None
