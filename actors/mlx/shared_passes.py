@@ -204,27 +204,26 @@ class SharedPasses:
     def _probed_alone(self) -> list[mx.array]:
         logits = []
         for length, widths in _PROBES:
-            caches = self._prefilled(length)
+            caches = self._options.make_cache(self._model)
+            self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
             for begin, end in _passes(length, widths):
                 logits.append(self._model(mx.array([_PROBE_TOKENS[begin:end]]), cache=caches)[0])
         return logits
 
     def _probed_together(self) -> list[mx.array]:
         batch = self._new_batch(LayerEvaluation.WHOLE)
-        for length, _ in _PROBES:
-            batch.join(length, self._prefilled(length), length)
         lengths = [length for length, _ in _PROBES]
-        passes = zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True)
-        fed = [
-            batch.feed({length: _PROBE_TOKENS[begin:end] for length, (begin, end) in zip(lengths, each, strict=True)})
-            for each in passes
-        ]
+        caches = {length: self._options.make_cache(self._model) for length in lengths}
+        for length in lengths:
+            batch.join(length, caches[length], 0)
+        batch.read({length: _PROBE_TOKENS[:length] for length in lengths})
+        fed = []
+        for each in zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True):
+            tokens = {length: _PROBE_TOKENS[begin:end] for length, (begin, end) in zip(lengths, each, strict=True)}
+            fed.append(batch.feed(tokens))
+            # It leaves, and joins again with what it has read.
+            batch.join(lengths[0], caches[lengths[0]], batch.leave(lengths[0], caches[lengths[0]]))
         return [logits[length] for length in lengths for logits in fed]
-
-    def _prefilled(self, length: int) -> list[Any]:
-        caches = self._options.make_cache(self._model)
-        self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
-        return caches
 
 
 def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
