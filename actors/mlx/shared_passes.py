@@ -219,7 +219,9 @@ class SharedPasses:
         batch.read({length: _PROBE_TOKENS[:length] for length in lengths})
         fed = []
         for each in zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True):
-            tokens = {length: _PROBE_TOKENS[begin:end] for length, (begin, end) in zip(lengths, each, strict=True)}
+            tokens: dict[object, tuple[int, ...]] = {}
+            for length, (begin, end) in zip(lengths, each, strict=True):
+                tokens[length] = _PROBE_TOKENS[begin:end]
             fed.append(batch.feed(tokens))
             # It leaves, and joins again with what it has read.
             batch.join(lengths[0], caches[lengths[0]], batch.leave(lengths[0], caches[lengths[0]]))

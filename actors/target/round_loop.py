@@ -15,9 +15,9 @@ import trio
 
 from actors.model import Model
 from actors.target.drafter_link import DrafterLink
+from actors.target.parts import Part, has_lost_tokens, is_plain, next_part
 from actors.target.reading import Reading
 from actors.target.round_jobs import RoundJobs
-from actors.target.rounds import Round, has_lost_tokens, is_plain, next_round
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Worker
 from protocol.pass_plan import ReadyRound, best_number, plan_pass
@@ -85,7 +85,7 @@ class RoundLoop:
         self.turn = trio.Lock()
         self._changed: dict[TargetSession, None] = {}
         # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
-        self._ready: dict[TargetSession, Round] = {}
+        self._ready: dict[TargetSession, Part] = {}
         self._plain: dict[TargetSession, None] = {}
         self._hurried: set[TargetSession] = set()
         self._hurried_until_s = -math.inf
@@ -200,7 +200,7 @@ class RoundLoop:
             self._waits_until_s = math.inf
             return deadline_s - now_s
         first = next(iter(self._ready.values()))
-        if first.request.alone or len(self._jobs.texts) == 1 or self._goes_by_itself(first):
+        if first.alone or len(self._jobs.texts) == 1 or self._goes_by_itself(first):
             return 0.0
         return self._wait_for_more_s(now_s)
 
@@ -256,15 +256,15 @@ class RoundLoop:
         self._plain.pop(session, None)
         self._prices.num_texts = max(1, min(len(self._jobs.texts), self._jobs.most_rounds))
         try:
-            round = next_round(session, self._prices, now_s)
+            part = next_part(session, self._prices, now_s)
         except Exception as error:  # of any kind: it ends this text, and the others go on
             self._jobs.fail(session, error)
             return
         if session.ended_s is not None:
             session.turnaround_s.observe(now_s - session.ended_s)
             session.ended_s = None
-        self._ready[session] = round
-        self._target_queue.enter(session.id, round.ready.max_width)
+        self._ready[session] = part
+        self._target_queue.enter(session.id, part.ready.max_width)
 
     def _time_out(self, now_s: float) -> float:
         """Give up waiting for proposals that are due. Returns: when the next one is."""
@@ -282,12 +282,9 @@ class RoundLoop:
                 next_s = min(next_s, session.proposal_due_s)
         return next_s
 
-    def _goes_by_itself(self, round: Round) -> bool:
-        """Whether a round has a step of the decoder, or a job that reads its text again, instead of a pass."""
-        session = round.session
-        sequence = session.sequence
-        assert sequence is not None
-        return has_lost_tokens(session, sequence) or self._is_decoded_alone(session)
+    def _goes_by_itself(self, part: Part) -> bool:
+        """Whether a text has a step of the decoder, or a job that reads it again, instead of a pass."""
+        return has_lost_tokens(part.session, part.sequence) or self._is_decoded_alone(part.session)
 
     def _is_decoded_alone(self, session: TargetSession) -> bool:
         """Whether a round without a proposal is decoded a pass ahead, instead of in a pass that others may share."""
@@ -307,9 +304,9 @@ class RoundLoop:
         coming = self._coming(now_s)
         if not coming:
             return 0.0
-        rounds = self._sharing()
+        parts = self._sharing()
         plan = plan_pass(
-            [*(round.ready for round in rounds), *coming.values()],
+            [*(part.ready for part in parts), *coming.values()],
             self._prices.verify,
             self._jobs.most_rounds,
             max_wait_s=self._waits_until_s - now_s,
@@ -317,7 +314,7 @@ class RoundLoop:
         if plan.wait_s > 0.0:
             return plan.wait_s
         sessions = list(coming)
-        hurried = {sessions[i - len(rounds)] for i in plan.num_drafted if i >= len(rounds)} - self._hurried
+        hurried = {sessions[i - len(parts)] for i in plan.num_drafted if i >= len(parts)} - self._hurried
         if not hurried:
             return 0.0
         for session in hurried:
@@ -346,26 +343,23 @@ class RoundLoop:
                 )
         return coming
 
-    def _sharing(self) -> list[Round]:
-        """The rounds that could share the next pass, the first of those that are ready at the front."""
-        return [round for round in self._ready.values() if not round.request.alone and not self._goes_by_itself(round)]
+    def _sharing(self) -> list[Part]:
+        """The parts that could share the next pass, the first of those that are ready at the front."""
+        return [part for part in self._ready.values() if not part.alone and not self._goes_by_itself(part)]
 
-    def _chosen(self) -> list[Round]:
-        """The rounds of the pass that begins now, cut to the drafted tokens that they feed."""
+    def _chosen(self) -> list[Part]:
+        """The parts of the pass that begins now, cut to the drafted tokens that they feed."""
         first = next(iter(self._ready.values()))
-        if first.request.alone:
+        if first.alone:
             return [first]
-        rounds = self._sharing()
-        if len(rounds) == 1:
+        parts = self._sharing()
+        if len(parts) == 1:
             # A text's own policy has decided what its pass is worth.
-            return rounds
-        plan = plan_pass([round.ready for round in rounds], self._prices.verify, self._jobs.most_rounds)
-        chosen = []
-        for index, round in enumerate(rounds):
-            if index in plan.num_drafted:
-                round.cut(plan.num_drafted[index])
-                chosen.append(round)
-        return chosen
+            return parts
+        plan = plan_pass([part.ready for part in parts], self._prices.verify, self._jobs.most_rounds)
+        for index, num_drafted in plan.num_drafted.items():
+            parts[index].cut(num_drafted)
+        return [parts[index] for index in plan.num_drafted]
 
     # --- the work ---------------------------------------------------------------------------------
 
@@ -392,25 +386,25 @@ class RoundLoop:
     async def _work(self) -> list[TargetSession]:
         """Run the next job. Returns: the sessions that had a part in it."""
         first = next(iter(self._ready.values()))
-        sequence = first.session.sequence
-        assert sequence is not None
+        session = first.session
         self._waits_until_s = math.inf
-        rounds = [first]
-        if has_lost_tokens(first.session, sequence):
-            del self._ready[first.session]
-            await self._jobs.read_again(first, sequence)
-        elif self._is_decoded_alone(first.session):
-            del self._ready[first.session]
-            await self._jobs.decode_alone(first, is_alone=self._num_sessions() == 1 or self._jobs.num_shared == 1)
+        parts = [first]
+        if has_lost_tokens(session, first.sequence):
+            del self._ready[session]
+            await self._jobs.read_again(session, first.sequence)
+        elif self._is_decoded_alone(session):
+            del self._ready[session]
+            is_alone = self._num_sessions() == 1 or self._jobs.num_shared == 1
+            await self._jobs.decode_alone(session, first.since_s, is_alone=is_alone)
         else:
-            rounds = self._chosen()
-            for round in rounds:
-                del self._ready[round.session]
-            is_drafted = await self._jobs.run_pass(rounds)
-            for round in self._ready.values():
-                if round.since_s < self._jobs.pass_began_s:
-                    round.pass_over()
+            parts = self._chosen()
+            for part in parts:
+                del self._ready[part.session]
+            is_drafted = await self._jobs.run_pass(parts)
+            for part in self._ready.values():
+                if part.since_s < self._jobs.pass_began_s:
+                    part.pass_over()
             if is_drafted and len(self._jobs.texts) > 1:
                 for _ in range(ANSWER_TURNS):
                     await trio.lowlevel.checkpoint()
-        return [round.session for round in rounds]
+        return [part.session for part in parts]
