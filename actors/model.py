@@ -248,7 +248,7 @@ class Model(Protocol):
             sequences: empty ones of this model.
             tokens: of each, at least one and at most `widest_row`.
 
-        Raises: whatever the model raises; all of them are empty then.
+        Raises: whatever the model raises; what they hold is not known then.
         """
         ...
 

@@ -99,14 +99,9 @@ class SharedPasses:
     def read(self, sequences: Sequence[MLXSequence], tokens: Sequence[tuple[int, ...]]) -> None:
         """See `Model.read_together`. The texts are rows of a batch of their own, until they join others."""
         batch = self._new_batch(sequences[0].layer_evaluation)
-        try:
-            for text in sequences:
-                text.join(batch)
-            batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
-        except BaseException:
-            for text in sequences:
-                text.forget()
-            raise
+        for text in sequences:
+            text.join(batch)
+        batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
         for text in sequences:
             text.count_row()
         if not any(text.is_row_of(self._batch) for text in self._rows):

@@ -107,7 +107,12 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], tokens: Se
     """Returns: whether texts of the model can share passes, so that these were read."""
     if model.sharing_obstacle() is not None:
         return False
-    model.read_together(sequences, tokens)
+    try:
+        model.read_together(sequences, tokens)
+    except BaseException:
+        for sequence in sequences:
+            sequence.forget()
+        raise
     return True
 
 
