@@ -1,4 +1,4 @@
-"""The cases of all peers, and their table in the guide. As a script, it writes the table there."""
+"""The cases of all peers, and the guide's tables of those that are answered differently. As a script, it writes them there."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ import peer_cases_vllm
 from peer_cases import Case
 
 CASES = [*peer_cases_mlx_lm.CASES, *peer_cases_vllm.CASES, *peer_cases_llama_cpp.CASES]
-# Where each has its tests.
-PEERS = {"mlx-lm": "tests", "vLLM": "tests/entrypoints", "llama.cpp": "tools/server/tests/unit"}
 
 GUIDE = Path(__file__).parents[2] / "docs" / "clients.md"
-# The table is the end of the guide.
+# The tables are the end of the guide.
 BEGIN = "### mlx-lm\n"
 
 
 def table(cases: Sequence[Case] = CASES) -> str:
-    """The cases as the guide shows them."""
+    """The cases that are answered differently, as the guide shows them."""
     lines = []
-    for peer, folder in PEERS.items():
+    for peer in dict.fromkeys(case.peer for case in cases):
         of_peer = [case for case in cases if case.peer == peer]
-        num_passing = sum(case.instead is None for case in of_peer)
-        lines += [f"### {peer}", "", f"Tests in `{folder}`; {num_passing} of these {len(of_peer)} pass.", ""]
-        lines += ["| test | what it expects | here |", "|---|---|---|"]
-        lines += [
-            f"| {case.file.removesuffix('.py')}: `{case.test}` | {case.expects} | {case.instead or 'passes'} |"
-            for case in of_peer
-        ]
-        lines.append("")
+        different = [case for case in of_peer if case.instead is not None]
+        lines += [f"### {peer}", "", f"{len(of_peer) - len(different)} of {len(of_peer)} tests pass.", ""]
+        if different:
+            lines += ["| its test expects | here |", "|---|---|"]
+            lines += [f"| {case.expects} | {case.instead} |" for case in different]
+            lines.append("")
     return "\n".join(lines[:-1]) + "\n"
 
 
 def in_guide() -> str:
-    """The table that the guide has."""
+    """The tables that the guide has."""
     _, begin, rest = GUIDE.read_text(encoding="utf-8").partition(BEGIN)
     return begin + rest
 
