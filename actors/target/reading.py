@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import trio
 
@@ -11,6 +12,7 @@ from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, next_chunk
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
+from protocol.cached_tokens import FeedPlan
 from protocol.prefill_chunks import PrefillChunkSize, read_together
 from protocol.trace import Share
 
@@ -25,7 +27,12 @@ class Reading:
     """
 
     def __init__(
-        self, model: Model, worker: Worker, chunk_size: PrefillChunkSize, num_shared: Callable[[], int]
+        self,
+        model: Model,
+        worker: Worker,
+        chunk_size: PrefillChunkSize,
+        num_shared: Callable[[], int],
+        share: Callable[[list[Any], list[Share], Job[Any]], None],
     ) -> None:
         """No prompt so far.
 
@@ -34,11 +41,13 @@ class Reading:
             worker: runs the passes.
             chunk_size: of the model; updated.
             num_shared: returns how many texts may share a pass, >= 1.
+            share: called when a job of several parts begins; see `RoundJobs.share`.
         """
         self._model = model
         self._worker = worker
         self._chunk_size = chunk_size
         self._num_shared = num_shared
+        self._share = share
         self.prompts: dict[TargetSession, None] = {}
         self.running: Sequence[TargetSession] = ()
         self.pass_over = trio.Event()
@@ -86,34 +95,32 @@ class Reading:
             session.cached_tokens.plan(session.shared.opened.prompt[: session.shared.opened.num_read], num_logits=0)
             for session in sessions
         ]
-        shares = tuple(Share(session.id, 0, len(plan.feed)) for session, plan in zip(sessions, plans, strict=True))
         sequences = [session.sequence for session in sessions if session.sequence is not None]
-        call = partial(_read_together, self._model, sequences, [plan.feed for plan in plans])
-        job = Job("prefill", call, num_tokens=sum(len(plan.feed) for plan in plans), shares=shares)
+        shares = [Share(session.id, 0, len(plan.feed)) for session, plan in zip(sessions, plans, strict=True)]
+        job = Job("prefill", partial(_read_together, self._model, sequences, plans))
+        job.prepare = partial(self._share, plans, shares, job)
         try:
-            is_read = await self._worker.run(job)
+            await self._worker.run(job)
         except JobError:
-            is_read = False
-        for session, plan in zip(sessions, plans, strict=True):
-            if is_read:
-                session.cached_tokens.follow(plan)
-            else:
+            for session in sessions:
                 session.reads_alone = True
-        if is_read:
-            self._chunk_size.observe(job.num_tokens, job.seconds)
+            return
+        # Only the first one where texts of the model cannot share passes.
+        for session, plan in zip(sessions, plans, strict=False):
+            session.cached_tokens.follow(plan)
+        self._chunk_size.observe(job.num_tokens, job.seconds)
 
 
-def _read_together(model: Model, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> bool:
-    """Returns: whether texts of the model can share passes, so that these were read."""
-    if model.sharing_obstacle() is not None:
-        return False
+def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Sequence[FeedPlan]) -> None:
     try:
-        model.read_together(sequences, tokens)
+        if len(plans) == 1:
+            sequences[0].feed(plans[0].feed, 0)
+        else:
+            model.read_together(sequences, [plan.feed for plan in plans])
     except BaseException:
         for sequence in sequences:
             sequence.forget()
         raise
-    return True
 
 
 def _can_share(session: TargetSession) -> bool:

@@ -7,7 +7,7 @@ import trio
 
 from actors.actor import ActorSession
 from actors.session import Session
-from actors.target.plain_decoder import PlainDecoder
+from actors.target.plain_rows import PlainRow
 from actors.workers.shared_jobs import Suspects
 from protocol.backoff import Backoff
 from protocol.errors import ProtocolError
@@ -70,7 +70,7 @@ class TargetSession(ActorSession):
     """The state of one session at the target.
 
     Attributes:
-        decoder: of rounds that the text has for itself without a proposal; made for the first of them.
+        plain_row: of rounds without a proposal; made for the first of them.
         replay: tracks when replayed tokens are fed for good.
         verify_seconds: spent on verify passes so far.
         prompt_is_read: set once the prompt was read, or cannot be.
@@ -102,7 +102,7 @@ class TargetSession(ActorSession):
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
-        self.decoder: PlainDecoder | None = None
+        self.plain_row: PlainRow | None = None
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
         self.prompt_is_read = trio.Event()

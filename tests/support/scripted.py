@@ -473,7 +473,7 @@ class ComparingWorker(SimulatedWorker):
                 self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
-        if job.kind == "verify" and isinstance(result, list):
+        if job.kind in ("verify", "decode") and isinstance(result, list):
             self._forget_failed(zip(sessions_of(job), result, strict=True))
         if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
             self._sequences[job.session] = result.sequence
