@@ -1,4 +1,7 @@
-"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole."""
+"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole.
+
+A chunk of the tokens that a session scores is read with their scores.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import trio
 
 from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, next_chunk
+from actors.target.scoring import next_scored_chunk
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
@@ -46,14 +50,21 @@ class Reading:
         self._model = model
         self._worker = worker
         self._chunk_size = chunk_size
+        # A pass that scores costs more than one that only reads.
+        self._score_size = PrefillChunkSize()
         self._num_shared = num_shared
         self._share = share
         self.prompts: dict[TargetSession, None] = {}
         self.running: Sequence[TargetSession] = ()
         self.pass_over = trio.Event()
 
+    @property
+    def wanted(self) -> list[TargetSession]:
+        """The sessions whose prompts somebody still wants to be read."""
+        return [session for session in self.prompts if not session.shared.is_unwanted]
+
     async def run_pass(self) -> None:
-        """Read a chunk of the first prompt, or that prompt whole together with others of like length.
+        """Read a chunk of the first prompt that is wanted, of which there is one, or that prompt whole together with others of like length.
 
         An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
         alone.
@@ -70,7 +81,7 @@ class Reading:
             self.pass_over.set()
 
     def _chosen(self) -> list[TargetSession]:
-        first, *others = self.prompts
+        first, *others = self.wanted
         if self._num_shared() == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]
@@ -80,15 +91,23 @@ class Reading:
     async def _read_chunk(self, session: TargetSession) -> None:
         sequence, opened = session.sequence, session.shared.opened
         assert sequence is not None
-        chunk = next_chunk(sequence, session.cached_tokens, opened, self._chunk_size)
-        job = Job("prefill", partial(chunk.feed, sequence), session.id, len(chunk.plan.feed))
+        scores = len(session.cached_tokens) >= opened.num_read
+        chunk_size = self._score_size if scores else self._chunk_size
+        call: Callable[[], Any]
+        if scores:
+            vocab_size = self._model.vocab_size
+            plan, call = next_scored_chunk(sequence, session.cached_tokens, opened, chunk_size, vocab_size)
+        else:
+            chunk = next_chunk(sequence, session.cached_tokens, opened, chunk_size)
+            plan, call = chunk.plan, partial(chunk.feed, sequence)
+        job: Job[Any] = Job("prefill", call, session.id, len(plan.feed))
         try:
-            await self._worker.run(job)
+            session.shared.scores += await self._worker.run(job) or ()
         except JobError as error:
             session.failure = error
             return
-        self._chunk_size.observe(job.num_tokens, job.seconds)
-        session.cached_tokens.follow(chunk.plan)
+        chunk_size.observe(job.num_tokens, job.seconds)
+        session.cached_tokens.follow(plan)
 
     async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
         plans = [
@@ -129,4 +148,4 @@ def _can_share(session: TargetSession) -> bool:
 
 
 def _num_left(session: TargetSession) -> int:
-    return session.shared.opened.num_read - len(session.cached_tokens)
+    return session.reads_until - len(session.cached_tokens)

@@ -219,12 +219,15 @@ class RoundJobs:
             self._look_at(session)
         num_texts = len(rows)
         width = max([share.num_tokens for share in shares])
-        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=not was_ahead)
+        # A text's cache is copied when it shares a pass for the first time.
+        is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in sessions))
+        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=is_typical)
         going_on = []
         for session, row, result in zip(sessions, rows, results, strict=False):
             session.shared.counts.wait(job.began - ready_s)
             session.verify_seconds += job.seconds / num_texts
             session.was_plain = True
+            session.has_shared = session.has_shared or num_texts > 1
             if isinstance(result, CacheLostError):
                 self._look_at(session)
             elif isinstance(result, Exception):
@@ -332,7 +335,7 @@ class RoundJobs:
             session = part.session
             session.shared.counts.wait(job.began - part.since_s)
             session.last_pass_s = job.seconds / num_parts
-            session.pass_rounds, session.pass_rows, session.pass_is_typical = num_parts, num_rows, is_typical
+            session.pass_rounds, session.pass_rows = num_parts, num_rows
             session.pass_s = job.seconds
             session.ended_s, session.last_ready = job.ended, part.ready
             session.has_shared = session.has_shared or num_parts > 1

@@ -34,11 +34,7 @@ ANSWER_TURNS = 3
 
 
 class RoundLoop:
-    """The rounds of all texts of one target.
-
-    Attributes:
-        turn: held while the worker is used for more than a moment, so that a pass is decided on when it can begin.
-    """
+    """The prompts and rounds of all texts of one target."""
 
     def __init__(
         self,
@@ -50,7 +46,6 @@ class RoundLoop:
         chunk_size: PrefillChunkSize,
         max_batch: int,
         *,
-        num_sessions: Callable[[], int],
         on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
@@ -62,13 +57,11 @@ class RoundLoop:
             prices: of both models.
             target_queue: shows the drafter which passes wait and run.
             drafter: whose proposals are waited for.
-            num_sessions: returns how many sessions the target has, those that read their prompts included.
         """
         self._worker = worker
         self._prices = prices
         self._target_queue = target_queue
         self._drafter = drafter
-        self._num_sessions = num_sessions
         self._jobs = RoundJobs(
             model,
             worker,
@@ -82,7 +75,6 @@ class RoundLoop:
             on_rewind=on_rewind,
         )
         self._reading = Reading(model, worker, chunk_size, lambda: self._jobs.num_shared, self._jobs.share)
-        self.turn = trio.Lock()
         self._changed: dict[TargetSession, None] = {}
         # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
         self._ready: dict[TargetSession, Part] = {}
@@ -94,15 +86,16 @@ class RoundLoop:
 
     # --- what others tell it ----------------------------------------------------------------------
 
-    async def read(self, session: TargetSession) -> None:
-        """Read the part of a session's prompt that is not cached.
+    async def read(self, session: TargetSession, length: int) -> None:
+        """Read a session's prompt up to a length, as far as it is not cached; the tokens to score with their scores.
 
         Cancellation: waits for the pass that reads some of it.
 
         Raises: JobError: the pass has failed because of this prompt, or of the model; the error is the cause.
         """
-        if session.shared.opened.num_read == len(session.cached_tokens):
+        if length <= len(session.cached_tokens):
             return
+        session.reads_until, session.prompt_is_read = length, trio.Event()
         self._reading.prompts[session] = None
         self._wakeup.set()
         try:
@@ -161,12 +154,10 @@ class RoundLoop:
         Cancellation: after the running pass.
         """
         while True:
-            if self._reading.prompts:
-                async with self.turn:
-                    if self._reading.prompts:  # still
-                        await self._reading.run_pass()
+            if self._reading.wanted:
+                await self._reading.run_pass()
             wait_s = self._wait_s()
-            if wait_s > 0.0 and self._reading.prompts:
+            if wait_s > 0.0 and self._reading.wanted:
                 continue
             if wait_s > 0.0:
                 self._jobs.deliver()
@@ -174,15 +165,13 @@ class RoundLoop:
                     await self._wakeup.wait()
                 continue
             if group := self._plain_group():
-                async with self.turn:
-                    await self._decode_plainly(group)
+                await self._decode_plainly(group)
                 continue
-            # Each of these has one turn before others use the worker again, also where each has a job for itself. Those
-            # that become ready meanwhile may share their passes.
+            # Each of these has one turn before another prompt is read, also where each has a job for itself. Those that
+            # become ready meanwhile may share their passes.
             due = set(self._ready)
-            async with self.turn:
-                while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
-                    due.difference_update(await self._work())
+            while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
+                due.difference_update(await self._work())
 
     def _wait_s(self) -> float:
         """Seconds until there may be something for the worker to do, unless something changes; 0 for now."""
@@ -360,11 +349,6 @@ class RoundLoop:
 
     # --- the work ---------------------------------------------------------------------------------
 
-    @property
-    def _has_others_waiting(self) -> bool:
-        """Whether somebody else waits for the worker."""
-        return self.turn.statistics().tasks_waiting > 0
-
     async def _decode_plainly(self, group: list[TargetSession]) -> None:
         """Passes over texts that nobody drafts for, until there is something else to do."""
         goes_ahead = self._all_are_plain
@@ -373,7 +357,7 @@ class RoundLoop:
         while group:
             going_on = await self._jobs.run_plain_pass(group, goes_ahead=goes_ahead)
             group = [text for text in going_on if text.id in self._jobs.texts]
-            if not goes_ahead or others or self._changed or self._reading.prompts or self._has_others_waiting:
+            if not goes_ahead or others or self._changed or self._reading.wanted:
                 break
         for text in group:
             self._jobs.begin_clock(text)
