@@ -63,7 +63,7 @@ class RequestAdmission:
                 f"{self._max_streams()} requests are being answered and {self._max_waiting} wait, which is the limit; "
                 f"try again in {seconds} s",
                 type="rate_limit_error",
-                code="full_house",
+                code="rate_limit_exceeded",
                 headers={"Retry-After": str(seconds)},
             )
 

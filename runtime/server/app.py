@@ -25,11 +25,10 @@ from runtime.server.admission import RequestAdmission
 from runtime.server.answers.ignored_fields import IGNORED_HEADER
 from runtime.server.anthropic.api import Messages
 from runtime.server.anthropic.token_count import TokenCountEndpoint
-from runtime.server.background import Background, in_thread
-from runtime.server.connections.body_memory import BodyMemory
+from runtime.server.connections.client import BodyMemory
 from runtime.server.errors import ErrorResponse
+from runtime.server.fair_threads import Background, FairThreads, in_thread
 from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext, find_model
-from runtime.server.lanes import Lanes
 from runtime.server.metrics import Metrics
 from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
 from runtime.server.models.pool import ModelPool
@@ -94,7 +93,6 @@ class Application:
     admission: RequestAdmission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         await self.app(scope, receive, send)
 
 
@@ -118,8 +116,8 @@ def application(
         service.limits,
         admission,
         metrics,
-        Lanes(background),
-        Lanes(background),
+        FairThreads(background),
+        FairThreads(background),
         BodyMemory(service.limits.max_bodies_bytes),
         is_strict=service.is_strict,
     )

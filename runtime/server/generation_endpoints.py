@@ -12,7 +12,6 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.generation.tool_calls.tools import Tools
-from runtime.server.access_log import TOKENS
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.api import Answer, Api
 from runtime.server.answers.choices import Choice, Choices
@@ -20,11 +19,11 @@ from runtime.server.answers.event_stream import send_events, send_whole
 from runtime.server.answers.ignored_fields import IgnoredFields
 from runtime.server.answers.json_body import encoded_aside
 from runtime.server.answers.parts import AnswerSplitter
-from runtime.server.connections.body_memory import BodyMemory
-from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
+from runtime.server.connections.client import BodyMemory, ClientGone, client_address, read_body, while_there
 from runtime.server.errors import ErrorResponse, error_response_of, short_json
-from runtime.server.lanes import SHORT, Lanes
+from runtime.server.fair_threads import SHORT, FairThreads
 from runtime.server.metrics import Metrics
+from runtime.server.middleware import TOKENS
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool
 from runtime.server.models.served_model import ModelLoadError, ServedModel
@@ -93,8 +92,8 @@ class ServerContext:
     limits: Limits
     admission: RequestAdmission
     metrics: Metrics
-    preparation: Lanes
-    encoding: Lanes
+    preparation: FairThreads
+    encoding: FairThreads
     body_memory: BodyMemory
     is_strict: bool = False
 

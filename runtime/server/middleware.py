@@ -1,17 +1,100 @@
-"""Middleware: headers of every response, the address of every client, and checks of host names and API keys."""
+"""Middleware: access log, headers of every response, addresses of clients, checks of host names and API keys."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import string
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import quote
 
+import trio
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.connections.address import IpNetwork
 from runtime.server.errors import ErrorResponse
+
+# Key in a request's ASGI scope: the number of tokens of its prompt and of its answer, set once an answer has begun.
+TOKENS = "outrider.tokens"
+
+# Monitoring requests these paths every few seconds. Successes are not logged, and neither are further failures of the
+# same status: they would bury everything else.
+_PROBE_PATHS = ("/health", "/metrics")
+
+# nginx's status for a client that left before it got a response.
+_CLIENT_CLOSED_REQUEST = 499
+
+_MAX_PATH_CHARACTERS = 200
+_SAFE_CHARACTERS = string.punctuation.replace('"', "")
+
+
+class AccessLog:
+    """Middleware that logs each request: end time, client, request, status, tokens of prompt and answer, duration.
+
+        2026-11-22T10:15:00Z 127.0.0.1:50412 "POST /v1/completions" 200 tokens=7+24 seconds=0.532
+
+    The line of a response that was not sent to its end, because the client left or the server stopped, ends in
+    "unfinished"; if nothing was sent, its status is 499. Prompts, answers, API keys and query strings are not logged.
+    """
+
+    def __init__(self, app: ASGIApp, write: Callable[[str], object]) -> None:
+        """Around an application.
+
+        Args:
+            app: the application.
+            write: writes a line; an OSError that it raises is ignored.
+        """
+        self._app = app
+        self._write = write
+        self._probe_statuses = dict.fromkeys(_PROBE_PATHS, 200)  # the latest one of each
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, is_whole = trio.current_time(), _CLIENT_CLOSED_REQUEST, False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            if self._is_news(scope["path"], status):
+                with suppress(OSError):  # whatever read the log has closed it
+                    self._write(_log_line(scope, status, is_whole, trio.current_time() - began))
+
+    def _is_news(self, path: str, status: int) -> bool:
+        if path not in _PROBE_PATHS:
+            return True
+        before, self._probe_statuses[path] = self._probe_statuses[path], status
+        return status not in (200, before)
+
+
+def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
+    host, port = scope.get("client") or ("-", 0)
+    client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # Percent-encoded: the decoded path could contain line breaks, quotes, and terminal escape sequences.
+    path = quote(scope["raw_path"].partition(b"?")[0], safe=_SAFE_CHARACTERS)
+    if len(path) > _MAX_PATH_CHARACTERS:
+        path = path[: _MAX_PATH_CHARACTERS - 1] + "…"
+    fields = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", client, f'"{scope["method"]} {path}"', str(status)]
+    if TOKENS in scope:
+        num_prompt_tokens, num_answer_tokens = scope[TOKENS]
+        fields.append(f"tokens={num_prompt_tokens}+{num_answer_tokens}")
+    fields.append(f"seconds={seconds:.3f}")
+    if not is_whole:
+        fields.append("unfinished")
+    return " ".join(fields)
+
 
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -36,7 +119,6 @@ class CommonHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -54,7 +136,6 @@ class UnversionedPaths:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] == "http" and _first_part(scope["path"]) in _OF_API:
             # In place: what is noted in the scope later is read outside of here.
             scope["path"] = f"/v1{scope['path']}"
@@ -79,7 +160,6 @@ class HostNames:
         self._names = {_normalized(name) for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] == "http" and not self._allows_any:
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             name = _without_port(hosts[0]) if len(hosts) == 1 else ""
@@ -113,7 +193,6 @@ class ForwardedClients:
         self._proxies = proxies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] == "http" and scope.get("client") is not None:
             address = self._client(scope["client"][0], scope["headers"])
             if address != scope["client"][0]:
@@ -152,7 +231,6 @@ class ApiKey:
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if self._key is not None and scope["type"] == "http" and not _is_open(scope["path"]):
             headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")

@@ -20,8 +20,8 @@ from runtime.generation.tool_calls.call_grammar import call_grammar
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.parts import AnswerSplitter
 from runtime.server.errors import ErrorResponse
+from runtime.server.fair_threads import FairThreads
 from runtime.server.grammars.constraint import Constraint
-from runtime.server.lanes import Lanes
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.openai.choices import check_size
 from runtime.server.openai.min_tokens import min_tokens
@@ -81,7 +81,7 @@ class PromptPreparation:
     request: Request
     tools: Tools | None
     client: str
-    threads: Lanes
+    threads: FairThreads
     max_prompt_tokens: int | None
     settings: dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from protocol.trace import Event, Instant, Span
-from runtime.server.background import Background
+from runtime.server.fair_threads import Background
 from runtime.server.openai.responses import DrafterChange, ModelActivity, WorkSpan
 from runtime.tracing.drafter_states import DrafterState, drafter_state
 from runtime.tracing.timeline import render, texts_of

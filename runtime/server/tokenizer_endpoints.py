@@ -40,7 +40,7 @@ class TokenizerEndpoint(ABC, Generic[B]):
 
         Raises: ErrorResponse: the request is rejected; nothing was sent.
 
-        Cancellation: as of `Lanes.run`.
+        Cancellation: as of `FairThreads.run`.
         """
         context = self._context
         context.admission.check()
@@ -97,19 +97,15 @@ class TokenizeEndpoint(TokenizerEndpoint[TokenizeRequest | ChatRequest]):
     """`/v1/tokenize`: a text or a chat, as token ids."""
 
     def parse(self, body: bytes) -> TokenizeRequest | ChatRequest:
-        """See `TokenizerEndpoint`."""
         return parse_tokenize(body)
 
     def field(self, body: TokenizeRequest | ChatRequest) -> str:
-        """See `TokenizerEndpoint`."""
         return "messages" if isinstance(body, ChatRequest) else "prompt"
 
     def length(self, body: TokenizeRequest | ChatRequest) -> int:
-        """See `TokenizerEndpoint`."""
         return body.prompt_length if isinstance(body, ChatRequest) else len(body.text)
 
     def result(self, body: TokenizeRequest | ChatRequest, runtime: Runtime) -> Tokenized:
-        """See `TokenizerEndpoint`."""
         tokenizer = tokenizer_of(runtime)
         if isinstance(body, ChatRequest):
             tokens = list(encode_request(body, runtime))
@@ -127,19 +123,15 @@ class DetokenizeEndpoint(TokenizerEndpoint[DetokenizeRequest]):
     """`/v1/detokenize`: token ids, as text."""
 
     def parse(self, body: bytes) -> DetokenizeRequest:
-        """See `TokenizerEndpoint`."""
         return parse_request(DetokenizeRequest, body)
 
     def field(self, body: DetokenizeRequest) -> str:
-        """See `TokenizerEndpoint`."""
         return "tokens"
 
     def length(self, body: DetokenizeRequest) -> int:
-        """See `TokenizerEndpoint`."""
         return len(body.tokens)
 
     def result(self, body: DetokenizeRequest, runtime: Runtime) -> Detokenized:
-        """See `TokenizerEndpoint`."""
         # Checks that the vocabulary has them. There may be more of them than the context holds.
         ids = encode_prompt(body.tokens, None, runtime.vocab_size) if body.tokens else ()
         text = tokenizer_of(runtime).decode(list(ids)) if ids else ""

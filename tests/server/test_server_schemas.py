@@ -26,10 +26,10 @@ from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import tokenizer_json
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.server.errors import ErrorResponse
+from runtime.server.fair_threads import ClientSlots
 from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
 from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
-from runtime.server.grammars.client_slots import ClientSlots
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
 from runtime.server.grammars.schemas import Schemas, compile_any_object
 

@@ -18,7 +18,7 @@ from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, 
 from protocol.settings import Settings, settings_from
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
-from runtime.server.background import Background, in_thread
+from runtime.server.fair_threads import Background, in_thread
 from runtime.server.grammars.checker import Cost, Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.models.loaded_model import LoadedModel

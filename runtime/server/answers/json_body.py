@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from runtime.server.lanes import Lanes
+from runtime.server.fair_threads import FairThreads
 
 # Tokens of a response that is made at once on trio's thread: with log-probabilities, in a few milliseconds.
 SHORT_RESPONSE = 512
@@ -16,22 +16,24 @@ _MAX_AT_ONCE = 1000
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-async def encoded_aside(make: Callable[[], Mapping[str, Any]], num_tokens: int, lanes: Lanes, client: str) -> bytes:
+async def encoded_aside(
+    make: Callable[[], Mapping[str, Any]], num_tokens: int, threads: FairThreads, client: str
+) -> bytes:
     """The JSON of a response.
 
     Args:
         make: makes the response; runs in another thread where that is long, and so must not touch what others use.
         num_tokens: tokens that the response has, with the likely others that it names.
-        lanes: do what is long.
-        client: the client's address; see `Lanes.run`.
+        threads: do what is long.
+        client: the client's address; see `FairThreads.run`.
 
-    Cancellation: as of `Lanes.run`.
+    Cancellation: as of `FairThreads.run`.
     """
 
     def encoded() -> bytes:
         return "".join(json_pieces(make())).encode()
 
-    return encoded() if num_tokens <= SHORT_RESPONSE else await lanes.run(encoded, num_tokens, client)
+    return encoded() if num_tokens <= SHORT_RESPONSE else await threads.run(encoded, num_tokens, client)
 
 
 def json_pieces(value: Any) -> Iterator[str]:

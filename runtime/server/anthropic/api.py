@@ -13,13 +13,10 @@ class Messages(Api[ChatRequest]):
     """`/v1/messages`."""
 
     def parse(self, body: bytes) -> ChatRequest:
-        """See `Api`."""
         return parse_chat(MessagesRequest, body)
 
     def request(self, body: ChatRequest) -> Request:
-        """See `Api`."""
         return body
 
     def serializer(self, body: ChatRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
         return MessageSerializer(body, answer)

@@ -55,25 +55,20 @@ class MessageSerializer(Serializer):
         self._last_token: Token | None = None
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> AnthropicMessage:
-        """See `Serializer`."""
         for _ in self._added(tokens):
             pass
         return {**self._message(statistics), "content": self._content, **self._end()}
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [_event({"type": "message_start", "message": self._message(statistics)}), _event({"type": "ping"})]
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [_event(each) for each in self._added(tokens)]
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [_event({"type": "ping"})]
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [
             *(_event(each) for each in self._stopped()),
             _event({"type": "message_delta", "delta": self._end(), "usage": _usage(statistics)}),
@@ -81,7 +76,6 @@ class MessageSerializer(Serializer):
         ]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [Event(messages_error_body(error.status, error.detail["message"]), "error")]
 
     def _message(self, statistics: Statistics) -> AnthropicMessage:

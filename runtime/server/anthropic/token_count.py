@@ -18,17 +18,13 @@ class TokenCountEndpoint(TokenizerEndpoint[ChatRequest]):
     """Counts the tokens of a conversation, as `/v1/messages` would read it."""
 
     def parse(self, body: bytes) -> ChatRequest:
-        """See `TokenizerEndpoint`."""
         return parse_chat(TokenCountRequest, body)
 
     def field(self, body: ChatRequest) -> str:
-        """See `TokenizerEndpoint`."""
         return body.prompt_field
 
     def length(self, body: ChatRequest) -> int:
-        """See `TokenizerEndpoint`."""
         return body.prompt_length
 
     def result(self, body: ChatRequest, runtime: Runtime) -> TokenCount:
-        """See `TokenizerEndpoint`."""
         return {"input_tokens": len(encode_request(body, runtime))}

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.errors import OutriderError, SettingsError
-from runtime.server.background import Background
 from runtime.server.errors import ErrorResponse
+from runtime.server.fair_threads import Background, ClientSlots
 from runtime.server.grammars.checker import GrammarCheck, Outcome
-from runtime.server.grammars.client_slots import ClientSlots
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 
 if TYPE_CHECKING:

@@ -21,19 +21,15 @@ class _OpenAI(Api[R]):
     request_type: type[R]
 
     def parse(self, body: bytes) -> R:
-        """See `Api`."""
         return parse_request(self.request_type, body)
 
     def request(self, body: R) -> Request:
-        """See `Api`."""
         return body
 
     def whole(self, body: R, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """See `Api`."""
         return whole_of_choices(body, choices)
 
     def last_events(self, choices: Sequence[Choice]) -> Sequence[Event]:
-        """See `Api`."""
         return last_events_of_choices(choices)
 
 
@@ -43,7 +39,6 @@ class Completions(_OpenAI[CompletionRequest]):
     request_type = CompletionRequest
 
     def serializer(self, body: CompletionRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
         return CompletionSerializer(body, answer)
 
 
@@ -53,7 +48,6 @@ class Chats(_OpenAI[ChatRequest]):
     request_type = ChatRequest
 
     def serializer(self, body: ChatRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
         return ChatSerializer(body, answer)
 
 
@@ -63,5 +57,4 @@ class Fims(_OpenAI[FimRequest]):
     request_type = FimRequest
 
     def serializer(self, body: FimRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
         return ChatSerializer(body, answer)

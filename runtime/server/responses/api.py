@@ -23,15 +23,12 @@ class Responses(Api[ParsedRequest]):
         self._store = store
 
     def parse(self, body: bytes) -> ParsedRequest:
-        """See `Api`."""
         return parse_response_request(body, self._store)
 
     def request(self, body: ParsedRequest) -> Request:
-        """See `Api`."""
         return body.chat
 
     def serializer(self, body: ParsedRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
         return ResponseSerializer(body, answer, self._store)
 
 

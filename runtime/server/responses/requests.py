@@ -129,7 +129,6 @@ class ResponsesChat(ChatRequest):
 
     @property
     def max_answer_tokens_field(self) -> str:
-        """See `Request`."""
         return "max_output_tokens"
 
 

@@ -60,26 +60,21 @@ class ResponseSerializer(Serializer):
         self._response = _begun(self.id, parsed, answer.model)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
-        """See `Serializer`."""
         for _ in (*self._added(tokens), *self._ended(statistics)):
             pass
         return self._response
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [self._whole_event("response.created"), self._whole_event("response.in_progress")]
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return list(self._added(tokens))
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         events = list(self._ended(statistics))
         return [*events, self._whole_event(f"response.{self._response['status']}")]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         self._response["status"] = "failed"
         self._response["error"] = {"code": "server_error", "message": error.detail["message"]}
         return [self._whole_event("response.failed")]

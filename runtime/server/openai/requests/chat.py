@@ -81,7 +81,6 @@ class ChatRequest(Request):
     function_call: str | dict[str, Any] | None = Field(None, description="OpenAI's older form of `tool_choice`")
 
     def check(self) -> None:
-        """See `Request`."""
         super().check()
         if self.top_logprobs and self.logprobs is None:
             raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
@@ -118,7 +117,6 @@ class ChatRequest(Request):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """See `Request`."""
         variables: dict[str, Any] = {} if self.add_generation_prompt is not False else {"add_generation_prompt": False}
         if self.reasoning_effort == "none":
             variables["enable_thinking"] = False
@@ -131,7 +129,6 @@ class ChatRequest(Request):
 
     @property
     def predicted_text(self) -> str:
-        """See `Request`."""
         return "" if self.prediction is None else joined(self.prediction.content)
 
     @property
@@ -141,20 +138,16 @@ class ChatRequest(Request):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Request`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def prompt_length(self) -> int:
-        """See `Request`."""
         return sum(len(message.plain()["content"]) for message in self.messages)
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """See `Request`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def max_answer_tokens_field(self) -> str:
-        """See `Request`."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

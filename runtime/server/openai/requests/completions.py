@@ -38,7 +38,6 @@ class CompletionRequest(Request):
     )
 
     def check(self) -> None:
-        """See `RequestBody`."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise _error("max_tokens must be at least 1, got 0; only with echo: true it may be 0", "max_tokens")
@@ -75,28 +74,23 @@ class CompletionRequest(Request):
 
     @property
     def num_prompts(self) -> int:
-        """See `Request`."""
         return len(self.prompts)
 
     @property
     def num_candidates(self) -> int:
-        """See `Request`."""
         return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Request`."""
         return self.logprobs
 
     @property
     def num_scored(self) -> int | None:
-        """See `Request`."""
         asked = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return max((number for number in asked if number is not None), default=None)
 
     @property
     def prompt_length(self) -> int:
-        """See `Request`."""
         return sum(map(len, self.prompts)) + len(self.suffix or "")
 
 

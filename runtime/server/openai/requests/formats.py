@@ -74,7 +74,6 @@ class ConstrainedRequest(RequestBody):
         return next(self._constraints(), None)
 
     def check(self) -> None:
-        """See `RequestBody`."""
         super().check()
         if len(given := [constraint.field for constraint in self._constraints()]) > 1:
             raise ErrorResponse(

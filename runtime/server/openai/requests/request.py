@@ -127,7 +127,6 @@ class Request(ConstrainedRequest):
     prompt_field: ClassVar[str]
 
     def check(self) -> None:
-        """See `RequestBody`."""
         super().check()
         if self.stream_options is not None and not self.stream:
             raise ErrorResponse(

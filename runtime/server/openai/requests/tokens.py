@@ -41,7 +41,6 @@ class TokenizeRequest(RequestBody):
         return self.prompt is not None if given is None else given
 
     def check(self) -> None:
-        """See `RequestBody`."""
         if [self.prompt, self.content, self.messages].count(None) != 2:
             raise ErrorResponse(400, "the body must have one of prompt, content and messages", param="prompt")
 

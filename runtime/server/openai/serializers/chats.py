@@ -36,14 +36,12 @@ class ChatSerializer(ChunkSerializer):
     id_prefix = "chatcmpl"
 
     def __init__(self, request: ChatRequest | FimRequest, answer: Answer) -> None:
-        """See `ChunkSerializer`."""
         super().__init__(request, answer)
         self._splitter = answer.splitter
         self._is_first = True
         self._has_functions = request.has_functions
 
     def chunk(self, tokens: Sequence[Token]) -> ChatChunk:
-        """See `ChunkSerializer`."""
         parts = self._split(tokens)
         delta: Delta = {}
         if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
@@ -68,21 +66,17 @@ class ChatSerializer(ChunkSerializer):
         return [*role, *super().chunks(tokens)]
 
     def has_content(self, chunk: Chunk) -> bool:
-        """See `ChunkSerializer`."""
         choices: Any = chunk["choices"]
         return any(choice["delta"] or (choice["logprobs"] or {}).get("content") for choice in choices)
 
     def finishing(self, chunk: Chunk) -> Chunk:
-        """See `ChunkSerializer`."""
         choices: Any = [{**choice, "delta": {}, "logprobs": None} for choice in chunk["choices"]]
         return self._chunk(choices)
 
     def last_chunk(self, statistics: Statistics) -> ChatChunk:
-        """See `ChunkSerializer`."""
         return {**self._chunk([]), "usage": self._usage(statistics)}
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ChatCompletion:
-        """See `Serializer`."""
         tokens = self._shown(tokens)
         answer = WholeAnswer()
         answer.add(self._split(tokens))

@@ -60,7 +60,6 @@ class ChunkSerializer(Serializer):
         return self.idle_events(statistics)
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         chunks = self.chunks(self._shown(tokens))
         self._num_given += len(tokens)
         for i, chunk in enumerate(chunks):
@@ -77,7 +76,6 @@ class ChunkSerializer(Serializer):
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         usage = [Event(self.last_chunk(statistics))] if self._has_usage else []
         return [*usage, Event("[DONE]")]
 

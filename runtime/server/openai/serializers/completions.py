@@ -26,7 +26,6 @@ class CompletionSerializer(ChunkSerializer):
     id_prefix = "cmpl"
 
     def __init__(self, request: CompletionRequest, answer: Answer) -> None:
-        """See `ChunkSerializer`."""
         super().__init__(request, answer)
         self._echo, self._has_echo = answer.echo, answer.echo is not None  # the echo until it was given
         self._is_empty = answer.is_empty
@@ -41,25 +40,20 @@ class CompletionSerializer(ChunkSerializer):
         return self.events([], statistics) if self._is_empty else super().first_events(statistics)
 
     def chunk(self, tokens: Sequence[Token]) -> Completion:
-        """See `ChunkSerializer`."""
         return self._completion([self._choice(tokens)])
 
     def has_content(self, chunk: Chunk) -> bool:
-        """See `ChunkSerializer`."""
         choices: Any = chunk["choices"]
         return any(choice["text"] or (choice["logprobs"] or {}).get("tokens") for choice in choices)
 
     def finishing(self, chunk: Chunk) -> Chunk:
-        """See `ChunkSerializer`."""
         choices: Any = [{**choice, "text": "", "logprobs": None} for choice in chunk["choices"]]
         return self._completion(choices)
 
     def last_chunk(self, statistics: Statistics) -> Completion:
-        """See `ChunkSerializer`."""
         return {**self._completion([]), "usage": self._usage(statistics)}
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Completion:
-        """See `Serializer`."""
         tokens = self._shown(tokens)
         choice: CompletionChoice = {**self._choice(tokens), "prompt_logprobs": self._prompt_logprobs()}
         return {**self._completion([choice]), "usage": self._usage(statistics)}
