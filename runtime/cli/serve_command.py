@@ -213,7 +213,7 @@ async def _open_and_serve(server: _Server) -> None:
     from actors.mlx.memory import active_memory
     from runtime.server.app import Service, application
     from runtime.server.connections.listener import ConnectionLimits, serve
-    from runtime.server.generation_endpoints import Limits
+    from runtime.server.context import Limits
     from runtime.server.middleware import AccessLog, ForwardedClients
     from runtime.server.models.loaded_model import free_memory, open_model
     from runtime.server.models.pool import model_pool

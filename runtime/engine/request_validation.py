@@ -290,8 +290,7 @@ class RequestValidation:
         if format is None or not tools.needs_grammar:
             return None
         reasoning = ReasoningTracker(self._tokenizer, prompt)
-        tags = reasoning.tags if all(reasoning.tags) else None
-        written = call_grammar(tools, format, self._tokenizer, tags=tags, is_thinking=reasoning.is_thinking)
+        written = call_grammar(tools, format, self._tokenizer, **reasoning.marks)
         return Grammar(written, self._tokenizer, what="the grammar of the tools")
 
     def _stop_tokens(self, settings: Settings) -> frozenset[int]:

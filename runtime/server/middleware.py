@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import ip_address
@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import quote
 
 import trio
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.connections.address import IpNetwork
@@ -105,10 +104,8 @@ _HEADERS = [
 # text. The ids of timelines cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
-# First parts of the paths below `/v1`.
-_OF_API = frozenset(
-    ("completions", "fim", "chat", "models", "responses", "messages", "embeddings", "tokenize", "detokenize", "props")
-)
+Respond = Callable[[ErrorResponse, str], ASGIApp]
+"""Makes the response with an error, in the form of the API that a path belongs to."""
 
 
 class CommonHeaders:
@@ -131,12 +128,13 @@ class CommonHeaders:
 class UnversionedPaths:
     """Takes paths of the API without `/v1`, as clients of other servers send them, for the paths with it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Around an application."""
+    def __init__(self, app: ASGIApp, names: Set[str]) -> None:
+        """Around an application; `names` are the first parts of the paths below `/v1`."""
         self._app = app
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _first_part(scope["path"]) in _OF_API:
+        if scope["type"] == "http" and _first_part(scope["path"]) in self._names:
             # In place: what is noted in the scope later is read outside of here.
             scope["path"] = f"/v1{scope['path']}"
         await self._app(scope, receive, send)
@@ -148,14 +146,16 @@ class HostNames:
     This keeps out DNS rebinding: a web page of another host whose name was made to resolve to this machine.
     """
 
-    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, names: Sequence[str], respond: Respond) -> None:
         """Around an application.
 
         Args:
             app: the application.
             names: host names; an IPv6 address with or without brackets; "*" allows any.
+            respond: makes the response to a rejected request.
         """
         self._app = app
+        self._respond = respond
         self._allows_any = "*" in names
         self._names = {_normalized(name) for name in names}
 
@@ -170,7 +170,7 @@ class HostNames:
                     "--allow-host NAME or with an API key",
                     code="unknown_host",
                 )
-                await _send_error(error, scope, receive, send)
+                await self._respond(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -220,23 +220,25 @@ class ForwardedClients:
 class ApiKey:
     """Rejects requests without the API key, if the server has one, except for the pages and for figures."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, respond: Respond) -> None:
         """Around an application.
 
         Args:
             app: the application.
             key: the API key, in ASCII; None for no key.
+            respond: makes the response to a rejected request.
         """
         self._app = app
+        self._respond = respond
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._key is not None and scope["type"] == "http" and not _is_open(scope["path"]):
+        if self._key is not None and scope["type"] == "http" and needs_key(scope["path"]):
             headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # In constant time: the time must not tell how many characters of a wrong key are right.
             is_bearer = secrets.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-            # Clients of Anthropic's send the key so.
+            # Anthropic clients send the key in this header.
             if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), self._key):
                 error = ErrorResponse(
                     401,
@@ -244,23 +246,18 @@ class ApiKey:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await _send_error(error, scope, receive, send)
+                await self._respond(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _is_open(path: str) -> bool:
-    """Whether a path needs no key."""
-    return path == "/" or _first_part(path) in _OPEN
+def needs_key(path: str) -> bool:
+    """Whether requests for a path need the API key, if the server has one."""
+    return path != "/" and _first_part(path) not in _OPEN
 
 
 def _first_part(path: str) -> str:
     return path.removeprefix("/").partition("/")[0]
-
-
-async def _send_error(error: ErrorResponse, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(error.body(scope["path"]), status_code=error.status, headers=error.headers)
-    await response(scope, receive, send)
 
 
 def _without_port(host: str) -> str:

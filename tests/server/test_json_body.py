@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from runtime.server.answers.json_body import SHORT_RESPONSE, encoded_aside, json_pieces
+from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside, json_pieces
 from runtime.server.fair_threads import SHORT, FairThreads, in_thread
 
 values = st.recursive(

@@ -16,20 +16,19 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer
-from runtime.server.answers.serializer import Event, Serializer
-from runtime.server.answers.shown_tokens import ShownTokens
-from runtime.server.anthropic.errors import messages_error_body
-from runtime.server.anthropic.responses import (
+from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.chat import Chat
+from runtime.server.answers.splitting import ShownTokens
+from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     BlockDelta,
     Content,
     MessageEnd,
     MessagesEvent,
     MessagesUsage,
+    messages_error_body,
 )
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.requests import ChatRequest
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`."""
 
-    def __init__(self, request: ChatRequest, answer: Answer) -> None:
+    def __init__(self, request: Chat, answer: Answer) -> None:
         """For one response.
 
         Args:
@@ -76,7 +75,7 @@ class MessageSerializer(Serializer):
         ]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        return [Event(messages_error_body(error.status, error.detail["message"]), "error")]
+        return [Event(messages_error_body(error), "error")]
 
     def _message(self, statistics: Statistics) -> AnthropicMessage:
         """The message, without its content and its end."""

@@ -1,4 +1,4 @@
-"""Responses and events of `/v1/responses`; see `runtime.server.openai.responses` for why these types."""
+"""Responses and events of `/v1/responses`; see `runtime.server.openai.bodies` for why these types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from runtime.server.openai.responses import TokenLogprob
+from runtime.server.answers.token_logprobs import TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]

@@ -18,14 +18,12 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer
-from runtime.server.answers.serializer import Event, Serializer
-from runtime.server.answers.shown_tokens import ShownTokens
+from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.splitting import ShownTokens
+from runtime.server.answers.token_logprobs import TokenLogprobs
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.token_logprobs import TokenLogprobs
 from runtime.server.responses.bodies import ItemStatus, OutputItem, ResponseBody, ResponsesUsage
-from runtime.server.responses.items import ITEM, messages_of
-from runtime.server.responses.requests import ParsedRequest
+from runtime.server.responses.requests import ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
