@@ -70,7 +70,6 @@ class Service:
 
     Attributes:
         max_waiting: requests that may wait, >= 0, beside as many as a model works on at once.
-        limits: of each request.
         api_key: the key that requests must send, except for the pages and for figures; None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
         origins: origins of web pages of other hosts that may use the server (CORS).
@@ -110,8 +109,6 @@ def application(
     """The ASGI application, for a server on trio.
 
     Args:
-        models: those that generate.
-        service: the settings.
         background: runs the tokenizer, and makes long responses.
     """
     admission = RequestAdmission(lambda: models.max_streams, service.max_waiting, trio.current_time)

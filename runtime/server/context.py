@@ -53,10 +53,6 @@ class ServerContext:
     """What all requests of a server share.
 
     Attributes:
-        models: those that generate.
-        limits: of each request.
-        admission: of all requests.
-        metrics: of all requests.
         background: runs what is neither preparation nor encoding.
         preparation: parses bodies and tokenises prompts, which may take long.
         encoding: makes the bodies of responses, which may take long, too.

@@ -49,9 +49,7 @@ class ErrorResponse(Exception):
     """An error response, raised while a request is handled, before anything was sent.
 
     Attributes:
-        status: the HTTP status.
         detail: what the body says; an API has its own form for it (`Operation.error_body`).
-        headers: further headers.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
     """The error response for an error of the runtime.
 
     Args:
-        error: the error.
         prompt_field: the name of the request's field that has the prompt.
     """
     message = str(error)
@@ -156,7 +153,6 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
     """The error response for an invalid request body.
 
     Args:
-        error: pydantic's error.
         tags: types of the items of lists, by which pydantic chooses a member of their union.
     """
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:

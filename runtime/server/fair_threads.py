@@ -32,12 +32,7 @@ class ClientSlots:
     """
 
     def __init__(self, total: int, per_client: int) -> None:
-        """All slots free.
-
-        Args:
-            total: number of slots, >= 1.
-            per_client: number of slots that one client may hold, from 1 to `total`.
-        """
+        """All of `total` slots free, of which one client may hold `per_client`."""
         self._num_free = total
         self._per_client = per_client
         self._num_held: Counter[str] = Counter()  # by client
@@ -105,11 +100,7 @@ class FairThreads:
     """
 
     def __init__(self, background: Background) -> None:
-        """Nothing to do yet.
-
-        Args:
-            background: runs the functions.
-        """
+        """Nothing to do yet."""
         self._background = background
         self._short = trio.CapacityLimiter(1)
         self._long = trio.CapacityLimiter(1)
@@ -121,7 +112,6 @@ class FairThreads:
         Args:
             do: uses no model: it is abandoned when the client leaves.
             length: bytes, characters or tokens that it works on.
-            client: the client's address.
 
         Cancellation: the function runs to its end in its thread, for which others of its length wait.
         """

@@ -11,6 +11,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
 
+import attrs
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,6 +32,7 @@ _MAX_PATH_CHARACTERS = 200
 _SAFE_CHARACTERS = string.punctuation.replace('"', "")
 
 
+@attrs.define
 class AccessLog:
     """Middleware that logs each request: end time, client, request, status, tokens of prompt and answer, duration.
 
@@ -40,16 +42,9 @@ class AccessLog:
     "unfinished"; if nothing was sent, its status is 499. Prompts, answers, API keys and query strings are not logged.
     """
 
-    def __init__(self, app: ASGIApp, write: Callable[[str], object]) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            write: writes a line; an OSError that it raises is ignored.
-        """
-        self._app = app
-        self._write = write
-        self._probe_statuses = dict.fromkeys(_PROBE_PATHS, 200)  # the latest one of each
+    _app: ASGIApp
+    _write: Callable[[str], object]  # writes a line; an OSError that it raises is ignored
+    _probe_statuses: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_PROBE_PATHS, 200), init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,12 +103,11 @@ Respond = Callable[[ErrorResponse, str], ASGIApp]
 """Makes the response with an error, in the form of the API that a path belongs to."""
 
 
+@attrs.frozen
 class CommonHeaders:
     """Adds the headers that every response has."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Around an application."""
-        self._app = app
+    _app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
 
@@ -125,13 +119,12 @@ class CommonHeaders:
         await self._app(scope, receive, send_with_headers)
 
 
+@attrs.frozen
 class UnversionedPaths:
     """Takes paths of the API without `/v1`, as clients of other servers send them, for the paths with it."""
 
-    def __init__(self, app: ASGIApp, names: Set[str]) -> None:
-        """Around an application; `names` are the first parts of the paths below `/v1`."""
-        self._app = app
-        self._names = names
+    _app: ASGIApp
+    _names: Set[str]  # the first parts of the paths below `/v1`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _first_part(scope["path"]) in self._names:
@@ -140,30 +133,22 @@ class UnversionedPaths:
         await self._app(scope, receive, send)
 
 
+@attrs.frozen
 class HostNames:
     """Rejects requests whose Host header is not a name of this server.
 
     This keeps out DNS rebinding: a web page of another host whose name was made to resolve to this machine.
     """
 
-    def __init__(self, app: ASGIApp, names: Sequence[str], respond: Respond) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            names: host names; an IPv6 address with or without brackets; "*" allows any.
-            respond: makes the response to a rejected request.
-        """
-        self._app = app
-        self._respond = respond
-        self._allows_any = "*" in names
-        self._names = {_normalized(name) for name in names}
+    _app: ASGIApp
+    _names: Sequence[str]  # an IPv6 address with or without brackets; "*" allows any
+    _respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._allows_any:
+        if scope["type"] == "http" and "*" not in self._names:
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             name = _without_port(hosts[0]) if len(hosts) == 1 else ""
-            if _normalized(name) not in self._names:
+            if _normalized(name) not in map(_normalized, self._names):
                 error = ErrorResponse(
                     400,
                     f"the host name {name[:100]!r} is not allowed; to allow it, start the server with "
@@ -175,6 +160,7 @@ class HostNames:
         await self._app(scope, receive, send)
 
 
+@attrs.frozen
 class ForwardedClients:
     """Takes the address of a client from X-Forwarded-For, where a trusted proxy has sent the request.
 
@@ -182,15 +168,8 @@ class ForwardedClients:
     proxy: whatever comes before could have been made up.
     """
 
-    def __init__(self, app: ASGIApp, proxies: Sequence[IpNetwork]) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            proxies: where trusted proxies are.
-        """
-        self._app = app
-        self._proxies = proxies
+    _app: ASGIApp
+    _proxies: Sequence[IpNetwork]  # where trusted proxies are
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope.get("client") is not None:
@@ -217,29 +196,22 @@ class ForwardedClients:
         return any(found in proxy for proxy in self._proxies)
 
 
+@attrs.frozen
 class ApiKey:
     """Rejects requests without the API key, if the server has one, except for the pages and for figures."""
 
-    def __init__(self, app: ASGIApp, key: str | None, respond: Respond) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            key: the API key, in ASCII; None for no key.
-            respond: makes the response to a rejected request.
-        """
-        self._app = app
-        self._respond = respond
-        self._key = None if key is None else key.encode()
+    _app: ASGIApp
+    _key: str | None = attrs.field(repr=False)  # in ASCII; None for no key
+    _respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._key is not None and scope["type"] == "http" and needs_key(scope["path"]):
-            headers = dict(scope["headers"])
+            headers, wanted = dict(scope["headers"]), self._key.encode()
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # In constant time: the time must not tell how many characters of a wrong key are right.
-            is_bearer = secrets.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+            is_bearer = secrets.compare_digest(key.strip(), wanted) and scheme.lower() == b"bearer"
             # Anthropic clients send the key in this header.
-            if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), self._key):
+            if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), wanted):
                 error = ErrorResponse(
                     401,
                     "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",

@@ -79,14 +79,10 @@ class Operation:
     """What the server does at one path for one method.
 
     Attributes:
-        path: of Starlette's form.
         endpoint: makes who answers: an ASGI application, or an endpoint of Starlette's.
         id: its name; "" for a page, which the description leaves out.
-        summary: what it does.
         response: the type of the body of a response: of JSON; or its content type.
-        method: of HTTP.
         request: the type of the body of a request; None for none.
-        example: of one.
         events: those with `stream: true`; None where nothing is streamed.
         errors: the form of the bodies of errors, also at further paths below this one.
         statuses: of errors; those of every body by default.
@@ -167,14 +163,7 @@ _HEADERS = {
 def description(
     operations: Sequence[Operation], model: str, *, has_key: bool, is_strict: bool = False
 ) -> dict[str, Any]:
-    """The OpenAPI 3.1 description, for JSON.
-
-    Args:
-        operations: of the server.
-        model: the target's name.
-        has_key: whether requests need an API key.
-        is_strict: whether unknown fields of requests are refused.
-    """
+    """The OpenAPI 3.1 description, for JSON."""
     described = [operation for operation in operations if operation.id]
     sent = dict.fromkeys(each for operation in described for each in operation.types)
     received = dict.fromkeys(operation.request for operation in described if operation.request is not None)
@@ -214,6 +203,6 @@ def _schemas(sent: tuple[type, ...], received: tuple[type, ...]) -> str:
         (sent, "serialization"),
         (received, "validation"),
     ]
-    inputs = [((mode, i), mode, TypeAdapter(each)) for types, mode in modes for i, each in enumerate(types)]
+    inputs: list[Any] = [((mode, i), mode, TypeAdapter(each)) for types, mode in modes for i, each in enumerate(types)]
     _, schemas = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
     return json.dumps(schemas["$defs"])

@@ -65,7 +65,6 @@ class Timeline:
         """A timeline of a stream that has just begun.
 
         Args:
-            session: the stream's.
             opened: its events so far.
             began: when the stream began, in seconds on the clock of events.
         """
@@ -150,11 +149,6 @@ class Timelines:
 
     async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
         """The timeline of a response as an HTML page; None if it is not kept.
-
-        Args:
-            id: of the response.
-            tokenizer: the target's.
-            background: renders the page.
 
         Cancellation: changes nothing; the rendering finishes first.
         """

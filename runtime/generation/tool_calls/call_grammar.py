@@ -139,8 +139,6 @@ def call_grammar(
 
     Args:
         tools: what may be called. Where a call must be, there is no text beside it but reasoning, and up to 16 calls.
-        format: of the model.
-        tokenizer: the target's.
         tags: of the reasoning, which stays free; None for a model without.
         is_thinking: whether the answer begins within the reasoning.
         content: the JSON schema of an answer that calls nothing; None for any text. Not with a call that must be.

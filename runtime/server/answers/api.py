@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -93,9 +93,7 @@ class Choice:
     """One generation of a request, which has begun.
 
     Attributes:
-        serializer: of its part of the response.
         stream: gives its tokens; None where nothing is to be generated.
-        statistics: of the generation so far.
         num_prompt_tokens: tokens of its prompt.
         tokens: all of its tokens, for a response as one body.
     """
@@ -116,6 +114,7 @@ Begin = Callable[[Sequence[Choice]], Choice]
 """Begins one choice of a response; it is given those before it. Raises OutriderError where it cannot."""
 
 
+@attrs.define
 class Choices:
     """The choices of one response, which begin in order and a few at a time; a context manager that ends all of them.
 
@@ -123,27 +122,23 @@ class Choices:
     requests of others waiting for all of them.
 
     Attributes:
+        begins: begin one each, at least one.
+        max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
         begun: those that have begun, in order.
     """
 
-    def __init__(self, begins: Iterable[Begin], max_at_once: int | None) -> None:
-        """None has begun.
-
-        Args:
-            begins: begin one each, at least one.
-            max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
-        """
-        self.begun: list[Choice] = []
-        self._begins = iter(begins)
-        self._max_at_once = math.inf if max_at_once is None else max_at_once
-        self._is_closed = False
+    _begins: Iterator[Begin]
+    _max_at_once: int | None
+    begun: list[Choice] = attrs.field(factory=list, init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_first(self) -> None:
         """Begin as many as may be at work at once; at least one.
 
         Raises: OutriderError: one cannot begin.
         """
-        while len(self.begun) < self._max_at_once and await self.begin_next() is not None:
+        most = math.inf if self._max_at_once is None else self._max_at_once
+        while len(self.begun) < most and await self.begin_next() is not None:
             pass
 
     async def begin_next(self) -> int | None:
@@ -185,8 +180,6 @@ class Answer:
     """What a serializer needs of the generation that has begun.
 
     Attributes:
-        model: the target's name.
-        tokenizer: the target's.
         splitter: splits the tokens into parts; new.
         watch: keeps the models' activity under the response's id from now on, and returns it.
         index: of this choice in the response.

@@ -156,7 +156,6 @@ def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
     """The fields of a body that are ignored.
 
     Args:
-        body: the whole body of a request.
         taken: names of fields that the body does not have, and that have an effect.
     """
     return IgnoredFields(

@@ -208,7 +208,6 @@ def checked_tools(
     Args:
         listed, is_parallel: see `tools_of`.
         choice: likewise, or a function as an object.
-        choice_field: the name of its field.
 
     Raises: ErrorResponse: a tool or the choice is invalid.
     """
@@ -280,9 +279,6 @@ def parse_translated(
     """Parse and validate the body of a request, and translate it.
 
     Args:
-        body: JSON.
-        request_type: the type of the body.
-        chat_type: the type of the chat.
         tags: the types of items of lists in the body.
         fields: returns the fields of the chat that a body stands for.
 

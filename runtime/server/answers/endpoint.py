@@ -39,10 +39,7 @@ async def read_request(
     """The parsed body of a request.
 
     Args:
-        context: what all requests share.
         parse: parses the body; runs in another thread where that is long.
-        scope, receive: of ASGI.
-        client: the client's address.
 
     Raises:
         ErrorResponse: the request is rejected.
@@ -82,7 +79,6 @@ class TokenizerEndpoint(Generic[R]):
         """For one path.
 
         Args:
-            context: what all requests share.
             parse: parses and validates a body; may raise ErrorResponse.
             result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
             field_and_length: the name of the field that the tokenizer works on, and the characters or tokens in it.
@@ -152,12 +148,7 @@ class Endpoint(Generic[B]):
     """An ASGI application that generates for one type of request; `B` is the type of its parsed body."""
 
     def __init__(self, context: ServerContext, api: Api[B]) -> None:
-        """For one path.
-
-        Args:
-            context: what all requests share.
-            api: translates requests and responses.
-        """
+        """For one path."""
         self._context = context
         self._api = api
 

@@ -50,7 +50,6 @@ class PreparedPrompt:
     """One prompt of a request.
 
     Attributes:
-        ids: its token ids.
         settings: of its generations; `max_tokens` may be 0, and then there is none.
         echo: of the prompt, if the response begins with it.
         score: of its tokens but the first, if the response has their log-probabilities and there are any.
@@ -92,16 +91,13 @@ class Preparation:
 
     Attributes:
         model: generates.
-        request: the request.
         tools: that the model may call; None for none.
-        tokenizer: the model's.
     """
 
     def __init__(self, context: ServerContext, model: LoadedModel, request: Request, client: str) -> None:
         """Of one request.
 
         Args:
-            context, model, request: see above.
             client: the client's address; clients take turns at long prompts and at schemas.
 
         Raises: ErrorResponse: a tool is invalid.
@@ -436,8 +432,6 @@ def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrap
 
     Args:
         prompt: the text of the prompt; None if the request has token ids, which are decoded then.
-        ids: its token ids.
-        tokenizer: the target's.
     """
     detokenizer, decoded, ends = Detokenizer(tokenizer), "", [0]
     for id in ids:

@@ -35,7 +35,6 @@ async def encoded_aside(
         make: makes the response; runs in another thread where that is long, and so must not touch what others use.
         num_tokens: tokens that the response has, with the likely others that it names.
         threads: do what is long.
-        client: the client's address; see `FairThreads.run`.
 
     Cancellation: as of `FairThreads.run`.
     """
@@ -100,7 +99,6 @@ async def send_whole(
     Args:
         choices: its generations, the first of which have begun; all are read to their ends.
         body_of: makes the body of them, as JSON.
-        send: of ASGI.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
 
@@ -129,7 +127,6 @@ async def send_events(
         choices: its generations, the first of which have begun; their serializers make the events.
         last_events: makes the events after all tokens.
         num_named: 1 for each token, and 1 for each likely other that comes with it.
-        send: of ASGI.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
 

@@ -29,7 +29,6 @@ class AnswerSplitter:
 
         Args:
             reader: splits the text; new.
-            has_reasoning: see above.
         """
         self.num_reasoning_tokens = 0
         self.has_calls = False
@@ -55,12 +54,7 @@ class ShownTokens:
     """Changes the texts of an answer's tokens."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
-        """For one answer.
-
-        Args:
-            request: the request.
-            tokenizer: the target's.
-        """
+        """For one answer."""
         # Calls, where there may be some, are told apart by special tokens.
         has_tools = request.has_tools
         self._tokenizer = tokenizer

@@ -42,7 +42,6 @@ class TokenLogprobs:
         """For one answer.
 
         Args:
-            tokenizer: the target's.
             num_top: how many of the most probable tokens to name beside each.
         """
         self._tokenizer = tokenizer
@@ -76,8 +75,6 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int]
     """The bytes of a token.
 
     Args:
-        tokenizer: the token's.
-        token: its id.
         text: the token decoded alone.
 
     Returns: None where they are unknown: the token is part of a character, of a tokenizer that has neither byte-level

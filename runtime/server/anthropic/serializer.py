@@ -38,12 +38,7 @@ class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`."""
 
     def __init__(self, request: Chat, answer: Answer) -> None:
-        """For one response.
-
-        Args:
-            request: the chat that the request stands for.
-            answer: its generation.
-        """
+        """For one response."""
         self.id = f"msg_{secrets.token_hex(16)}"
         self._model = answer.model
         self._splitter = answer.splitter

@@ -96,7 +96,6 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     """The body of a request.
 
     Args:
-        scope, receive: of ASGI.
         max_bytes: the longest body.
         within_s: seconds within which all of it must arrive, the wait for memory included.
         claim: the body's memory.
@@ -146,7 +145,6 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
     """Do some work for a client; cancel it when the client leaves, or does not read what it is sent.
 
     Args:
-        receive, send: of ASGI.
         stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.
         work: called with a `send` that has this timeout.
 

@@ -117,10 +117,8 @@ async def serve(
     accepted, idle ones are closed, and the others end with their response. `limits.grace_s` bounds all of it.
 
     Args:
-        app: the application.
         listeners: listening sockets; closed in the end.
         until: returns when the server is to stop.
-        limits: of each connection.
         drain: called then; returns when no connection need be accepted any more. By default at once.
 
     Cancellation: closes all connections.

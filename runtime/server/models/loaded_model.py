@@ -68,10 +68,6 @@ ModelState = Literal["loaded", "loading", "unloaded"]
 async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[LoadedModel]:
     """Load a model; it is unloaded, and its process that checks grammars killed, when the block is left.
 
-    Args:
-        spec: the model.
-        schema_s: see `Limits`.
-
     Raises: as `runtime.open`, before the block is entered.
 
     Cancellation: as `runtime.open`.

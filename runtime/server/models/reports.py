@@ -113,13 +113,7 @@ def service_status(health: Health) -> ServiceStatus:
 
 
 def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
-    """The description of a model.
-
-    Args:
-        models: the server's.
-        name: of the model.
-        started: when the server began, in seconds of Unix time.
-    """
+    """The description of a model."""
     [spec] = [spec for spec in models.specs if spec.name == name]
     return {
         "id": name,
@@ -150,12 +144,7 @@ def properties(models: ModelPool) -> Props:
 
 
 def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
-    """The health of all models together, and of each. A model that is not in memory is well.
-
-    Args:
-        models: the server's.
-        is_draining: whether the server takes no new requests.
-    """
+    """The health of all models together, and of each. A model that is not in memory is well."""
     states = [loaded.runtime.health() for loaded in models.in_memory()]
     statuses = [service_status(state) for state in states]
     status = _worst(statuses)

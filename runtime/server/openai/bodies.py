@@ -90,6 +90,13 @@ class Speculation(ModelActivity):
     statistics: SpeculationStatistics
 
 
+class _Response(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 # --- /v1/completions ------------------------------------------------------------------------------
 
 
@@ -112,14 +119,10 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-class Completion(TypedDict):
+class Completion(_Response):
     """A response of `/v1/completions`, or a chunk of one; chunks have `usage` at the end, or all if asked for."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
@@ -173,14 +176,10 @@ class ChatChoice(TypedDict):
     finish_reason: ChatFinishReason
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(_Response):
     """A response of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
@@ -221,17 +220,10 @@ class ChunkChoice(TypedDict):
     finish_reason: ChatFinishReason | None
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(_Response):
     """A chunk of a response of `/v1/chat/completions`; chunks have `usage` as there."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
-
-
-Chunk = Completion | ChatChunk

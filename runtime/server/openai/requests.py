@@ -249,7 +249,7 @@ class CompletionRequest(OpenAIRequest):
 
     @property
     def prompt_length(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts()) + len(self.suffix or "")  # type: ignore[arg-type]
+        return sum(len(prompt) for prompt in self.prompts()) + len(self.suffix or "")
 
 
 class FimRequest(CompletionRequest):

@@ -104,12 +104,7 @@ class ChunkSerializer(Serializer):
     kind: ClassVar[str]
 
     def __init__(self, request: OpenAIRequest, answer: Answer) -> None:
-        """For one response.
-
-        Args:
-            request: the request.
-            answer: its generation.
-        """
+        """For one response."""
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}" if first is None else first.id
@@ -166,7 +161,7 @@ class ChunkSerializer(Serializer):
         return [self._chunk([{**choice, "finish_reason": None}]), finishing]
 
     @abstractmethod
-    def _choice(self, tokens: Sequence[Token]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """The choice of a chunk with some tokens, and its fields as they are where it only ends the text."""
 
     @abstractmethod
@@ -247,7 +242,8 @@ class ChatSerializer(ChunkSerializer):
         if answer.calls and self._request.has_functions:
             message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
         elif answer.calls:
-            message["tool_calls"] = [call.message_part for call in answer.calls]
+            calls: Any = [call.message_part for call in answer.calls]
+            message["tool_calls"] = calls
         finish_reason = self._finish_reason(tokens)
         assert finish_reason is not None, "the last token of a stream has a finish reason"
         choice: ChatChoice = {
@@ -262,7 +258,7 @@ class ChatSerializer(ChunkSerializer):
             "prompt_logprobs": self._prompt_logprobs(),
         }
 
-    def _choice(self, tokens: Sequence[Token]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         parts = self._split(tokens)
         delta: Delta = {}
         if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
@@ -339,7 +335,7 @@ class CompletionSerializer(ChunkSerializer):
         choice = {**self._choice(self._shown(tokens))[0], "prompt_logprobs": self._prompt_logprobs()}
         return {**self._chunk([choice]), "usage": self._usage(statistics)}
 
-    def _choice(self, tokens: Sequence[Token]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
         echo, self._echo = self._echo, None
         reason = tokens[-1].finish_reason if tokens else None

@@ -282,7 +282,6 @@ class ParsedRequest:
     """A request to `/v1/responses`.
 
     Attributes:
-        request: its body.
         chat: what to generate.
         messages: the messages of the chat before the answer, without the instructions, as JSON; b"" where the response
             is not stored.

@@ -34,13 +34,7 @@ class ResponseSerializer(Serializer):
     """Serializer for `/v1/responses`, which also keeps the response for later ones."""
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
-        """For one response.
-
-        Args:
-            parsed: the request.
-            answer: its generation.
-            store: keeps the response.
-        """
+        """For one response."""
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
         self._splitter = answer.splitter
