@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import attrs
 from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
-from protocol.settings import MAX_LOOKAHEAD, MAX_SEED
+from protocol.settings import MAX_LOOKAHEAD, MAX_SEED, Settings
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
 from runtime.server.answers.body import Body, NoEffect, RequestBody
@@ -314,9 +315,9 @@ class Request(ConstrainedRequest):
 
     def settings(self) -> dict[str, Any]:
         """Settings for `Runtime.stream`, without those that need the tokenizer: see `Preparation`."""
-        settings = {name: value for name in _SETTINGS if (value := getattr(self, name)) is not None}
-        # None is a value of these.
-        settings |= {name: getattr(self, name) for name in _CONTEXT_SIZES if name in self.model_fields_set}
+        given = {name: getattr(self, name) for name in _SETTINGS if name in self.model_fields_set}
+        # Only for these is None a value.
+        settings = {name: value for name, value in given.items() if value is not None or name.endswith("context_size")}
         # Penalties without effect would still cost time.
         for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
             if settings.get(name) == neutral:
@@ -341,22 +342,9 @@ class Request(ConstrainedRequest):
         return settings
 
 
-# Fields that are settings of the same name and meaning.
-_SETTINGS = (
-    "temperature",
-    "top_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "draft_temperature",
-    "xtc_probability",
-    "xtc_threshold",
-    "repetition_penalty",
-    "stop_tokens",
-    "ignore_eos",
-    "lookahead",
-    "acceptance",
-)
-_CONTEXT_SIZES = ("repetition_context_size", "presence_context_size", "frequency_context_size")
+# Fields that are settings of the same name and meaning; the rest needs more than a copy.
+_SETTINGS = [
+    field.name
+    for field in attrs.fields(Settings)
+    if field.name in Request.model_fields.keys() - {"max_tokens", "stop", "logit_bias"}
+]
