@@ -7,14 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import attrs
 import trio
 
 from protocol.statistics import Statistics
 from runtime.server.answers.request import Request
-from runtime.server.answers.splitting import AnswerSplitter
+from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from protocol.scores import Score
     from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import TokenStream
+    from runtime.generation.tool_calls.events import AnswerEvent
     from runtime.server.answers.preparation import Echo
     from runtime.server.errors import ErrorResponse
     from runtime.server.timelines import Timeline
@@ -56,12 +57,28 @@ class Serializer(ABC):
     arrive, and at the end `last_events` or `error_events`.
 
     Attributes:
+        content_type: of a response in events.
+        keep_alive: what is sent where there is no event for `interval_s`.
         id: the response's id; random, so that other clients cannot guess it.
         interval_s: seconds without tokens after which `idle_events` are sent.
     """
 
+    content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    keep_alive: ClassVar[str] = ": keep-alive\n\n"
     id: str
     interval_s: float = _KEEP_ALIVE_S
+
+    def __init__(self, request: Request, answer: Answer) -> None:
+        """For one response, or one of its choices."""
+        self._answer = answer
+        self._shown = ShownTokens(request, answer.tokenizer)
+        self._last_token: Token | None = None
+
+    def _parts(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+        """The parts of the answer that the next tokens add."""
+        tokens = self._shown(tokens)
+        self._last_token = tokens[-1] if tokens else self._last_token
+        return self._answer.splitter.add(tokens)
 
     @abstractmethod
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
@@ -76,7 +93,7 @@ class Serializer(ABC):
         """The events of the next tokens; not empty."""
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events to send where no token has come for `interval_s`; none for a comment."""
+        """The events to send where no token has come for `interval_s`; none for `keep_alive`."""
         return ()
 
     @abstractmethod

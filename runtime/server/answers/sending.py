@@ -84,8 +84,7 @@ def _num_values(value: Any, most: int) -> int:
 # models write; some 5 MB. Up to here, a stream ends and makes room for the next one whether or not its client reads.
 _MAX_BUFFERED = 2**14
 
-_EVENT_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_EVENT_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
 ]
@@ -149,9 +148,10 @@ async def send_events(
             await write(choice.serializer.first_events(choice.statistics()))
 
     first = choices.begun[0].serializer
+    headers = [(b"content-type", first.content_type), *_EVENT_HEADERS]
     max_at_once = max(1, SHORT_RESPONSE // num_named)
     async with _tokens(choices, max(1, _MAX_BUFFERED // num_named)) as (take, failures):
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await introduce()
         while (batch := await _batch(take, max_at_once, first.interval_s)) is not None:
             await introduce()
@@ -159,8 +159,7 @@ async def send_events(
                 choice = choices.begun[index]
                 await write(choice.serializer.events(tokens, choice.statistics()))
             if not batch:
-                # A comment keeps the connection alive.
-                await write(first.idle_events(choices.begun[0].statistics()), otherwise=": keep-alive\n\n")
+                await write(first.idle_events(choices.begun[0].statistics()), otherwise=first.keep_alive)
     if failures:
         statistics = choices.begun[0].statistics()
         await write(first.error_events(error_response_of(failures[0]), statistics), is_last=True)

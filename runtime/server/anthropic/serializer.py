@@ -18,7 +18,6 @@ from runtime.generation.tool_calls.events import (
 )
 from runtime.server.answers.api import Answer, Event, Serializer
 from runtime.server.answers.chat import Chat
-from runtime.server.answers.splitting import ShownTokens
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     BlockDelta,
@@ -38,15 +37,11 @@ class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`."""
 
     def __init__(self, request: Chat, answer: Answer) -> None:
-        """For one response."""
+        super().__init__(request, answer)
         self.id = f"msg_{secrets.token_hex(16)}"
-        self._model = answer.model
-        self._splitter = answer.splitter
-        self._shown = ShownTokens(request, answer.tokenizer)
         self._content: list[Content] = []
         self._index = -1  # of the last block that events have begun
         self._is_open = False
-        self._last_token: Token | None = None
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> AnthropicMessage:
         for _ in self._added(tokens):
@@ -78,7 +73,7 @@ class MessageSerializer(Serializer):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self._answer.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -93,16 +88,13 @@ class MessageSerializer(Serializer):
         # A stop token is no text, and clients look for the text of the sequence.
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        if self._splitter.has_calls:
+        if self._answer.splitter.has_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
         """Add the parts of tokens to the content, and yield the events that say so."""
-        tokens = self._shown(tokens)
-        if tokens:
-            self._last_token = tokens[-1]
-        for part in self._splitter.add(tokens):
+        for part in self._parts(tokens):
             match part:
                 case CallBegan(id=id, name=name):
                     yield from self._begun({"type": "tool_use", "id": id, "name": name, "input": {}})

@@ -20,7 +20,6 @@ from runtime.generation.tool_calls.events import Answer as WholeAnswer
 from runtime.generation.tool_calls.events import AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
 from runtime.server.answers.api import Answer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo
-from runtime.server.answers.splitting import ShownTokens
 from runtime.server.answers.token_logprobs import TokenLogprobs, finite, text_tokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import fingerprint
@@ -105,13 +104,12 @@ class ChunkSerializer(Serializer):
 
     def __init__(self, request: OpenAIRequest, answer: Answer) -> None:
         """For one response."""
+        super().__init__(request, answer)
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}" if first is None else first.id
         self._created: int = int(time.time()) if first is None else first._created
         self._request = request
-        self._answer = answer
-        self._shown = ShownTokens(request, answer.tokenizer)
         self._num_given = 0
         self._num_reasoning_tokens = 0
         self._timeline = answer.watch(self.id) if request.stream and request.speculation else None
@@ -213,7 +211,6 @@ class ChatSerializer(ChunkSerializer):
 
     def __init__(self, request: ChatRequest | FimRequest, answer: Answer) -> None:
         super().__init__(request, answer)
-        self._splitter = answer.splitter
         self._is_first = True
 
     def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
@@ -283,13 +280,13 @@ class ChatSerializer(ChunkSerializer):
         return bool(choice["delta"] or (choice["logprobs"] or {}).get("content"))
 
     def _split(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
-        parts = self._splitter.add(tokens)
-        self._num_reasoning_tokens = self._splitter.num_reasoning_tokens
+        parts = self._answer.splitter.add(tokens)
+        self._num_reasoning_tokens = self._answer.splitter.num_reasoning_tokens
         return parts
 
     def _finish_reason(self, tokens: Sequence[Token]) -> ChatFinishReason | None:
         reason = tokens[-1].finish_reason if tokens else None
-        if reason != "stop" or not self._splitter.has_calls:
+        if reason != "stop" or not self._answer.splitter.has_calls:
             return reason
         return "function_call" if self._request.has_functions else "tool_calls"
 
