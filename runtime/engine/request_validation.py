@@ -150,8 +150,7 @@ class RequestValidation:
         ids = self.encode(prompt, **({} if tools is None else tools.template_variables))
         if tools is not None and (grammar := self._grammar(tools, ids)) is not None:
             settings = attrs.evolve(settings, logits_processors=(grammar, *settings.logits_processors))
-        if context_length is not None:
-            check_prompt_length(len(ids), context_length)
+        check_prompt_length(len(ids), context_length)
         return Open(
             session=next(self._ids),
             prompt=ids,

@@ -49,7 +49,7 @@ class ErrorResponse(Exception):
     """An error response, raised while a request is handled, before anything was sent.
 
     Attributes:
-        detail: what the body says; an API has its own form for it (`Operation.error_body`).
+        detail: what the body says; an API may have a form of its own for it (`Operation.errors`).
     """
 
     def __init__(

@@ -23,12 +23,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from select import POLLIN, poll
 from types import ModuleType
 from typing import Any
 
 # CPU time for one block, for which its thread waits: well-formed calls of 100,000 characters take a twentieth of it.
 _CPU_S = 0.25
 _MEMORY_BYTES = 2**30
+# Seconds for one block, and the start of the process, on a machine that gives it no CPU time.
+_WALL_S = 10.0
 
 
 class ParserProcess:
@@ -39,7 +42,7 @@ class ParserProcess:
         self._lock = threading.Lock()
 
     def parse(self, name: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """What a parser returns for a block; None where it fails, or exceeds the limits of CPU time and memory.
+        """What a parser returns for a block; None where it fails, or exceeds the limits of time and memory.
 
         Args:
             name: of the module in `mlx_lm.tool_parsers`.
@@ -55,7 +58,10 @@ class ParserProcess:
                 assert process.stdout is not None
                 process.stdin.write(block + b"\n")
                 process.stdin.flush()
-                answer = process.stdout.readline()
+                answers = poll()  # not `select`, which takes no file of a high number
+                answers.register(process.stdout, POLLIN)
+                if answers.poll(1000 * _WALL_S):
+                    answer = process.stdout.readline()
             if not answer:
                 self._end()
                 return None

@@ -186,22 +186,20 @@ class Preparation:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
         length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
         encoded = await self._context.preparation.run(self._encode, length, self._client)
-        limit, lengths = self._context.limits.max_prompt_tokens, list(map(len, encoded.prompts))
-        context_length = self.model.runtime.context_length
-        for index, length in enumerate(lengths):
-            named = f"prompt[{index}]: " if len(lengths) > 1 else ""
-            if limit is not None and length == max(lengths) > limit:
-                raise ErrorResponse(
-                    400,
-                    f"{named}the prompt must have at most {limit} tokens, got {length}; shorten it",
-                    param=self.request.prompt_field,
-                    code="context_length_exceeded",
-                )
-            if context_length is not None and (limit is None or max(lengths) <= limit):
-                try:
-                    check_prompt_length(length, context_length)
-                except PromptTooLongError as error:
-                    raise PromptTooLongError(f"{named}{error}") from error
+        lengths, limit = list(map(len, encoded.prompts)), self._context.limits.max_prompt_tokens
+        named = [f"prompt[{index}]: " if len(lengths) > 1 else "" for index in range(len(lengths))]
+        if limit is not None and (most := max(lengths)) > limit:
+            raise ErrorResponse(
+                400,
+                f"{named[lengths.index(most)]}the prompt must have at most {limit} tokens, got {most}; shorten it",
+                param=self.request.prompt_field,
+                code="context_length_exceeded",
+            )
+        for name, length in zip(named, lengths, strict=True):
+            try:
+                check_prompt_length(length, self.model.runtime.context_length)
+            except PromptTooLongError as error:
+                raise PromptTooLongError(f"{name}{error}") from error
         return encoded
 
     def _encode(self) -> _Encoded:
