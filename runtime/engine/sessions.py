@@ -228,8 +228,8 @@ class Sessions:
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
 
     def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
-        tags = reasoning.tags if all(reasoning.tags) else None
-        return tools.reader(check_callable(tools, self._tokenizer), tags=tags, is_thinking=reasoning.is_thinking)
+        format = check_callable(tools, self._tokenizer)
+        return AnswerReader(**reasoning.marks, format=format, tools=tools.listed)
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.

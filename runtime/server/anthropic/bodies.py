@@ -1,10 +1,12 @@
-"""Response bodies and events in Anthropic's format; see `runtime.server.openai.responses` for why these types."""
+"""Response bodies and events in Anthropic's format."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
+
+from runtime.server.errors import ErrorResponse
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -181,3 +183,20 @@ class MessageStop(TypedDict):
 
 
 MessagesEvent = MessageStart | Ping | BlockStart | BlockDeltaEvent | BlockStop | MessageDelta | MessageStop
+
+
+_TYPES: dict[int, ErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def messages_error_body(error: ErrorResponse) -> MessagesErrorBody:
+    """The body of an error response."""
+    type = _TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": type, "message": error.detail["message"]}}

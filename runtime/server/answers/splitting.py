@@ -1,6 +1,4 @@
-"""The texts of tokens as a request wants them: with the stop string or token that ended the answer, or without special
-tokens.
-"""
+"""The tokens of an answer as a request wants them: their texts, split into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -9,10 +7,44 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runtime.server.openai.requests import ChatRequest, Request
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import AnswerEvent, CallEnded, ReasoningPart, TextPart
+from runtime.server.answers.request import Request
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
+
+
+class AnswerSplitter:
+    """Splits the tokens of one answer into parts, in the order in which they were generated.
+
+    Attributes:
+        num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
+        has_calls: whether a call is complete.
+        has_reasoning: whether reasoning is told apart; otherwise the whole text is the answer.
+    """
+
+    def __init__(self, reader: AnswerReader, *, has_reasoning: bool) -> None:
+        """For one answer.
+
+        Args:
+            reader: splits the text; new.
+        """
+        self.num_reasoning_tokens = 0
+        self.has_calls = False
+        self.has_reasoning = has_reasoning
+        self._reader = reader
+
+    def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+        """The parts that the next tokens add: text may be withheld that can be the beginning of a tag or a call."""
+        if self.has_reasoning:
+            self.num_reasoning_tokens += sum(token.is_thinking for token in tokens)
+        parts = self._reader.add("".join(token.text for token in tokens))
+        if tokens and tokens[-1].finish_reason is not None:
+            parts += self._reader.finish(is_complete=tokens[-1].is_complete)
+        self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
+        return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
+
 
 # Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.
 _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
@@ -22,14 +54,9 @@ class ShownTokens:
     """Changes the texts of an answer's tokens."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
-        """For one answer.
-
-        Args:
-            request: the request.
-            tokenizer: the target's.
-        """
+        """For one answer."""
         # Calls, where there may be some, are told apart by special tokens.
-        has_tools = isinstance(request, ChatRequest) and bool(request.tools or request.functions)
+        has_tools = request.has_tools
         self._tokenizer = tokenizer
         self._shows_stop = bool(request.include_stop_str_in_output)
         self._hidden = _special_texts(tokenizer) if request.skip_special_tokens and not has_tools else {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import trio
 from starlette.responses import Response
@@ -12,17 +14,77 @@ from starlette.types import Send
 
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
-from runtime.server.answers.choices import Choice, Choices
-from runtime.server.answers.json_body import SHORT_RESPONSE
-from runtime.server.answers.serializer import Event
+from runtime.server.answers.api import Choice, Choices, Event
 from runtime.server.errors import error_response_of
+from runtime.server.fair_threads import FairThreads
+
+# Tokens of a response that is made at once on trio's thread: with log-probabilities, in a few milliseconds.
+SHORT_RESPONSE = 512
+# Values that are encoded in one call, which holds the GIL, and with it every other thread: below a millisecond.
+_MAX_AT_ONCE = 1000
+
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+async def encoded_aside(
+    make: Callable[[], Mapping[str, Any]], num_tokens: int, threads: FairThreads, client: str
+) -> bytes:
+    """The JSON of a response.
+
+    Args:
+        make: makes the response; runs in another thread where that is long, and so must not touch what others use.
+        num_tokens: tokens that the response has, with the likely others that it names.
+        threads: do what is long.
+
+    Cancellation: as of `FairThreads.run`.
+    """
+
+    def encoded() -> bytes:
+        return "".join(json_pieces(make())).encode()
+
+    return encoded() if num_tokens <= SHORT_RESPONSE else await threads.run(encoded, num_tokens, client)
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """The JSON of a value, in pieces that are each encoded in a short time, unless one text in it is very long.
+
+    Args:
+        value: of objects, lists and what else JSON has; no object is in itself.
+    """
+    if not isinstance(value, (dict, list, tuple)) or _num_values(value, _MAX_AT_ONCE) <= _MAX_AT_ONCE:
+        yield _encode(value)
+    elif isinstance(value, dict):
+        for i, (name, part) in enumerate(value.items()):
+            yield f"{',' if i else '{'}{_encode(name)}:"
+            yield from json_pieces(part)
+        yield "}"
+    else:
+        for i, part in enumerate(value):
+            yield "," if i else "["
+            yield from json_pieces(part)
+        yield "]"
+
+
+def _num_values(value: Any, most: int) -> int:
+    """How many values a value consists of, itself included; where that is more than `most`, any number above it."""
+    num, waiting = 0, [value]
+    while waiting and num <= most:
+        num += len(waiting)
+        parts: list[Any] = []
+        for each in waiting:
+            if isinstance(each, dict):
+                parts += each.values()
+            elif isinstance(each, (list, tuple)):
+                parts += each
+        waiting = parts
+    return num
+
 
 # Tokens of a response, with the likely others that they name, that wait for a client which reads more slowly than the
 # models write; some 5 MB. Up to here, a stream ends and makes room for the next one whether or not its client reads.
 _MAX_BUFFERED = 2**14
 
-_EVENT_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_EVENT_HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
 ]
@@ -36,7 +98,6 @@ async def send_whole(
     Args:
         choices: its generations, the first of which have begun; all are read to their ends.
         body_of: makes the body of them, as JSON.
-        send: of ASGI.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
 
@@ -65,7 +126,6 @@ async def send_events(
         choices: its generations, the first of which have begun; their serializers make the events.
         last_events: makes the events after all tokens.
         num_named: 1 for each token, and 1 for each likely other that comes with it.
-        send: of ASGI.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
 
@@ -88,9 +148,10 @@ async def send_events(
             await write(choice.serializer.first_events(choice.statistics()))
 
     first = choices.begun[0].serializer
+    headers = [(b"content-type", first.content_type), *_EVENT_HEADERS]
     max_at_once = max(1, SHORT_RESPONSE // num_named)
     async with _tokens(choices, max(1, _MAX_BUFFERED // num_named)) as (take, failures):
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await introduce()
         while (batch := await _batch(take, max_at_once, first.interval_s)) is not None:
             await introduce()
@@ -98,8 +159,7 @@ async def send_events(
                 choice = choices.begun[index]
                 await write(choice.serializer.events(tokens, choice.statistics()))
             if not batch:
-                # A comment keeps the connection alive.
-                await write(first.idle_events(choices.begun[0].statistics()), otherwise=": keep-alive\n\n")
+                await write(first.idle_events(choices.begun[0].statistics()), otherwise=first.keep_alive)
     if failures:
         statistics = choices.begun[0].statistics()
         await write(first.error_events(error_response_of(failures[0]), statistics), is_last=True)

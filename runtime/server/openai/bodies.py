@@ -1,9 +1,4 @@
-"""Response bodies and chunks, in OpenAI's format and with extensions of our own.
-
-The code that responds builds these dictionaries, and `runtime.server.openai.openapi` makes the API's description from
-the same types. They are typed dictionaries rather than pydantic models, because a chunk is built for every round of
-every stream and the type checker has checked it already. Their keys are sent in the order in which they are built.
-"""
+"""Response bodies and chunks, in OpenAI's format and with extensions of our own."""
 
 from __future__ import annotations
 
@@ -12,137 +7,23 @@ from typing import Literal, NotRequired
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
-from runtime.server.openai.prompt_logprobs import PromptLogprobs
-from runtime.tracing.drafter_states import DrafterState
+from runtime.server.answers.token_logprobs import TokenLogprob
+from runtime.server.timelines import ModelActivity
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
-# --- errors, models and health --------------------------------------------------------------------
+class PromptLogprob(TypedDict):
+    """The log-probability of a token of the prompt, or of a likely other one; the most probable has the rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
-class ErrorDetail(TypedDict):
-    """An error: a message for people, the rest for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(TypedDict):
-    """The body of every response with a status of 400 or more."""
-
-    error: ErrorDetail
-
-
-class ModelDescription(TypedDict):
-    """A served model.
-
-    Whether it has a chat template, and the length of its context, by vLLM's name for it, are known once it was loaded.
-    """
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    draft: str | None
-    has_chat_template: bool | None
-    max_model_len: int | None
-    state: Literal["loaded", "loading", "unloaded"]
-
-
-class ModelList(TypedDict):
-    """The served models, loaded or not."""
-
-    object: Literal["list"]
-    data: list[ModelDescription]
-
-
-class ModelHealth(TypedDict):
-    """Whether a model works, and the number of its streams that run and wait."""
-
-    state: Literal["loaded", "loading", "unloaded"]
-    status: Literal["ok", "degraded", "broken"]
-    streams: int
-    waiting: int
-
-
-class HealthReport(TypedDict):
-    """Whether the models work, and the number of streams that run and wait: of all together, and of each.
-
-    A server whose status is "draining" is about to stop: it ends the requests that it has, and takes no others.
-    """
-
-    status: Literal["ok", "degraded", "broken", "draining"]
-    ok: bool
-    target: bool
-    draft: bool | None
-    streams: int
-    waiting: int
-    models: dict[str, ModelHealth]
-
-
-# --- version, properties and tokens ---------------------------------------------------------------
-
-
-class Version(TypedDict):
-    """The server's version."""
-
-    version: str
-
-
-class GenerationDefaults(TypedDict):
-    """Properties of every generation: the context's length in tokens; null if it is unknown."""
-
-    n_ctx: int | None
-
-
-class Modalities(TypedDict):
-    """What a prompt can have beside text."""
-
-    vision: bool
-    audio: bool
-
-
-class Props(TypedDict):
-    """Properties of the server and its first model, in llama.cpp's form.
-
-    The chat template is "" if the model has none, or is not loaded, and `total_slots` null; so many requests are worked
-    on at once.
-    """
-
-    model_path: str
-    model_alias: str
-    total_slots: int | None
-    default_generation_settings: GenerationDefaults
-    chat_template: str
-    build_info: str
-    modalities: Modalities
-
-
-class Piece(TypedDict):
-    """A token: its id, and its text, or its bytes if it is no whole text."""
-
-    id: int
-    piece: str | list[int]
-
-
-class Tokenized(TypedDict):
-    """Token ids of a text or a chat, their number, and the context's length (null if the model names none)."""
-
-    tokens: list[int | Piece]
-    count: int
-    max_model_len: int | None
-    token_strs: NotRequired[list[str]]
-
-
-class Detokenized(TypedDict):
-    """The text of token ids, under the names that vLLM and llama.cpp have for it."""
-
-    prompt: str
-    content: str
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, log-probabilities by token id; None for the first one, which nothing precedes."""
 
 
 # --- usage ----------------------------------------------------------------------------------------
@@ -202,40 +83,18 @@ class SpeculationStatistics(TypedDict):
     elapsed: float
 
 
-class WorkSpan(TypedDict):
-    """A job of a model: its begin and end in seconds since the stream began, and how many streams shared it."""
-
-    actor: Literal["target", "draft"]
-    kind: str
-    began: float
-    ended: float
-    round: int | None
-    streams: int
-
-
-class DrafterChange(TypedDict):
-    """A change of the drafter's state, at a time in seconds since the stream began.
-
-    "resting": it leaves rounds to the target, where plain decoding is faster; "overdue": it took too long, and the
-    target goes on without it; "left": it takes no further part in this stream.
-    """
-
-    at: float
-    state: DrafterState
-
-
-class ModelActivity(TypedDict):
-    """Jobs of the models and changes of the drafter's state, since the last chunk."""
-
-    spans: list[WorkSpan]
-    drafter: list[DrafterChange]
-
-
 class Speculation(ModelActivity):
     """The chunk's tokens, the statistics so far, and the activity of the models since the last chunk."""
 
     tokens: list[SpeculationToken]
     statistics: SpeculationStatistics
+
+
+class _Response(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
 
 
 # --- /v1/completions ------------------------------------------------------------------------------
@@ -260,34 +119,16 @@ class CompletionChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 
-class Completion(TypedDict):
+class Completion(_Response):
     """A response of `/v1/completions`, or a chunk of one; chunks have `usage` at the end, or all if asked for."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
 
 
 # --- /v1/chat/completions -------------------------------------------------------------------------
-
-
-class TopLogprob(TypedDict):
-    """A token and its log-probability; `bytes` is null where the tokenizer tells none for part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """A token of the answer, and the most probable tokens at its position."""
-
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(TypedDict):
@@ -335,14 +176,10 @@ class ChatChoice(TypedDict):
     finish_reason: ChatFinishReason
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(_Response):
     """A response of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None
@@ -383,17 +220,10 @@ class ChunkChoice(TypedDict):
     finish_reason: ChatFinishReason | None
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(_Response):
     """A chunk of a response of `/v1/chat/completions`; chunks have `usage` as there."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
-
-
-Chunk = Completion | ChatChunk

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
+
 from runtime.loading.token_pieces import byte_fallback, byte_level_piece
 
 if TYPE_CHECKING:
@@ -12,10 +15,24 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from runtime.generation.token_reader import Token
-    from runtime.server.openai.responses import TokenLogprob, TopLogprob
+
 
 # In place of minus infinity, which JSON does not have; OpenAI's own.
 _MIN_LOGPROB = -9999.0
+
+
+class TopLogprob(TypedDict):
+    """A token and its log-probability; `bytes` is null where the tokenizer tells none for part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the most probable tokens at its position."""
+
+    top_logprobs: list[TopLogprob]
 
 
 class TokenLogprobs:
@@ -25,7 +42,6 @@ class TokenLogprobs:
         """For one answer.
 
         Args:
-            tokenizer: the target's.
             num_top: how many of the most probable tokens to name beside each.
         """
         self._tokenizer = tokenizer
@@ -59,8 +75,6 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int]
     """The bytes of a token.
 
     Args:
-        tokenizer: the token's.
-        token: its id.
         text: the token decoded alone.
 
     Returns: None where they are unknown: the token is part of a character, of a tokenizer that has neither byte-level
