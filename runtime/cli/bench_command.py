@@ -126,7 +126,7 @@ def _plan(arguments: argparse.Namespace) -> AnyPlan:
 
     kind: type[AnyPlan] = OverheadPlan if arguments.overhead else Plan if arguments.streams is None else StreamsPlan
     names = {field.name for field in attrs.fields(kind)}
-    given = {name: value for name, value in vars(arguments).items() if name in names and name != "prompts"}
+    given = {name: value for name, value in vars(arguments).items() if name in names and name not in ("prompts", "streams")}
     if arguments.overhead:
         _check_for_overhead(arguments)
     elif arguments.prompt is not None:

@@ -81,6 +81,20 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert [row["way"] for row in json.loads(capsys.readouterr().out)["rows"]][1:] == OURS
 
 
+def test_without_numbers_of_streams_the_command_measures_its_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans: list[OverheadPlan] = []
+
+    async def measure(measured: OverheadMeasured, **_: Any) -> None:
+        plans.append(measured.plan)
+
+    monkeypatch.setattr(runtime.bench.overhead, "measure_overhead", measure)
+    assert cli.main(["bench", "--overhead", "--json"]) == 0
+    assert plans == [OverheadPlan()]
+    assert json.loads(capsys.readouterr().out)["repeats_done"] == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [(["-p", "x"], "--prompt"), (["-t", "1"], "--temperature"), (["--lookahead", "2"], "--lookahead")],
