@@ -17,7 +17,7 @@ import trio
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import MLXModel
-from runtime.bench.one_stream import Plan, measure
+from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.doctor.pass_times import time_passes
 from runtime.loading.vocabularies import check_vocabularies
 from runtime.selftest.baselines import in_parallel, median_step_s
@@ -75,8 +75,10 @@ def overlap(subject: Subject) -> Finding:
 
 def speeds(subject: Subject) -> Finding:
     """Tokens per second: mlx-lm plain and speculative, Outrider plain and with "auto"."""
-    plan = Plan(max_tokens=max(32, subject.max_tokens), repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto"))
-    result = trio.run(measure, subject.target, subject.draft, plan)
+    plan = OneStreamPlan(
+        max_tokens=max(32, subject.max_tokens), repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto")
+    )
+    result = trio.run(OneStream(plan).measure, subject.target, subject.draft)
     medians = {row.name: row.median for row in result.rows}
     plain, auto = medians["mlx-lm plain"], medians["outrider lookahead auto"]
     ratio = f"{auto / plain:.2f} times" if auto and plain else "unknown against"
