@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from protocol.errors import SettingsError
+from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from runtime.terminal.display import OutputError, printing
 from runtime.terminal.output_files import check_place
@@ -70,18 +70,19 @@ def check_plot(file: str | None, formats: Sequence[str]) -> Path | None:
     path = Path(file).expanduser()
     if path.suffix.lower() not in formats:
         raise SettingsError(f"plot must be a file that ends in {', '.join(formats)}, got {shown(file)}")
-    check_place("plot", path)
+    if not path.is_dir():
+        check_place("plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError('plot needs matplotlib, which is not installed; pip install "outrider[plot]"')
     return path
 
 
-def save_plot(figure: Figure, path: Path, **options: Any) -> None:
+def save_plot(figure: Figure, path: Path, *, error_type: type[OutriderError] = OutputError, **options: Any) -> None:
     """Write a plot, in the format that the file's suffix names.
 
-    Raises: OutputError: the file cannot be written.
+    Raises: OutriderError: the file cannot be written; of the type that is given.
     """
     try:
         figure.savefig(path, format=path.suffix[1:].lower(), **options)
     except OSError as error:
-        raise OutputError(f"cannot write the plot to {shown_path(str(path))}: {error.strerror}") from error
+        raise error_type(f"cannot write the plot to {shown_path(str(path))}: {error.strerror}") from error
