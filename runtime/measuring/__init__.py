@@ -9,6 +9,7 @@ computed from the runs for JSON and for the table alike. A `Record` holds the fi
 
 - `contest`: turns, warm-up, repeats, failures
 - `figures`: ratios, spreads, figures, records
+- `pass_times`: forward passes of one model, by width
 - `timing`: tokens and their times, timing windows, busy seconds
 - `reports`: tables, JSON and plots, for the commands
 """
