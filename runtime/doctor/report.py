@@ -231,14 +231,8 @@ async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions
     target.model.record_features(None)  # the target is timed as it is
     assert isinstance(drafter.model, TrainedDrafter)
     assert drafter.kind is not None
-    return await worker.run(
-        Job(
-            "load",
-            partial(
-                _examine_trained, drafter.model, drafter.kind, len(target.model.module.layers), target.model.vocab_size
-            ),
-        )
-    )
+    sizes = len(target.model.module.layers), target.model.vocab_size
+    return await worker.run(Job("load", partial(_examine_trained, drafter.model, drafter.kind, *sizes)))
 
 
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:

@@ -22,7 +22,7 @@ from runtime.measuring.contest import Contest
 from runtime.measuring.figures import spread
 from runtime.measuring.pass_times import time_passes
 from runtime.selftest.baselines import in_parallel, median_step_s
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Finding
 from runtime.selftest.subject import Subject, running_pair
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import itertools
 import json
 import os
 import signal
@@ -34,25 +33,20 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
-from protocol.trace import Span
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Run
 from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.bench.subject import EventSwitch, Subject
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
-from runtime.measuring.contest import running_order
 from runtime.measuring.figures import Record
 from runtime.measuring.timing import (
-    TimedToken,
-    TimingWindow,
-    busy_seconds,
-    count_rounds,
     take_until_cancelled,
-    timing_window,
 )
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
 
 
@@ -71,7 +65,6 @@ def small(**changes: Any) -> OneStreamPlan:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first():
     names = [contender.name for contender in OneStreamPlan().contenders]
     assert names[0] == "mlx-lm plain"
@@ -79,7 +72,6 @@ def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first():
     assert names[9:] == [f"outrider lookahead {k}" for k in (0, 1, 2, 3, 4, 6, 8, "auto")]
 
 
-@pytest.mark.slow
 def test_what_is_asked_for_twice_runs_once():
     assert small(num_draft_tokens=[2, 2], lookaheads=["auto", 0, "auto"]).contenders == (
         PLAIN,
@@ -89,13 +81,6 @@ def test_what_is_asked_for_twice_runs_once():
     )
 
 
-def test_on_ranks_this_runtimes_plain_decoding_is_what_the_others_are_compared_with():
-    plan = small(is_on_ranks=True, lookaheads=["auto", 0])
-    assert plan.contenders == (Contender("outrider", 0), Contender("outrider", "auto"))
-    assert attrs.evolve(plan, lookaheads=[2]).contenders == (Contender("outrider", 0), Contender("outrider", 2))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -118,7 +103,6 @@ def test_what_is_out_of_range_is_refused(changes, complaint):
         small(**changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
 def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monkeypatch):
     import runtime.bench.contenders
@@ -138,61 +122,9 @@ def test_mlx_lm_quantises_its_caches_as_the_runtime_does(num_draft_tokens, monke
     assert (keywords["kv_bits"], keywords["kv_group_size"], keywords["quantized_kv_start"]) == (8, 32, 9)
 
 
-@pytest.mark.slow
 def test_no_prompt_is_no_benchmark():
     with pytest.raises(runtime.PromptError, match="there is no prompt to measure with"):
         small(prompts=())
-
-
-@pytest.mark.slow
-def test_every_turn_has_everyone_once_begins_elsewhere_and_every_other_goes_backwards():
-    everyone = small().contenders
-    turns = [running_order(everyone, turn) for turn in range(2 * len(everyone))]
-    for turn in turns:
-        assert sorted(turn, key=everyone.index) == list(everyone)
-    firsts = {turn[0] for turn in turns}
-    assert firsts == set(everyone)
-    # No contender always follows the same one.
-    neighbours = {pair for turn in turns[:2] for pair in itertools.pairwise(turn)}
-    assert any((b, a) in neighbours for a, b in neighbours)
-
-
-# --- figures of a run -----------------------------------------------------------------------------
-
-
-def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:
-    """Tokens a second apart: "d" is a drafted token, "t" the target's own."""
-    return [TimedToken(i, flag == "d", start + i) for i, flag in enumerate(flags)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "first", "began"),
-    [("tttt", 1, 10.0), ("ddtdt", 3, 12.0), ("tddd", 1, 10.0), ("dddd", 4, 13.0)],
-)
-def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
-    assert timing_window(moments(flags)) == TimingWindow(first, began, 10.0 + len(flags) - 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "num_draft_tokens", "rounds", "proposed"),
-    [
-        ("tttt", 0, 4, 0),
-        ("ddtdtt", 2, 3, 5),  # the last round needs one token, and one is proposed
-        ("ddtddtdd", 2, 3, 6),
-        ("dddtdddd", 8, 2, 12),
-    ],
-)
-def test_rounds_and_proposals_are_told_from_who_proposed_the_tokens(flags, num_draft_tokens, rounds, proposed):
-    drafted = [flag == "d" for flag in flags]
-    assert count_rounds(drafted, num_draft_tokens, max_tokens=len(flags)) == (rounds, proposed)
-
-
-@pytest.mark.slow
-def test_only_what_lies_in_the_window_counts():
-    spans = [Span("target", "verify", 0, began, ended) for began, ended in ((0, 2), (3, 5), (5, 6), (9, 12), (20, 21))]
-    assert busy_seconds(spans, TimingWindow(0, 1.0, 10.0)) == 1 + 2 + 1 + 1
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -224,14 +156,12 @@ def by_name(result: Record) -> dict[str, Record]:
     return {row.name: row for row in result.rows}
 
 
-@pytest.mark.slow
 def test_a_repeat_is_the_tokens_of_its_prompts_over_their_seconds():
     plain = by_name(scripted().result())["mlx-lm plain"]
     assert plain.speeds == (10.0, 5.0)
     assert (plain.median, plain.low, plain.high) == (7.5, 5.0, 10.0)
 
 
-@pytest.mark.slow
 def test_ratios_are_those_of_the_medians():
     result = scripted().result()
     plain, best, ours = result.rows
@@ -240,7 +170,6 @@ def test_ratios_are_those_of_the_medians():
     assert result.best_speculative == "mlx-lm speculative 2"
 
 
-@pytest.mark.slow
 def test_the_rest_is_counted_over_all_runs():
     plain, best, ours = scripted().result().rows
     assert (plain.acceptance, best.acceptance, ours.acceptance) == (None, 0.4, 0.75)
@@ -252,33 +181,17 @@ def test_the_rest_is_counted_over_all_runs():
     assert ours.estimates == {"draft_seconds": 1.002}
 
 
-@pytest.mark.slow
 def test_texts_are_compared_with_plain_decodings():
     measured = scripted()
     measured.contest.turns[1, 0][OURS] = a_run(0.25, tokens=(7, 8, 1))
     assert [(row.same_texts, row.num_texts) for row in measured.result().rows] == [(4, 4), (4, 4), (3, 4)]
 
 
-@pytest.mark.slow
 def test_above_temperature_0_texts_are_not_compared():
     measured = scripted(plan=small(num_draft_tokens=(2,), lookaheads=("auto",), temperature=0.5))
     assert [row.same_texts for row in measured.result().rows] == [None, None, None]
 
 
-@pytest.mark.slow
-def test_a_turn_that_was_cut_short_counts_for_nobody():
-    measured = scripted()
-    del measured.contest.turns[1, 1][OURS]
-    result = measured.result()
-    assert (result.repeats_done, result.is_complete) == (2, False)
-    assert [row.num_texts for row in result.rows] == [3, 3, 3]
-    assert result.rows[0].speeds == (10.0, 5.0)
-    measured.contest.turns[1, 0].clear()
-    assert measured.result().repeats_done == 1
-    assert scripted().result().is_complete
-
-
-@pytest.mark.slow
 def test_nothing_measured_is_no_figure_and_no_error():
     result = OneStream(small()).result()
     assert (result.repeats_done, result.is_complete, result.best_speculative) == (0, False, None)
@@ -286,7 +199,6 @@ def test_nothing_measured_is_no_figure_and_no_error():
         assert (row.median, row.vs_plain, row.speeds, row.num_texts) == (None, None, (), 0)
 
 
-@pytest.mark.slow
 def test_who_cannot_run_holds_up_nobody():
     measured = scripted()
     measured.contest.failures[MLX_LM] = "no cache to trim"
@@ -303,7 +215,6 @@ def test_who_cannot_run_holds_up_nobody():
 # --- real models ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 async def test_everyone_runs_and_writes_plain_decodings_text(pair):
     target, draft = pair
     measured = OneStream(small())
@@ -349,7 +260,6 @@ def estimates_of(_: Any) -> Any:
     return Prices().estimates()
 
 
-@pytest.mark.slow
 async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
     # A drafter that is always wrong: each round proposes k tokens, or as many as are still due, and yields one.
     target, _ = pair
@@ -363,7 +273,6 @@ async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
         assert (row.acceptance, row.tokens_per_round) == (1.0, 4.0)
 
 
-@pytest.mark.slow
 async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm_has(pair):
     measured = OneStream(small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]]))
     result = await measured.measure((pair[0], None), "ngram")
@@ -397,7 +306,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
     return Watched.calls
 
 
-@pytest.mark.slow
 async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(calls):
     target = llama()
     seen: dict[str, set[tuple[str, str, bool]]] = {}
@@ -425,7 +333,6 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
     assert [type(layer) for layer in target.layers] == kinds
 
 
-@pytest.mark.slow
 async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pair):
     # A late draft step that ends some time after the text.
     ours, events, late, log = Contender("outrider", 0), EventSwitch(), threading.Event(), []
@@ -458,7 +365,6 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
     assert log == ["ended", "returned"]
 
 
-@pytest.mark.slow
 async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
     opened = []
     import runtime.bench.contenders
@@ -474,7 +380,6 @@ async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pai
     assert len(opened) == 3
 
 
-@pytest.mark.slow
 async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on():
     target = mamba()
     result = await OneStream(small()).measure((target, None), (near(target, noise=0.02), None))
@@ -487,7 +392,6 @@ async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on(
     assert rows["outrider lookahead 2"].same_texts == 4
 
 
-@pytest.mark.slow
 async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread():
     class Broken(models.Wrapped):
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
@@ -508,7 +412,6 @@ async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread()
     assert not outrider_threads()
 
 
-@pytest.mark.slow
 async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
     target, draft = llama(max_position_embeddings=64), llama(max_position_embeddings=24)
     plan = small(prompts=[[1] * 9])
@@ -517,21 +420,18 @@ async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
     assert not outrider_threads()
 
 
-@pytest.mark.slow
 async def test_models_that_are_there_already_are_not_cast(pair):
     target, draft = pair
     with pytest.raises(runtime.SettingsError, match="dtype is for models that are loaded here"):
         await OneStream(small(dtype="bfloat16")).measure((target, None), (draft, None))
 
 
-@pytest.mark.slow
 async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
     target, draft = pair
     result = await OneStream(small(repeats=1)).measure((target, None), (Padded(draft, 3), None))
     assert by_name(result)["outrider lookahead 2"].same_texts == 2
 
 
-@pytest.mark.slow
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
     measured = OneStream(small(repeats=5))
@@ -556,7 +456,6 @@ class OnThread:
         return await trio.to_thread.run_sync(job.call)
 
 
-@pytest.mark.slow
 async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
     given: list[int] = []
     ended_on: list[int] = []
@@ -591,7 +490,6 @@ def arguments(saved: tuple[str, str], *more: str) -> list[str]:
     return ["bench", "--target", saved[0], "--draft", saved[1], *small, *who, *more]
 
 
-@pytest.mark.slow
 def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(arguments(saved)) == 0
@@ -607,7 +505,6 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
         assert f"linear algebra  {runtime.loading.blas.blas_in_use()}" in out
 
 
-@pytest.mark.slow
 def test_json_has_all_that_was_measured(saved, capsys):
     assert cli.main(arguments(saved, "--json")) == 0
     out, err = capsys.readouterr()
@@ -629,13 +526,11 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
 
 
-@pytest.mark.slow
 def test_a_dtype_is_what_is_measured_in(saved, capsys):
     assert cli.main(arguments(saved, "--json", "--dtype", "bfloat16", "--repeats", "1")) == 0
     assert json.loads(capsys.readouterr().out)["dtypes"] == {"target": ["bfloat16"], "draft": ["bfloat16"]}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["speeds.svg", "speeds.png"])
 def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, capsys):
     assert cli.main(arguments(saved, "--repeats", "1", "--plot", str(tmp_path / name))) == 0
@@ -647,7 +542,6 @@ def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, 
         assert b"<svg" in drawn
 
 
-@pytest.mark.slow
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -657,7 +551,6 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved,
     assert err == ('outrider: error: plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
 
 
-@pytest.mark.slow
 def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
     real = builtins.__import__
 
@@ -670,7 +563,6 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
     assert "mlx-lm plain" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "complaint"),
     [
@@ -695,13 +587,11 @@ def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, cap
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
     assert cli.main(["bench", "--target", saved[0]]) == 2
     assert "needs a draft model; give --draft" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_model_that_is_not_there_is_one_line(saved, capsys):
     assert cli.main(arguments((saved[0], "/no/such/model"))) == 1
     assert capsys.readouterr() == (
@@ -710,7 +600,6 @@ def test_a_model_that_is_not_there_is_one_line(saved, capsys):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "prompts"),
     [
@@ -723,7 +612,6 @@ def test_prompts_come_from_a_file(name, content, prompts, tmp_path):
     assert bench_command.read_prompts(tmp_path / name) == prompts
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
@@ -742,7 +630,6 @@ def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
         bench_command.read_prompts(tmp_path / "missing.txt")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9", "number": number}))
@@ -755,14 +642,12 @@ def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, 
     assert not outrider_threads()
 
 
-@pytest.mark.slow
 def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "warming up"}))
     assert cli.main(arguments(saved)) == 130
     assert capsys.readouterr() == ("", "outrider: nothing was measured yet\n")
 
 
-@pytest.mark.slow
 def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monkeypatch, capsys):
     measure = OneStream.measure
 
@@ -777,7 +662,6 @@ def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monk
     assert json.loads(capsys.readouterr().out)["is_complete"]
 
 
-@pytest.mark.slow
 def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9"}))
     assert cli.main(arguments(saved, "--repeats", "9", "--json")) == 130
@@ -788,7 +672,6 @@ def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, caps
 NO_OPENBLAS = sys.platform != "linux" or not any(map(os.path.exists, candidates(os.uname().machine)))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(NO_OPENBLAS, reason="no OpenBLAS here: on Linux, install libopenblas0-pthread to have this tested")
 def test_a_model_that_computes_alone_has_all_cores_unless_the_user_decides(saved):
     def machine(**variables: str) -> dict[str, str]:
@@ -813,7 +696,6 @@ def test_a_model_that_computes_alone_has_all_cores_unless_the_user_decides(saved
     assert "BLAS threads" not in decided
 
 
-@pytest.mark.slow
 def test_who_cannot_run_is_said_to(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     target = mamba()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from models import llama, near
 
 import runtime
+from runtime.bench.contenders import Contender
 from runtime.bench.one_stream import OneStream, OneStreamPlan, named_drafts
 from runtime.cli import main as cli
 
@@ -31,6 +33,12 @@ def test_drafters_are_named_by_the_last_part_that_tells_them_apart(drafts, names
 def test_a_drafter_that_is_there_twice_is_refused():
     with pytest.raises(runtime.SettingsError, match="'org/small' is there twice"):
         named_drafts(["org/small", "ngram", "org/small"])
+
+
+def test_on_ranks_this_runtimes_plain_decoding_is_what_the_others_are_compared_with():
+    plan = OneStreamPlan(is_on_ranks=True, lookaheads=["auto", 0])
+    assert plan.contenders == (Contender("outrider", 0), Contender("outrider", "auto"))
+    assert attrs.evolve(plan, lookaheads=[2]).contenders == (Contender("outrider", 0), Contender("outrider", 2))
 
 
 @pytest.mark.slow

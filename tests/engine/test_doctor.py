@@ -26,8 +26,7 @@ from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
 from runtime.measuring.pass_times import WIDTHS, Passes
-from runtime.selftest.checks import Check
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Check, Finding
 from runtime.selftest.report import SelfTestReport
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import keep
