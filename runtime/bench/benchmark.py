@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
 import attrs
 
+from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import JobError
 from protocol.errors import ModelError, PromptError, SettingsError
@@ -15,11 +17,11 @@ from protocol.reprs import shown
 from protocol.settings import settings_from
 from protocol.validation import check_integer, validator
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
-from runtime.bench.subject import Circumstances
 from runtime.loading.demo import DEMO_PROMPTS
-from runtime.loading.model_sources import check_cache_options
+from runtime.loading.model_sources import Source, check_cache_options
 from runtime.measuring.contest import Contest, Step
 from runtime.measuring.figures import Figure, Record, Spread, ratio, record_of, spread, total
+from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_models
 from runtime.measuring.reports import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,6 +81,7 @@ class Plan:
 
 
 P = TypeVar("P", bound=Plan)
+Progress = Callable[[str], None]
 
 
 class Benchmark(ABC, Generic[P]):
@@ -92,10 +95,13 @@ class Benchmark(ABC, Generic[P]):
         contest: the runs so far.
         figures: of each row, for JSON and the table.
         with_prompts: whether the time of the prompts counts.
+        prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
+            of them, too.
     """
 
     figures: ClassVar[tuple[Figure, ...]]
     with_prompts: ClassVar[bool] = True
+    prefix_cache_bytes: ClassVar[int] = 0
 
     def __init__(self, plan: P) -> None:
         self.plan = plan
@@ -167,7 +173,30 @@ class Benchmark(ABC, Generic[P]):
 
     # --- measuring --------------------------------------------------------------------------------
 
-    async def _run(self, runner: ContenderRunner, prompts: Prompts, on_progress: Callable[[str], None]) -> None:
+    async def _measure(
+        self, target: Source, drafts: Mapping[str, Source], on_progress: Progress, group: RankGroup | None = None
+    ) -> Record:
+        async with AsyncExitStack() as stack:
+            plan = self.plan
+            models = await load_models(
+                stack, target, drafts, plan.cache_options, dtype=plan.dtype, group=group, on_progress=on_progress
+            )
+            self.about = models.circumstances
+            prompts = models.encoded(plan.prompts, plan.max_tokens)
+            runner = ContenderRunner(models)
+            self._note_models(models)
+            await runner.open_runtimes(stack, self.contest.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
+            await self._prepare(runner, prompts, on_progress)
+            await self._run(runner, prompts, on_progress)
+        return self.result()
+
+    def _note_models(self, models: LoadedModels) -> None:
+        """Called once the models are loaded, before the contest begins."""
+
+    async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
+        """Called before the contest begins."""
+
+    async def _run(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
         """Have all contenders run all cases, in turn.
 
         Raises: ModelError: mlx-lm cannot decode plainly with the target.

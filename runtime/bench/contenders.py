@@ -6,7 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -21,19 +21,14 @@ from mlx_lm.sample_utils import make_sampler
 from actors.actor import PREFIX_CACHE_BYTES
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import begin_peak, peak_memory
-from actors.trained.drafter_model import TrainedDrafter
-from actors.warm_up import warm_up
-from actors.workers.core_sharing import CORES
-from actors.workers.worker import Job, JobError
-from protocol.prices import Prices
-from protocol.settings import MAX_BATCH, NGRAM
+from actors.workers.worker import Job
+from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Event, Span
-from runtime.bench.subject import TARGET, Subject
 from runtime.engine.events import Events
-from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.loading import blas
+from runtime.measuring.loaded_models import TARGET, LoadedModels
 from runtime.measuring.timing import (
     TimedToken,
     TimingWindow,
@@ -42,7 +37,6 @@ from runtime.measuring.timing import (
     take_until_cancelled,
     timing_window,
 )
-from runtime.ranks.leading import ending_all
 
 # An idle BLAS thread spins before it sleeps; those of OpenBLAS spin for 0.1 s.
 BLAS_IDLE_S = 0.2
@@ -180,14 +174,14 @@ def run_of(texts: Sequence[Sequence[TimedToken]], began: float, window: TimingWi
 
 
 class ContenderRunner:
-    """Runs contenders, one at a time, on one subject.
+    """Runs contenders, one at a time, on the same models.
 
     All work of one contender is over before the next begins.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, models: LoadedModels) -> None:
         """A runner without runtimes yet."""
-        self._subject = subject
+        self._models = models
         self._runtimes: dict[object, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # those of the current run
 
@@ -201,34 +195,20 @@ class ContenderRunner:
             contenders: the contenders; those of mlx-lm are skipped.
             prefix_cache_bytes: see `runtime.open`.
         """
-        subject = self._subject
-        with self._evaluating_layers():
+        models = self._models
+        with models.evaluating_layers():
             for contender in contenders:
-                if contender.engine == "mlx-lm" or contender.runtime in self._runtimes:
-                    continue
-                events = Events()
-                subject.events.listener = events
-                events.listen(self._record)
-                target = subject.target, subject.workers[TARGET]
-                draft = self._draft_for(contender)
-                prices = Prices(core_hold_s=CORES.hold_s)
-                if draft is not None:
-                    # As `runtime.open` does. What fails here fails again in a run, where the contender is known.
-                    with suppress(JobError):
-                        await warm_up(target, draft, prices)
-                runtime = await stack.enter_async_context(
-                    running(
-                        target,
-                        draft or NGRAM,
+                if contender.engine == "outrider" and contender.runtime not in self._runtimes:
+                    events = Events()
+                    events.listen(self._record)
+                    runtime = await models.open_runtime(
+                        stack,
+                        contender.draft,
                         events=events,
-                        prices=prices,
-                        max_batch=subject.target.bounded_batch(contender.max_batch),
+                        max_batch=contender.max_batch,
                         prefix_cache_bytes=prefix_cache_bytes,
                     )
-                )
-                if subject.group is not None:
-                    stack.enter_context(ending_all(subject.group, runtime._sessions.fail))
-                self._runtimes[contender.runtime] = (runtime, events)
+                    self._runtimes[contender.runtime] = (runtime, events)
             await self._wait_until_idle()
 
     async def run(
@@ -256,17 +236,10 @@ class ContenderRunner:
         if contender.engine == "mlx-lm":
             run = await self._run_mlx_lm(contender, prompts, max_tokens, temperature, with_prompts)
         else:
-            self._draft_for(contender)
-            with self._evaluating_layers():
+            self._models.record_for(self._models.drafter(contender.draft))
+            with self._models.evaluating_layers():
                 run = await self._run_outrider(contender, prompts, max_tokens, temperature, with_prompts)
         return attrs.evolve(run, peak_bytes=max(0, peak_memory() - held))
-
-    def _draft_for(self, contender: Contender) -> Any:
-        """The drafter and its worker. The target records what it reads, in texts that begin from now on."""
-        draft = self._subject.draft_named(contender.draft)
-        model = None if draft is None else draft[0]
-        self._subject.target.record_features(model.feature_layers if isinstance(model, TrainedDrafter) else None)
-        return draft
 
     def _record(self, event: Event) -> None:
         if isinstance(event, Span):
@@ -277,7 +250,7 @@ class ContenderRunner:
     async def _run_outrider(
         self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float, with_prompts: bool
     ) -> Run:
-        runtime, self._subject.events.listener = self._runtimes[contender.runtime]
+        runtime, self._models.events.listener = self._runtimes[contender.runtime]
         spans: list[Span] = []
         self._spans = spans
         texts: list[list[TimedToken]] = [[] for _ in prompts]
@@ -320,39 +293,31 @@ class ContenderRunner:
             await trio.lowlevel.checkpoint()
         # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
-            for worker in self._subject.workers.values():
+            for worker in self._models.workers.values():
                 await worker.run(Job("close", _do_nothing))
-
-    @contextmanager
-    def _evaluating_layers(self) -> Iterator[None]:
-        """Evaluate layer by layer inside the block. Only for this runtime: mlx-lm runs the models as they are."""
-        with ExitStack() as stack:
-            for model in self._subject.models.values():
-                stack.enter_context(model.evaluating_layers())
-            yield
 
     # --- mlx-lm -----------------------------------------------------------------------------------
 
     async def _run_mlx_lm(
         self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float, with_prompts: bool
     ) -> Run:
-        subject, num_draft_tokens = self._subject, int(contender.lookahead)
+        models, num_draft_tokens = self._models, int(contender.lookahead)
         texts: list[list[TimedToken]] = [[] for _ in prompts]
         counts: dict[str, int] = {}
         began = time.perf_counter()
         if contender.kind == "batched":
             owners: list[int] = []
-            steps = partial(_batched, subject.target.module, prompts, max_tokens, temperature, owners)
-            taken = await take_until_cancelled(subject.workers[TARGET], steps)
+            steps = partial(_batched, models.target.module, prompts, max_tokens, temperature, owners)
+            taken = await take_until_cancelled(models.workers[TARGET], steps)
             for owner, token in zip(owners, taken, strict=True):
                 texts[owner].append(token)
         else:
-            draft = subject.draft_named(contender.draft)
+            draft = models.drafter(contender.draft)
             module = None if num_draft_tokens == 0 or draft is None else draft[0].module
             for prompt, text in zip(prompts, texts, strict=True):
-                options = prompt, num_draft_tokens, max_tokens, temperature, subject.cache_options
-                steps = partial(mlx_lm_steps, subject.target.module, module, *options)
-                text += await take_until_cancelled(subject.workers[TARGET], steps)
+                options = prompt, num_draft_tokens, max_tokens, temperature, models.cache_options
+                steps = partial(mlx_lm_steps, models.target.module, module, *options)
+                text += await take_until_cancelled(models.workers[TARGET], steps)
             flags = [[token.from_draft for token in text] for text in texts]
             rounds = [count_rounds(each, num_draft_tokens, max_tokens) for each in flags]
             counts = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import attrs
@@ -28,6 +27,7 @@ from runtime.bench.benchmark import (
     Benchmark,
     Entry,
     Plan,
+    Progress,
     about_models,
     failures,
     share,
@@ -35,11 +35,11 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
-from runtime.bench.subject import ONLY_DRAFT, load_subject
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, bytes_text, seconds_text, table_of
+from runtime.measuring.loaded_models import ONLY_DRAFT
 from runtime.measuring.reports import Report
 
 if TYPE_CHECKING:
@@ -190,26 +190,15 @@ class ManyStreams(Benchmark[StreamsPlan]):
 
         return draw_streams(result)
 
-    async def measure(
-        self, target: Source, draft: Source, *, on_progress: Callable[[str], None] = lambda _: None
-    ) -> Record:
+    async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> Record:
         """Have all contenders decode all numbers of streams, in turn.
 
         Args, Raises, Cancellation: as `OneStream.measure`.
         """
-        async with AsyncExitStack() as stack:
-            drafts = {ONLY_DRAFT: draft}
-            subject, prompts = await load_subject(stack, target, drafts, self.plan, self.about, on_progress)
-            runner = ContenderRunner(subject)
-            # No prompt is cached from the run before: mlx-lm's batches read all of them, too.
-            await runner.open_runtimes(stack, self.plan.contenders, prefix_cache_bytes=0)
-            await self._decode_alone(runner, prompts[: max(self.plan.streams)], on_progress)
-            await self._run(runner, prompts, on_progress)
-        return self.result()
+        return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
 
-    async def _decode_alone(
-        self, runner: ContenderRunner, prompts: Prompts, on_progress: Callable[[str], None]
-    ) -> None:
+    async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
+        prompts = prompts[: max(self.plan.streams)]
         plan = self.plan
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")

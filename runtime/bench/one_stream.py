@@ -5,12 +5,12 @@ Compare only ratios within one such benchmark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 
+from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.model import MLXModel
 from protocol.errors import SettingsError
@@ -28,18 +28,19 @@ from runtime.bench.benchmark import (
     Benchmark,
     Entry,
     Plan,
+    Progress,
     about_models,
     failures,
     share,
     spread_figures,
     without_repeats,
 )
-from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, ContenderRunner, Lookahead, Prompts, Run
-from runtime.bench.subject import ONLY_DRAFT, TARGET, load_subject
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Lookahead, Prompts, Run
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, ratio, table_of
+from runtime.measuring.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
 from runtime.measuring.reports import Report
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class OneStream(Benchmark[OneStreamPlan]):
     """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat."""
 
     with_prompts = False
+    prefix_cache_bytes = PREFIX_CACHE_BYTES
     figures = (
         LABEL,
         Figure("engine", lambda entry: entry.contender.engine),
@@ -196,7 +198,7 @@ class OneStream(Benchmark[OneStreamPlan]):
         draft: Source | list[Source],
         *,
         group: RankGroup | None = None,
-        on_progress: Callable[[str], None] = lambda _: None,
+        on_progress: Progress = lambda _: None,
     ) -> Record:
         """Have all contenders decode all prompts, in turn.
 
@@ -220,16 +222,14 @@ class OneStream(Benchmark[OneStreamPlan]):
         """
         named = named_drafts(draft) if isinstance(draft, list) else {}
         drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
-        async with AsyncExitStack() as stack:
-            subject, prompts = await load_subject(stack, target, drafts, self.plan, self.about, on_progress, group)
-            names = tuple(named) if len(named) > 1 else ("",)
-            of_mlx_lm = tuple(name for name in names if isinstance(subject.models.get(name or ONLY_DRAFT), MLXModel))
-            self.plan = attrs.evolve(self.plan, drafts=names, mlx_lm_drafts=of_mlx_lm, is_on_ranks=group is not None)
-            self.contest = self._contest()
-            runner = ContenderRunner(subject)
-            await runner.open_runtimes(stack, self.plan.contenders)
-            await self._run(runner, prompts, on_progress)
-        return self.result()
+        return await self._measure(target, drafts, on_progress, group)
+
+    def _note_models(self, models: LoadedModels) -> None:
+        names = tuple(models.drafts) if len(models.drafts) > 1 else ("",)
+        of_mlx_lm = tuple(name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel))
+        is_on_ranks = models.group is not None
+        self.plan = attrs.evolve(self.plan, drafts=names, mlx_lm_drafts=of_mlx_lm, is_on_ranks=is_on_ranks)
+        self.contest = self._contest()
 
 
 def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:

@@ -6,20 +6,19 @@ drafter has other weights than the target, so that nearly each drafted token is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 
 import attrs
 from mlx.nn.layers.base import Module
 
 from protocol.validation import check_integers, validator
-from runtime.bench.benchmark import Benchmark, Plan, spread_figures, without_repeats
-from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Prompts, Run
+from runtime.bench.benchmark import Benchmark, Plan, Progress, spread_figures, without_repeats
+from runtime.bench.contenders import BATCHED, Contender, Prompts, Run
 from runtime.bench.many_streams import MAX_STREAMS
 from runtime.bench.small_models import VOCAB_SIZE, small_model
-from runtime.bench.subject import ONLY_DRAFT, load_subject
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, ratio, table_of, total
+from runtime.measuring.loaded_models import ONLY_DRAFT
 from runtime.measuring.reports import Report
 
 NUM_PROMPT_TOKENS = 8
@@ -111,7 +110,7 @@ class Overhead(Benchmark[OverheadPlan]):
         table = table_of(self.figures, result.rows, num_labels=2, is_grouped=True)
         return Report(table, about=[("bench", about)], notes=[note])
 
-    async def measure(self, *, on_progress: Callable[[str], None] = lambda _: None) -> Record:
+    async def measure(self, *, on_progress: Progress = lambda _: None) -> Record:
         """Have every contender decode every number of streams, in turn.
 
         Args:
@@ -119,13 +118,7 @@ class Overhead(Benchmark[OverheadPlan]):
 
         Cancellation: takes effect after the current forward passes; `result` has what was measured.
         """
-        async with AsyncExitStack() as stack:
-            target, drafts = (smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}
-            subject, prompts = await load_subject(stack, target, drafts, self.plan, self.about, on_progress)
-            runner = ContenderRunner(subject)
-            await runner.open_runtimes(stack, CONTENDERS, prefix_cache_bytes=0)
-            await self._run(runner, prompts, on_progress)
-        return self.result()
+        return await self._measure((smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}, on_progress)
 
 
 def smallest_model(seed: int) -> Module:

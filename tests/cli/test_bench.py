@@ -35,11 +35,11 @@ from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Run
 from runtime.bench.one_stream import OneStream, OneStreamPlan
-from runtime.bench.subject import EventSwitch, Subject
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
 from runtime.measuring.figures import Record
+from runtime.measuring.loaded_models import EventSwitch, LoadedModels
 from runtime.measuring.timing import (
     take_until_cancelled,
 )
@@ -342,7 +342,7 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
         for role, model in zip(("target", "draft"), pair, strict=True):
             workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
             made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
-        stage = ContenderRunner(Subject(made, workers, events))
+        stage = ContenderRunner(LoadedModels(made, workers, events))
         await stage.open_runtimes(stack, [ours])
         (rt, _) = stage._runtimes[ours.runtime]
 

@@ -16,7 +16,6 @@ PACKAGES = ("protocol", "actors", "runtime")
 # The packages of runtime/. Each imports only from those before it, and none from one on its own level.
 ORDER = (
     {"terminal"},
-    {"measuring"},
     {"loading"},
     {"ranks"},
     {"generation"},
@@ -25,6 +24,7 @@ ORDER = (
     {"engine"},
     {"bridge"},
     {"aio", "sync"},
+    {"measuring"},
     {"simulation"},
     {"bench"},
     {"doctor"},
