@@ -134,7 +134,7 @@ class Benchmark(ABC, Generic[P]):
         """A matplotlib figure of a result."""
         raise NotImplementedError
 
-    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
+    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
         """The texts that a case should have."""
         return ()
 
@@ -144,17 +144,14 @@ class Benchmark(ABC, Generic[P]):
 
     # --- figures ----------------------------------------------------------------------------------
 
-    def spread(self, contender: Contender, cases: Sequence[int]) -> Spread:
-        """What is compared, of one contender: one value a repeat, over the cases."""
-        by_repeat: dict[int, list[Run]] = {}
-        for (repeat, _), run in self.contest.runs(contender, cases).items():
-            by_repeat.setdefault(repeat, []).append(run)
-        return spread(self.value(runs) for runs in by_repeat.values())
+    def entries(self, cases: Sequence[int]) -> list[Entry]:
+        """What the rows of some cases are computed from: one for each contender that takes part in them."""
+        complete = {key: turn for key, turn in self.contest.complete.items() if key[1] in cases}
+        return [Entry(self, complete, contender, cases) for contender in self.contest.contenders_of(cases[0])]
 
     def rows(self, cases: Sequence[int]) -> list[Record]:
         """The figures of some cases: a row for each contender that takes part in them."""
-        contenders = self.contest.contenders_of(cases[0])
-        return [record_of(self.figures, Entry(self, contender, cases)) for contender in contenders]
+        return [record_of(self.figures, entry) for entry in self.entries(cases)]
 
     def _facts(self) -> dict[str, Any]:
         """How far it came, and on which machine."""
@@ -224,37 +221,45 @@ class Benchmark(ABC, Generic[P]):
 
 @attrs.frozen
 class Entry:
-    """What a row's figures are computed from: a contender, and its runs of some cases."""
+    """What a row's figures are computed from: a contender, and the complete turns of some cases."""
 
     benchmark: Benchmark[Any]
+    complete: Mapping[tuple[int, int], Mapping[Contender, Run]]
     contender: Contender
     cases: Sequence[int]
 
     @property
     def runs(self) -> dict[tuple[int, int], Run]:
-        """The runs in complete turns, by (repeat, case)."""
-        return self.benchmark.contest.runs(self.contender, self.cases)
+        """The contender's runs, by (repeat, case)."""
+        return {key: turn[self.contender] for key, turn in self.complete.items() if self.contender in turn}
 
     @property
     def spread(self) -> Spread:
-        """What is compared."""
-        return self.benchmark.spread(self.contender, self.cases)
+        """What is compared: one value a repeat, over the cases."""
+        by_repeat: dict[int, list[Run]] = {}
+        for (repeat, _), run in self.runs.items():
+            by_repeat.setdefault(repeat, []).append(run)
+        return spread(self.benchmark.value(runs) for runs in by_repeat.values())
 
     def total(self, *names: str) -> float | None:
         """The sum of counters over the runs."""
         return total(list(self.runs.values()), *names)
 
+    def by(self, other: Contender) -> Entry:
+        """The same of another contender."""
+        return attrs.evolve(self, contender=other)
+
     def versus(self, other: Contender | None) -> float | None:
         """Its median over that of another contender."""
-        return None if other is None else ratio(self.spread.median, self.benchmark.spread(other, self.cases).median)
+        return None if other is None else ratio(self.spread.median, self.by(other).spread.median)
 
     def same_texts(self) -> int | None:
         """Number of texts that are what they should be; None above temperature 0.
 
         In low precision a pass of another width, or over more texts, may decide a near-tie differently.
         """
-        expected = self.benchmark.expected
-        pairs = (pair for (_, case), run in self.runs.items() for pair in zip(run.texts, expected(case), strict=True))
+        expected = {case: self.benchmark.expected(self, case) for _, case in self.complete}
+        pairs = (pair for (_, case), run in self.runs.items() for pair in zip(run.texts, expected[case], strict=True))
         return None if self.benchmark.plan.temperature > 0 else sum(text == should for text, should in pairs)
 
 

@@ -165,7 +165,7 @@ class ManyStreams(Benchmark[StreamsPlan]):
     def _described(self, case: int) -> str:
         return "1 stream" if case == 1 else f"{case} streams"
 
-    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
+    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
         """The text that each prompt has alone."""
         return self._prompts_of(case, self.alone)
 

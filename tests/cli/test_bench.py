@@ -38,6 +38,7 @@ from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
+from runtime.measuring import loaded_models
 from runtime.measuring.figures import Record
 from runtime.measuring.loaded_models import EventSwitch, LoadedModels
 from runtime.measuring.timing import (
@@ -367,14 +368,13 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
 
 async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
     opened = []
-    import runtime.bench.contenders
 
     def running(*arguments: Any, **options: Any) -> Any:
         opened.append(arguments)
         return real(*arguments, **options)
 
-    real = runtime.bench.contenders.running
-    monkeypatch.setattr(runtime.bench.contenders, "running", running)
+    real = loaded_models.running
+    monkeypatch.setattr(loaded_models, "running", running)
     target, draft = pair
     await OneStream(small()).measure((target, None), (draft, None))
     assert len(opened) == 3
