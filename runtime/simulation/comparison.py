@@ -60,6 +60,7 @@ class Comparison:
         figures: what they are.
         fixed: the decoding with fixed lookaheads.
         speed: the figure that is compared.
+        x_label, y_label: of its plot.
     """
 
     scenario: Scenario
@@ -69,6 +70,8 @@ class Comparison:
     figures: ClassVar[Sequence[Figure]]
     fixed: ClassVar[str]
     speed: ClassVar[str] = "speed"
+    x_label: ClassVar[str]
+    y_label: ClassVar[str]
 
     def of(self, decoding: str) -> list[Record]:
         """The rows of one way of decoding."""
@@ -156,6 +159,8 @@ class TextComparison(Comparison):
     """
 
     fixed = "sequential"
+    x_label = "lookahead of sequential decoding (most tokens in one proposal)"
+    y_label = "tokens per second (plain decoding = 1)"
     figures = (
         *_LABELS,
         # Tokens per second, relative to plain decoding.
@@ -245,6 +250,8 @@ class StreamsComparison(Comparison):
     num_streams: int = 1
     fixed = "shared"
     speed = "steady_speed"
+    x_label = "lookahead of shared passes (most tokens in one proposal)"
+    y_label = "tokens of all streams per second (plain decoding of one = 1)"
     figures = (
         *_LABELS,
         # Tokens of all texts, from the call to the last token of all; and up to the end of the text that ends first.

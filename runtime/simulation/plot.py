@@ -63,23 +63,8 @@ def chart_of(comparison: Comparison) -> Chart:
     lines = {
         decoding if lookahead == 0 else f"{decoding}, auto": speed for (decoding, lookahead), speed in speeds.items()
     }
-    if isinstance(comparison, StreamsComparison):
-        return Chart(
-            title=f"{about}streams: {comparison.num_streams}, each of {length}",
-            x_label="lookahead of shared passes (most tokens in one proposal)",
-            y_label="tokens of all streams per second (plain decoding of one = 1)",
-            curve_name=comparison.fixed,
-            curve=fixed,
-            lines=lines,
-        )
-    return Chart(
-        title=about + length,
-        x_label="lookahead of sequential decoding (most tokens in one proposal)",
-        y_label="tokens per second (plain decoding = 1)",
-        curve_name=comparison.fixed,
-        curve=fixed,
-        lines=lines,
-    )
+    of_streams = f"streams: {comparison.num_streams}, each of " if isinstance(comparison, StreamsComparison) else ""
+    return Chart(f"{about}{of_streams}{length}", comparison.x_label, comparison.y_label, comparison.fixed, fixed, lines)
 
 
 def _fixed_lookaheads(comparison: Comparison) -> list[int]:
