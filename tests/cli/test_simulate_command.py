@@ -24,11 +24,13 @@ from protocol.prices import Prices
 from protocol.settings import Settings
 from runtime.cli import main as cli
 from runtime.cli import simulate_command
+from runtime.measuring.figures import Record
 from runtime.simulation.comparison import (
     LOOKAHEADS,
     NUM_TOKENS,
     STREAM_LOOKAHEADS,
     STREAM_TOKENS,
+    StreamsComparison,
     compare,
     compare_streams,
 )
@@ -229,6 +231,13 @@ def test_a_plot_of_streams_names_every_way_of_decoding_them(capfd, tmp_path):
         f"shared, best: {max(shared):.2f}×",
         "tokens of all streams per second (plain decoding of one = 1)",
     }
+
+
+def test_the_best_lookahead_of_streams_is_a_fixed_one():
+    ways = (("plain batches", 0, 1.0), ("in turns", "auto", 2.0), ("shared", 2, 3.0), ("shared", 4, 2.5))
+    rows = [Record(decoding=way, lookahead=k, steady_speed=speed) for way, k, speed in (*ways, ("shared", "auto", 6.0))]
+    comparison = StreamsComparison(Scenario(0.8, 0.1), 30, rows, 2)
+    assert (comparison.best.lookahead, comparison.over(rows[0]), comparison.over(rows[1])) == (2, 6.0, 3.0)
 
 
 def test_progress_names_each_run_of_streams():

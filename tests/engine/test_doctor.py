@@ -25,7 +25,7 @@ from actors.distributed.links import BACKENDS
 from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
-from runtime.measuring.pass_times import WIDTHS, Passes
+from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, Passes
 from runtime.selftest.checks import Check, Finding
 from runtime.selftest.report import SelfTestReport
 from runtime.selftest.runner import CheckRun
@@ -321,27 +321,27 @@ async def test_the_weights_are_counted() -> None:
 
 
 class Counting(models.Wrapped):
-    """A model that records the number of tokens of each pass."""
+    """A model that records (tokens in the cache, tokens fed) of each pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._widths: list[int] = []
+        self._passes: list[tuple[int, int]] = []
 
     @property
-    def widths(self) -> list[int]:
-        return self._widths
+    def passes(self) -> list[tuple[int, int]]:
+        return self._passes
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._widths.append(inputs.shape[1])
+        self._passes.append((cache[0].offset, inputs.shape[1]))
         return super().__call__(inputs, cache)
 
 
-async def test_every_width_is_fed_equally_often_and_in_turn() -> None:
+async def test_every_width_is_fed_equally_often_and_in_turn_after_the_same_text() -> None:
     model = Counting(llama())
     await examine((model, None))
     # Before come the passes that find out what the model is.
-    fed, num_turns = tuple(model.widths), 0
-    while sorted(fed[: len(fed) - num_turns * len(WIDTHS)][-len(WIDTHS) :]) == [*WIDTHS]:
+    fed, num_turns = tuple(model.passes), 0
+    while sorted(fed[: len(fed) - num_turns * len(WIDTHS)][-len(WIDTHS) :]) == [(CONTEXT_TOKENS, n) for n in WIDTHS]:
         num_turns += 1
     assert num_turns > 3
 

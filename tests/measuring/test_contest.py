@@ -54,14 +54,14 @@ def test_nothing_that_was_run_is_nothing_complete() -> None:
 
 def test_who_cannot_run_holds_up_nobody() -> None:
     contest: Contest[str, int, float] = Contest(("a", "b"), (1, 2), warm_up=(1,))
-    done = []
+    begun = []
     for step in contest.steps():
+        begun.append((step.contender, step.case))
         if step.contender == "b":
             contest.fail(step, "no cache")
         else:
-            done.append(step.case)
             contest.record(step, 1.0)
-    assert done == [1, 1, 2]
+    assert begun == [("a", 1), ("b", 1), ("a", 1), ("a", 2)]
     assert (contest.is_complete, contest.failures, contest.runs("b")) == (True, {"b": "no cache"}, {})
 
 

@@ -48,8 +48,8 @@ def test_records_within_records_are_objects_within_objects() -> None:
 
 
 def test_a_spread_is_of_what_is_known() -> None:
-    found = spread([3.0, None, 1.0, 2.0])
-    assert (found.values, found.median, found.low, found.high) == ((3.0, 1.0, 2.0), 2.0, 1.0, 3.0)
+    found = spread([3.0, None, 1.0, 8.0])
+    assert (found.values, found.median, found.low, found.high) == ((3.0, 1.0, 8.0), 3.0, 1.0, 8.0)
     assert (spread([]).median, spread([None]).low) == (None, None)
 
 
