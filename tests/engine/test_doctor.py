@@ -332,7 +332,8 @@ class Counting(models.Wrapped):
         return self._passes
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._passes.append((cache[0].offset, inputs.shape[1]))
+        offset = cache[0].offset if isinstance(cache[0].offset, int) else -1  # of several rows
+        self._passes.append((offset, inputs.shape[1]))
         return super().__call__(inputs, cache)
 
 
