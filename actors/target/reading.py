@@ -64,7 +64,7 @@ class Reading:
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
     async def run_pass(self) -> None:
-        """Read a chunk of the first prompt that is wanted, of which there is one, or that prompt whole together with others of like length.
+        """Read a chunk of the first prompt that is wanted, or that prompt whole together with others of like length.
 
         An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
         alone.

@@ -24,6 +24,7 @@ ORDER = (
     {"engine"},
     {"bridge"},
     {"aio", "sync"},
+    {"measuring"},
     {"simulation"},
     {"bench"},
     {"doctor"},
