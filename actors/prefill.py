@@ -27,6 +27,17 @@ async def prefill(
 
     Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
     """
+    while len(cached_tokens) < opened.num_read:
+        await prefill_chunk(worker, sequence, cached_tokens, opened, chunk_size)
+
+
+async def prefill_chunk(
+    worker: RunsJobs, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
+) -> None:
+    """Feed the next of these tokens, of which there are some, in one pass. Args: as `prefill`.
+
+    Cancellation: strikes after the pass.
+    """
     num_read = opened.num_read
     prefix_checkpoints = (
         {num_read - CHECKPOINT_DISTANCE, num_read}
@@ -34,21 +45,18 @@ async def prefill(
         else set()
     )
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
-    while len(cached_tokens) < num_read:
-        end = _end_of_pass(
-            len(cached_tokens),
-            num_read,
-            chunk_size() if pass_tokens == "auto" else pass_tokens,
-            prefix_checkpoints,
-            is_aligned=pass_tokens != "auto",
-        )
-        plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
-        job = Job(
-            "prefill", partial(_feed, sequence, plan.feed, end in prefix_checkpoints), opened.session, len(plan.feed)
-        )
-        await worker.run(job)
-        chunk_size.observe(job.num_tokens, job.seconds)
-        cached_tokens.follow(plan)
+    end = _end_of_pass(
+        len(cached_tokens),
+        num_read,
+        chunk_size() if pass_tokens == "auto" else pass_tokens,
+        prefix_checkpoints,
+        is_aligned=pass_tokens != "auto",
+    )
+    plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
+    job = Job("prefill", partial(_feed, sequence, plan.feed, end in prefix_checkpoints), opened.session, len(plan.feed))
+    await worker.run(job)
+    chunk_size.observe(job.num_tokens, job.seconds)
+    cached_tokens.follow(plan)
 
 
 async def prefill_committed(

@@ -9,6 +9,7 @@ import trio
 from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
+from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Ready, Verdict
@@ -57,12 +58,6 @@ class LookupSession(DrafterSession):
             self.index.append(commit.tokens)
             self.look_up()
         return was_hit
-
-    async def index_committed(self) -> None:
-        """See `DrafterSession.index_committed`. Ends with the lookup of the first proposal."""
-        await super().index_committed()
-        self.is_ready = True
-        self.look_up()
 
     def look_up(self) -> None:
         """Replace the tree by the chain that the index finds after the committed text."""
@@ -136,14 +131,19 @@ class LookupActor(Drafter[LookupSession]):
     def _new_session(self, shared: Session) -> LookupSession:
         return LookupSession(shared, self._make_policy(shared.opened.settings, self.prices), self._receive)
 
-    async def _run_session(self, session: LookupSession) -> None:
-        try:
-            await session.index_committed()
-            self._target.send_nowait(Ready(session.id))
-            self._answer(session)
-            await session.until_left()
-        except Exception as error:  # of any kind: it costs speed, never text
-            self._fail(session, error)
+    def _need(self, session: LookupSession) -> Need | None:
+        if session.is_ready:
+            return None
+        if not session.is_indexed:
+            return Need.READ
+        session.is_ready = True
+        session.look_up()
+        self._target.send_nowait(Ready(session.id))
+        self._answer(session)
+        return None
+
+    async def _prepare(self, session: LookupSession, need: Need) -> None:
+        await self._index(session)
 
     def _receive(self, session: LookupSession, message: Verdict | Due | Overdue) -> None:
         match message:
