@@ -30,6 +30,7 @@ from actors.workers.shared_jobs import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.backoff import SharingLimit
 from protocol.cached_tokens import FeedPlan
+from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_tree import Node
 from protocol.messages import Due, Message, Overdue, Ready, Verdict
@@ -117,8 +118,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.has_read_prompt:
             if session.awaits_features:
                 return None
-            # What the prefix cache holds of the text may have been read without features.
-            session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
+            if not session.has_begun:
+                # What the prefix cache holds of the text may have been read without features.
+                session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
+                session.has_begun = True
             session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
         if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
             return Need.READ
@@ -172,6 +175,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _most_shared(self) -> int:
         return min(self._steps.num_shared, self._limit.value)
 
+    @property
+    def _chunk_tokens(self) -> int:
+        return self.chunk_size()
+
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, need: Need) -> None:
@@ -181,7 +188,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session.read_prompt, session.sequence = None, hit.sequence
             cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
             session.hand_over_features()
-            if not hit.sequence.can_fork:
+            if session.reading is not None and not hit.sequence.can_fork:
                 session.end_reading()
         elif not session.has_read_prompt:
             await prefill_chunk(self.worker, sequence, cached_tokens, opened, self.chunk_size)
@@ -262,7 +269,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self.chains,
         )
         now_s = self.worker.clock()
-        draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
+        draft_budget = EMPTY_BUDGET  # one step, if it goes alone, so that it shares again at once
+        if session.suspects is None:
+            draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
         part = DraftPart(session.id, draft_steps, step, alone=session.suspects is not None)

@@ -33,6 +33,7 @@ class DraftSession(DrafterSession):
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
+        has_begun: whether what it reads of the prompt is known to be there.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
         catches_up: whether it is to be read in a rest what the target has committed.
@@ -60,7 +61,7 @@ class DraftSession(DrafterSession):
         self.is_late = False
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
-        self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.has_begun = self.has_read_prompt = self.reads_again = self.catches_up = False
         self.awaits: PromptReading | None = None
         self.read_prompt: ReadPrompt | None = None
         self.node: Node | None = None

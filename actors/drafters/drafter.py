@@ -52,7 +52,7 @@ class DrafterSession(ActorSession):
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
         need: what there is to do for it, as of the last look; None for nothing until something changes.
-        since: since when, in jobs of the drafter.
+        since, num_read_before: since when, in jobs of the drafter and tokens that it has read.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DrafterSession(ActorSession):
         self.is_ready = False
         self.is_leaving = False
         self.need: Need | None = None
-        self.since = 0
+        self.since = self.num_read_before = 0
         self._on_message = on_message
 
     def receive(self, message: Message) -> None:
@@ -148,7 +148,7 @@ class Drafter(Actor[S]):
         super().__init__(on_event, prices, clock)
         self._changed: dict[S, None] = {}
         self._running: set[S] = set()  # those that have a part in the job that runs
-        self._num_jobs = self._last_read = 0
+        self._num_jobs = self._num_read = 0
         self._wakeup = trio.Event()
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Drafter(Actor[S]):
                 self._give_up(session, error)
                 need = Need.CLOSE if session.has_left else None
             if session.need is None:
-                session.since = self._num_jobs
+                session.since, session.num_read_before = self._num_jobs, self._num_read
             session.need = need
 
     def _next_job(self) -> tuple[Need, list[S]] | None:
@@ -205,18 +205,26 @@ class Drafter(Actor[S]):
         while self._changed:  # a session that is looked at may change others
             self._take_in()
         waiting = [
-            (session, Waiting(session.need, session.since, self._goes_alone(session)))
+            (
+                session,
+                Waiting(
+                    session.need,
+                    session.since,
+                    self._num_read - session.num_read_before,
+                    self._goes_alone(session),
+                ),
+            )
             for session in self._sessions.values()
             if session.need is not None
         ]
-        chosen = next_job([each for _, each in waiting], self._most_shared, last_read=self._last_read)
+        chosen = next_job([each for _, each in waiting], self._most_shared, self._chunk_tokens)
         return (waiting[chosen[0]][1].need, [waiting[index][0] for index in chosen]) if chosen else None
 
     async def _work(self, need: Need, sessions: Sequence[S]) -> None:
         """Do a job, and what follows from it."""
-        self._num_jobs += 1
-        if need is Need.READ:
-            self._last_read = self._num_jobs
+        if need in (Need.READ, Need.DRAFT):
+            self._num_jobs += 1
+        num_cached = len(sessions[0].cached_tokens)
         self._running.update(sessions)
         for session in sessions:
             session.need = None
@@ -227,6 +235,8 @@ class Drafter(Actor[S]):
                 await self._let_go(sessions[0])
             else:
                 await self._prepare(sessions[0], need)
+                if need is Need.READ:
+                    self._num_read += max(0, len(sessions[0].cached_tokens) - num_cached)
         except Exception as error:  # of any kind: it costs speed, never text
             for session in list(self._running):
                 self._give_up(session, error)
@@ -257,6 +267,11 @@ class Drafter(Actor[S]):
     @property
     def _most_shared(self) -> int:
         """Most sessions in the next draft step."""
+        return 1
+
+    @property
+    def _chunk_tokens(self) -> int:
+        """Tokens that may be read while a draft step waits."""
         return 1
 
     async def _index(self, session: S) -> None:
