@@ -9,13 +9,16 @@ of the drafter's own draws alone, and `reach` is computed from what any draw fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import attrs
 
 from protocol.draft_budget import DraftBudget
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
+
+WorkAhead = Literal["auto", "always", "never"]
+WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
 
 
 @attrs.frozen

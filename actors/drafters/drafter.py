@@ -19,7 +19,7 @@ from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
-from protocol.lookahead_policy import Policy
+from protocol.lookahead_policy import Policy, WorkAhead
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Verdict
 from protocol.prices import Prices
@@ -37,9 +37,9 @@ TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
 MakePolicy = Callable[[Settings, Prices], Policy]
 
 
-def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
-    """The policy that a session's settings ask for."""
-    return policy_for(settings.lookahead, prices, settings.manner)
+def policy_by_settings(settings: Settings, prices: Prices, work_ahead: WorkAhead = "auto") -> Policy:
+    """The policy that a session's settings ask for. See `policy_for`."""
+    return policy_for(settings.lookahead, prices, settings.manner, work_ahead)
 
 
 class DrafterSession(ActorSession):
