@@ -344,10 +344,10 @@ class AutoPolicy:
         self._min_catch_up = MIN_CATCH_UP
         return False
 
-    def should_catch_up(self, num_tokens: int) -> bool:
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
         """See `Policy.should_catch_up`."""
-        self.calibration.trust += (1.0 - self.calibration.trust) / self._trust_memory
-        self._grow_probe_budget()
+        self.calibration.trust += (1.0 - self.calibration.trust) * min(1.0, num_rounds / self._trust_memory)
+        self._grow_probe_budget(num_rounds)
         cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
         if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:
             return False
@@ -357,10 +357,11 @@ class AutoPolicy:
             self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
         return True
 
-    def _grow_probe_budget(self) -> None:
-        """Add a round's share of the time to what may go into finding out whether a rest should end."""
+    def _grow_probe_budget(self, num_rounds: int = 1) -> None:
+        """Add some rounds' share of the time to what may go into finding out whether a rest should end."""
         token_s = self._plain_token_s
-        self._probe_budget_s = min(self._probe_budget_s + PROBE_SHARE * token_s, MAX_PROBE_TOKENS * token_s)
+        grown_s = self._probe_budget_s + num_rounds * PROBE_SHARE * token_s
+        self._probe_budget_s = min(grown_s, MAX_PROBE_TOKENS * token_s)
 
 
 def policy_for(

@@ -105,8 +105,13 @@ class Policy(Protocol):
         """
         ...
 
-    def should_catch_up(self, num_tokens: int) -> bool:
-        """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right."""
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
+        """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right.
+
+        Args:
+            num_tokens: these.
+            num_rounds: of the rest, since it was asked last.
+        """
         ...
 
 
@@ -167,6 +172,6 @@ class ChainPolicy:
         """See `Policy.should_rest_on`."""
         return False
 
-    def should_catch_up(self, num_tokens: int) -> bool:
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
         """See `Policy.should_catch_up`."""
         return False

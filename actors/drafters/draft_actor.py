@@ -20,7 +20,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
@@ -33,7 +33,7 @@ from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_tree import Node
-from protocol.messages import Due, Message, Overdue, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import MAX_BATCH
@@ -57,7 +57,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     """
 
     name = "draft"
-    rest_rounds = 8
+    rest_rounds, max_rest_rounds = 8, 64
 
     def __init__(
         self,
@@ -139,7 +139,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return Need.READ
         if session.state.phase is SessionPhase.RESTING:
             # Asked once: the answer has its price.
-            session.catches_up = session.catches_up or session.policy.should_catch_up(session.num_behind)
+            if not session.catches_up:
+                num_rounds, session.num_uncounted = session.num_uncounted, 0
+                session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
             return Need.READ if session.catches_up else None
         session.catches_up = False
         session.node = self._next_expansion(session)
@@ -454,9 +456,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
-    def _receive(self, session: DraftSession, message: Verdict | Due | Overdue) -> None:
+    def _receive(self, session: DraftSession, message: FromTarget) -> None:
         match message:
-            case Verdict():
+            case Verdict() | Rested():
                 self._receive_verdict(session, message)
             case Due():
                 self._receive_due(session, message)
@@ -476,23 +478,25 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._leave(session)
         self._reconsider(session)
 
-    def _receive_verdict(self, session: DraftSession, verdict: Verdict) -> None:
+    def _receive_verdict(self, session: DraftSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
-        commit = session.state.apply(verdict)
-        if commit is None:
-            session.shared.counts.stale_proposals += 1
+        round_before = session.state.round
+        if (commit := self._follow(session, verdict)) is None:
             return
         if commit.finish_reason is not None:
             self._reconsider(session)
             return
-        num_proposed = len(proposal.tokens) if proposal is not None else 0
-        session.learn(commit, num_proposed if verdict.num_judged is None else verdict.num_judged)
+        num_judged = num_proposed = len(proposal.tokens) if proposal is not None else 0
+        if isinstance(verdict, Verdict) and verdict.num_judged is not None:
+            num_judged = verdict.num_judged
+        session.learn(commit, num_judged)
         was_hit = session.follow(commit)
         # A late drafter goes on proposing what it has drawn. It may be late because of that.
         if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
+            session.num_uncounted += session.state.round - round_before
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
             if is_near_end and session.policy.should_rest_on(session.num_behind):
                 self._rest(session)
@@ -503,6 +507,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 # Passes of other sessions hide a miss as well as a hit does.
                 was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
                 self.prices.hit_rate.observe(float(was_hidden))
-            self._count_hit(session, verdict, was_hit)
+            self._count_hit(session, verdict.round, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

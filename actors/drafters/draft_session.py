@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from actors.drafters.drafter import DrafterSession
+from actors.drafters.drafter import DrafterSession, FromTarget
 from actors.drafters.shared_steps import DraftPart
 from actors.prompt_sharing import PromptReading, ReadPrompt
 from actors.session import Session
@@ -15,7 +15,7 @@ from actors.workers.shared_jobs import Suspects
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
-from protocol.messages import Due, Features, Message, Overdue, PromptFeatures, Proposal, Verdict
+from protocol.messages import Features, Message, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
@@ -37,6 +37,7 @@ class DraftSession(DrafterSession):
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
         catches_up: whether it is to be read in a rest what the target has committed.
+        num_uncounted: rounds of a rest that the policy was not asked about, whether to catch up.
         awaits: the reading of its prompt by another session, which it waits for; None if there is none.
         read_prompt: what came of that.
         node: the node to draft after next, as of the last look.
@@ -49,7 +50,7 @@ class DraftSession(DrafterSession):
         shared: Session,
         context_length: int | None,
         policy: Policy,
-        on_message: Callable[[DraftSession, Verdict | Due | Overdue], None],
+        on_message: Callable[[DraftSession, FromTarget], None],
     ) -> None:
         opened = shared.opened
         tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
@@ -62,6 +63,7 @@ class DraftSession(DrafterSession):
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
         self.has_begun = self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.num_uncounted = 0
         self.awaits: PromptReading | None = None
         self.read_prompt: ReadPrompt | None = None
         self.node: Node | None = None

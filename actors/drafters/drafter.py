@@ -21,10 +21,10 @@ from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import Policy, WorkAhead
 from protocol.lookahead_tree import LookaheadTree, Node
-from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Verdict
+from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Rested, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
-from protocol.session_state import SessionPhase
+from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
 
@@ -34,6 +34,7 @@ logger = logging.getLogger("outrider")
 # looking at other sessions.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
 
+FromTarget = Verdict | Rested | Due | Overdue
 MakePolicy = Callable[[Settings, Prices], Policy]
 
 
@@ -52,6 +53,7 @@ class DrafterSession(ActorSession):
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
         need: what there is to do for it, as of the last look; None for nothing until something changes.
+        num_rested: rounds of the last rest.
         since, num_read_before: since when, in jobs of the drafter and tokens that it has read.
     """
 
@@ -61,7 +63,7 @@ class DrafterSession(ActorSession):
         policy: Policy,
         index: PromptLookup,
         tree: LookaheadTree,
-        on_message: Callable[[Any, Verdict | Due | Overdue], None],
+        on_message: Callable[[Any, FromTarget], None],
     ) -> None:
         """Make the state of a session that begins.
 
@@ -76,12 +78,12 @@ class DrafterSession(ActorSession):
         self.is_ready = False
         self.is_leaving = False
         self.need: Need | None = None
-        self.since = self.num_read_before = 0
+        self.since = self.num_read_before = self.num_rested = 0
         self._on_message = on_message
 
     def receive(self, message: Message) -> None:
         """Take a verdict and answer it, or learn that an answer is late."""
-        if not isinstance(message, Verdict | Due | Overdue):
+        if not isinstance(message, FromTarget):
             raise ProtocolError(f"the drafter cannot handle {message!r}")
         # At once, whatever the model is doing: if the tree continues the text, the next proposal is ready.
         self._on_message(self, message)
@@ -138,10 +140,12 @@ class Drafter(Actor[S]):
     """An actor that proposes tokens. Without it, a session goes on, only slower.
 
     Attributes:
-        rest_rounds: rounds that the drafter leaves to the target alone at a time.
+        rest_rounds, max_rest_rounds: rounds that the drafter leaves to the target alone at a time: at first, and while
+            it does not pay to begin again.
     """
 
     rest_rounds: ClassVar[int]
+    max_rest_rounds: ClassVar[int]
     _target: trio.MemorySendChannel[Message]
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
@@ -343,24 +347,40 @@ class Drafter(Actor[S]):
             self._look_at(session)
 
     def _rest(self, session: S) -> None:
-        """Leave the next `rest_rounds` rounds to the target; in a rest, prolong it."""
+        """Leave some rounds to the target; in a rest, prolong it by more."""
         was_resting = session.state.phase is SessionPhase.RESTING
-        rest = Rest(session.id, session.state.round + self.rest_rounds)
+        num_rounds = self.rest_rounds
+        if was_resting:
+            num_rounds = max(num_rounds, min(2 * session.num_rested, self.max_rest_rounds))
+        rest = Rest(session.id, session.state.round + num_rounds)
         if session.state.rest(rest):
+            session.num_rested = num_rounds
             self._target.send_nowait(rest)
             if not was_resting:
-                self._note(session, "rest", num_tokens=self.rest_rounds)
+                self._note(session, "rest", num_tokens=num_rounds)
+
+    def _follow(self, session: S, message: Verdict | Rested) -> Commit | None:
+        """Commit what the target has committed. None if the message was stale, and nothing changed."""
+        state, start = session.state, session.state.next_position
+        commit: Commit | None = None
+        if isinstance(message, Verdict):
+            commit = state.apply(message)
+        elif state.follow(message):
+            commit = Commit(session.id, message.round, start, message.tokens, 0, resting=True)
+        if commit is None:
+            session.shared.counts.stale_proposals += 1
+        return commit
 
     def _send_proposal(self, session: S, proposal: Proposal) -> None:
         session.state.propose(proposal)
         self._target.send_nowait(proposal)
         self._note(session, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
-    def _count_hit(self, session: S, verdict: Verdict, was_hit: bool) -> None:
-        """Count whether the last token of a verdict's commit was in the tree."""
+    def _count_hit(self, session: S, round: int, was_hit: bool) -> None:
+        """Count whether the last token that a round committed was in the tree."""
         if was_hit:
             session.shared.counts.lookahead_hits += 1
-            self._note(session, "hit", round=verdict.round, num_tokens=len(session.tree.chain()))
+            self._note(session, "hit", round=round, num_tokens=len(session.tree.chain()))
         else:
             session.shared.counts.lookahead_misses += 1
-            self._note(session, "miss", round=verdict.round)
+            self._note(session, "miss", round=round)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import trio
 
-from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, DrafterSession, FromTarget, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
@@ -32,7 +32,10 @@ class LookupSession(DrafterSession):
     """
 
     def __init__(
-        self, shared: Session, policy: Policy, on_message: Callable[[LookupSession, Verdict | Due | Overdue], None]
+        self,
+        shared: Session,
+        policy: Policy,
+        on_message: Callable[[LookupSession, FromTarget], None],
     ) -> None:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it.
         index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
@@ -104,7 +107,7 @@ class LookupActor(Drafter[LookupSession]):
     name = "draft"
     # A rest is prolonged in each round without a proposal. The target must hear of that before the round after its next
     # one begins, so that it can decode a pass ahead.
-    rest_rounds = 3
+    rest_rounds = max_rest_rounds = 3
     busy_seconds = 0.0  # there are no jobs
 
     def __init__(
@@ -145,9 +148,9 @@ class LookupActor(Drafter[LookupSession]):
     async def _prepare(self, session: LookupSession, need: Need) -> None:
         await self._index(session)
 
-    def _receive(self, session: LookupSession, message: Verdict | Due | Overdue) -> None:
+    def _receive(self, session: LookupSession, message: FromTarget) -> None:
         match message:
-            case Verdict():
+            case Verdict() | Rested():
                 self._receive_verdict(session, message)
             case Due():  # lookup answers at once, so this message and the answer have crossed
                 if message.is_late:
@@ -155,20 +158,17 @@ class LookupActor(Drafter[LookupSession]):
             case Overdue():
                 session.state.rest(message)
 
-    def _receive_verdict(self, session: LookupSession, verdict: Verdict) -> None:
+    def _receive_verdict(self, session: LookupSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and answer it."""
         was_resting = session.state.phase is SessionPhase.RESTING
-        commit = session.state.apply(verdict)
-        if commit is None:
-            session.shared.counts.stale_proposals += 1
-            return
-        if commit.finish_reason is not None:
+        commit = self._follow(session, verdict)
+        if commit is None or commit.finish_reason is not None:
             return
         was_hit = session.follow(commit)
         if not session.is_ready:
             return
         if not was_resting:
-            self._count_hit(session, verdict, was_hit)
+            self._count_hit(session, verdict.round, was_hit)
         self._answer(session)
 
     def _answer(self, session: LookupSession) -> None:

@@ -262,7 +262,7 @@ class RoundJobs:
         session.shared.unsent, session.round_failure = commit, None
         self._on_commit(session, verdict, commit)
         if is_drafted:
-            self._drafter.send(verdict)
+            self._drafter.send_verdict(session, verdict, commit)
             # Not while a late drafter has something to propose: it may be late because of what it drew.
             if session.decodes_alone and (proposal is None or not proposal.tokens):
                 self._drafter.leave_behind(session)
