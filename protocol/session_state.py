@@ -24,6 +24,7 @@ Messages move it from phase to phase:
     RESTING      Overdue    RESTING      likewise
     RESTING      Withdraw   UNDRAFTED
     UNDRAFTED    Verdict    UNDRAFTED
+    UNDRAFTED    Rested     UNDRAFTED    from before the target knew
     any          Close      CLOSED
 
 A verdict that ends the text closes the session, too; closing it once more changes nothing.
@@ -62,6 +63,7 @@ TRANSITIONS: dict[tuple[SessionPhase, type], SessionPhase] = {
     (SessionPhase.PROPOSING, Rest): SessionPhase.RESTING,
     (SessionPhase.RESTING, Rest): SessionPhase.RESTING,
     (SessionPhase.RESTING, Verdict): SessionPhase.RESTING,  # `apply` moves on to PROPOSING where the rest ends
+    (SessionPhase.UNDRAFTED, Rested): SessionPhase.UNDRAFTED,
     (SessionPhase.RESTING, Rested): SessionPhase.RESTING,  # likewise
     (SessionPhase.PROPOSING, Overdue): SessionPhase.RESTING,
     (SessionPhase.VERIFYING, Overdue): SessionPhase.RESTING,
@@ -252,7 +254,8 @@ class SessionState:
         if rested.round < self.round or self.phase is SessionPhase.CLOSED:
             self.num_stale += 1
             return False
-        if rested.start != self.next_position or rested.round >= self.rests_until:
+        ends_early = self.phase is SessionPhase.RESTING and rested.round >= self.rests_until
+        if rested.session != self.opened.session or rested.start != self.next_position or ends_early:
             raise ProtocolError(
                 f"session {self.opened.session} is in round {self.round} at position {self.next_position}, rests until "
                 f"{self.rests_until}, and got {rested!r}"
@@ -260,7 +263,7 @@ class SessionState:
         self._move(rested)
         self.committed += rested.tokens
         self.round = rested.round + 1
-        if self.round >= self.rests_until:
+        if self.phase is SessionPhase.RESTING and self.round >= self.rests_until:
             self.phase = SessionPhase.PROPOSING
         return True
 
