@@ -7,7 +7,8 @@ far as its cache allows. All its methods run on the model's own thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
@@ -94,6 +95,11 @@ class CachedSequence(Protocol):
 
     def feature_arrays(self) -> list[mx.array]:
         """What `take_features` will read, to be evaluated together with something else."""
+        ...
+
+    @property
+    def records_features(self) -> bool:
+        """Whether the next pass records features of this text."""
         ...
 
     def record_features(self, wanted: bool) -> None:
@@ -230,14 +236,43 @@ class Model(Protocol):
         """
         ...
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
-        """Start the pass that most likely comes next: over one token of each text, which may not be computed yet.
+    @property
+    def widest_row(self) -> int:
+        """Most tokens of one text in a pass that texts share."""
+        ...
 
-        The texts stay as they are until `feed_together` is called with these tokens, and then it takes the logits of
-        this pass. Does nothing if these texts did not share the last pass.
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """Process the first tokens of several texts in one pass, without logits. `sharing_obstacle` must be None.
 
         Args:
-            tokens: one element each.
+            sequences: empty ones of this model.
+            tokens: of each, at least one and at most `widest_row`.
+
+        Raises: whatever the model raises; what they hold is not known then.
+        """
+        ...
+
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
+        """Start a pass over one token of each of several texts; the tokens may not be computed yet.
+
+        The texts stay as they are until `count_ahead`. Feeding anything else to a text that shares passes undoes it.
+
+        Args:
+            sequences: the texts, at least one.
+            tokens: (n,) ids, one for each text.
+
+        Returns: (n, V) logits, lazy; None, and nothing was started, if the texts did not share the last pass.
+        """
+        ...
+
+    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
+        """Have texts keep the tokens that a pass ahead has fed them; the other texts of that pass do not.
+
+        Args:
+            sequences: those texts.
+            tokens: the token of each, which is known by now.
+
+        Returns: whether the pass was kept. If not, the texts are as they were before `feed_ahead`.
         """
         ...
 
@@ -266,6 +301,8 @@ class Model(Protocol):
 class RecordsNothing:
     """The part of a `CachedSequence` that concerns features, for one that has none."""
 
+    records_features = False
+
     def feature_arrays(self) -> list[mx.array]:
         """See `CachedSequence.feature_arrays`."""
         return []
@@ -285,9 +322,20 @@ class FeedsEach:
     """
 
     feed_together = staticmethod(feed_each)
+    widest_row = sys.maxsize
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`."""
+        for sequence, read in zip(sequences, tokens, strict=True):
+            sequence.feed(read, 0)
+
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`."""
+        return None
+
+    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
+        """See `Model.count_ahead`."""
+        return False
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`."""

@@ -66,9 +66,18 @@ class FollowingModel:
                 )
                 for number, tokens, *_ in fed:
                     self._ledger.feed(number, tokens)
+            case "read_together", (numbers, tokens):
+                self._model.read_together([self._sequences[n] for n in numbers], [tuple(read) for read in tokens])
+                for number, read in zip(numbers, tokens, strict=True):
+                    self._ledger.feed(number, tuple(read))
             case "feed_ahead", (numbers,):
                 shared = shared_tokens(mx.zeros((len(numbers),), mx.int32), self._group)
-                self._model.feed_ahead({self._sequences[n]: shared[i : i + 1] for i, n in enumerate(numbers)})
+                if (logits := self._model.feed_ahead([self._sequences[n] for n in numbers], shared)) is not None:
+                    mx.async_eval(logits)
+            case "count_ahead", (numbers, tokens):
+                if self._model.count_ahead([self._sequences[n] for n in numbers], tokens):
+                    for number, token in zip(numbers, tokens, strict=True):
+                        self._ledger.feed(number, (token,))
             case "abandon_shared", ():
                 self._model.abandon_shared()
             case "sharing_obstacle", ():

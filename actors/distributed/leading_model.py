@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -308,15 +308,28 @@ class LeadingModel(MLXModel):
                 self._announcer.ledger.feed(number, tokens)
             return logits
 
-    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`."""
+        numbers = [_number(sequence) for sequence in sequences]
+        with self._announcer.announced("read_together", None, numbers, list(tokens), reads=numbers):
+            super().read_together(sequences, tokens)
+            for number, read in zip(numbers, tokens, strict=True):
+                self._announcer.ledger.feed(number, read)
+
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`. The tokens travel through a collective."""
-        if not tokens:
-            return
-        numbers = [_number(sequence) for sequence in tokens]
+        numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
-            stacked = mx.concatenate([token.reshape(1) for token in tokens.values()])
-            shared = shared_tokens(stacked, self._announcer.group)
-            super().feed_ahead({sequence: shared[i : i + 1] for i, sequence in enumerate(tokens)})
+            return super().feed_ahead(sequences, shared_tokens(tokens, self._announcer.group))
+
+    def count_ahead(self, sequences: Sequence[Any], tokens: Sequence[int]) -> bool:
+        """See `Model.count_ahead`."""
+        numbers = [_number(sequence) for sequence in sequences]
+        with self._announcer.announced("count_ahead", None, numbers, list(tokens), reads=numbers):
+            is_kept = super().count_ahead(sequences, tokens)
+            for number, token in zip(numbers, tokens, strict=True) if is_kept else ():
+                self._announcer.ledger.feed(number, (token,))
+            return is_kept
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`."""

@@ -192,9 +192,22 @@ class MLXModel:
         """See `Model.feed_together`."""
         return self._shared_passes.feed(feeds)
 
-    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
+    @property
+    def widest_row(self) -> int:
+        """See `Model.widest_row`."""
+        return self._shared_passes.widest_row
+
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`."""
+        self._shared_passes.read(sequences, tokens)
+
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`."""
-        self._shared_passes.feed_ahead(tokens)
+        return self._shared_passes.feed_ahead(sequences, tokens)
+
+    def count_ahead(self, sequences: Sequence[Any], tokens: Sequence[int]) -> bool:
+        """See `Model.count_ahead`."""
+        return self._shared_passes.count_ahead(sequences, tokens)
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`."""

@@ -10,11 +10,9 @@ import mlx.core as mx
 from actors.model import CachedSequence, CacheLostError
 from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory
-from actors.target.verify import requested_likelihoods
-from protocol.acceptance import choices, distribution, draw
+from protocol.acceptance import choices_together, likelihoods
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Features, Likelihood, Open
-from protocol.randomness import Purpose, key_for
 
 # A token, its likelihood if the session asks for it, and the features of what was read.
 Decoded = tuple[int, tuple[Likelihood, ...], Features | None]
@@ -96,17 +94,12 @@ class PlainDecoder:
         token = cast(int, current.token.item())
         current.logit_check.check(0, position, "target")
         features = self._sequence.take_features(plan.keep + len(plan.feed))
-        return token, requested_likelihoods(current.logits, (token,), self._opened), features
+        return token, likelihoods(current.logits, (token,), self._opened.settings.logprobs), features
 
     def _choose(self, rows: mx.array, logits: mx.array, position: int) -> _PendingToken:
         """The token chosen from processed logits (1, V), lazy; `rows` are the model's own logits."""
         settings, seed = self._opened.settings, self._opened.seed
         filtered = self._logits_pipeline.filter(logits, position)
-        if (sampled := self._logits_pipeline.sample(filtered)) is not None:
-            token = sampled
-        elif settings.rule == "match":
-            token = choices(filtered, settings.temperature, seed, position, logits.shape[1])
-        else:
-            probs = distribution(filtered[0], settings.temperature)
-            token = draw(probs, key_for(seed, Purpose.RECOVER, position))[None]
+        if (token := self._logits_pipeline.sample(filtered)) is None:
+            token = choices_together(filtered, settings.rule, settings.temperature, [(seed, position)])
         return _PendingToken(token, logits, LogitCheck.of(rows, logits))

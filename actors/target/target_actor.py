@@ -9,7 +9,6 @@ import trio
 
 from actors.actor import PREFIX_CACHE_BYTES, ModelActor
 from actors.model import CachedSequence, Model
-from actors.prefill import prefill
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
@@ -19,7 +18,7 @@ from actors.target.target_session import TargetSession
 from actors.workers.in_turn import InTurn
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, StreamFailedError
-from protocol.messages import Close, Message, PromptFeatures, Verdict
+from protocol.messages import Close, Message, PromptFeatures
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -95,10 +94,10 @@ class TargetActor(ModelActor[TargetSession]):
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
                 sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
-                in_turn = InTurn(self.worker, self._rounds.turn)
-                await prefill(in_turn, sequence, session.cached_tokens, opened, self.chunk_size)
+                await self._rounds.read(session)
                 await self._give_prompt_features(session, sequence)
                 await self._hand_on(session, sequence)
+                in_turn = InTurn(self.worker, self._rounds.turn)
                 await score_prompt(in_turn, sequence, session, self._score_size, self.model.vocab_size)
                 await self._rounds.decode(session)
                 # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
@@ -156,8 +155,8 @@ class TargetActor(ModelActor[TargetSession]):
         failure.__cause__ = error
         session.shared.end(failure)
 
-    def _note_commit(self, session: TargetSession, verdict: Verdict, commit: Commit) -> None:
-        self._note(session, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
+    def _note_commit(self, session: TargetSession, commit: Commit) -> None:
+        self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
 
     def _note_rewind(self, session: TargetSession, num_tokens: int) -> None:
         self._note(session, "rewind", num_tokens=num_tokens)

@@ -73,8 +73,10 @@ class TargetSession(ActorSession):
         decoder: of rounds that the text has for itself without a proposal; made for the first of them.
         replay: tracks when replayed tokens are fed for good.
         verify_seconds: spent on verify passes so far.
+        prompt_is_read: set once the prompt was read, or cannot be.
+        reads_alone: whether no other prompt may be read in its passes.
         text_over: set once the rounds are over.
-        failure: the error that ended them, if one did.
+        failure: the error that ended the reading, or the rounds, if one did.
         is_blocked: whether a slow consumer keeps the next round from beginning.
         awaits_proposal_since_s: since when a proposal is waited for, in seconds on the worker's clock; None if none is.
         proposal_due_s: until when.
@@ -104,6 +106,8 @@ class TargetSession(ActorSession):
         self.decoder: PlainDecoder | None = None
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
+        self.prompt_is_read = trio.Event()
+        self.reads_alone = False
         self.text_over = trio.Event()
         self.failure: Exception | None = None
         self.is_blocked = False

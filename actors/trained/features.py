@@ -108,6 +108,11 @@ class RecordsFeatures:
         """See `CachedSequence.feature_arrays`."""
         return self.features.arrays()
 
+    @property
+    def records_features(self) -> bool:
+        """See `CachedSequence.records_features`."""
+        return self.features.recorder is not None
+
     def record_features(self, wanted: bool) -> None:
         """See `CachedSequence.record_features`."""
         self.features.want(wanted)

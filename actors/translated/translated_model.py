@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -70,8 +70,23 @@ class TranslatedModel:
             for feed, reading, rows in zip(feeds, readings, all_rows, strict=True)
         ]
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
+    @property
+    def widest_row(self) -> int:
+        """See `Model.widest_row`."""
+        return self._model.widest_row
+
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`. One after another: texts of another vocabulary differ in length."""
+        for sequence, read in zip(sequences, tokens, strict=True):
+            sequence.feed(read, 0)
+
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
         """See `Model.feed_ahead`. Does nothing: only the target decodes ahead."""
+        return None
+
+    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
+        """See `Model.count_ahead`."""
+        return False
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`."""

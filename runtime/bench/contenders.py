@@ -172,7 +172,7 @@ class ContenderRunner:
                 if contender.engine == "outrider":
                     events = Events()
                     self._events.listener = events
-                    events.listen(self._record)
+                    events.listen(self._record, only_spans=True)
                     target = self._pair.target, self._pair.workers[TARGET]
                     draft = self._pair.draft_of(contender)
                     self._record_features(contender)

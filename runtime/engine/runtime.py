@@ -70,7 +70,7 @@ class Runtime(RuntimeState):
         self._files = SessionFiles(target, drafter, tokenizer, self._validation, sessions, self.stream)
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
-        events.listen(sessions.attribute)
+        events.listen(sessions.attribute, only_spans=True)
 
     # --- generations ------------------------------------------------------------------------------
 

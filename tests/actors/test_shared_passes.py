@@ -62,6 +62,12 @@ class Text:
         self.sequence.rewind(start + accepted)
 
 
+def feed_ahead(wrapped: MLXModel, texts: list[Text]) -> list[mx.array] | None:
+    """Start a pass over the last token of each text. Returns: (1, V) logits of each."""
+    logits = wrapped.feed_ahead([text.sequence for text in texts], mx.array([text.tokens[-1] for text in texts]))
+    return None if logits is None else [logits[i : i + 1] for i in range(len(texts))]
+
+
 # Seeds of prompts after which the texts of a family do not depend on rounding, where the first does not do.
 PROMPT_SEEDS = {"apertus": 3, "plamo": 2, "qwen3_next": 2}
 
@@ -95,11 +101,13 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
         logits = wrapped.feed_together([text.draft(draws, 0.7, most) for text in present])
         for text, rows in zip(present, logits, strict=True):
             text.judge(rows)
-        if most == 0:
-            # For some of them in vain: because they draft now, or because another token comes.
-            wrapped.feed_ahead(
-                {text.sequence: mx.array([text.tokens[-1] if draws.random() < 0.8 else 1]) for text in present}
-            )
+        if most == 0 and (rows_ahead := feed_ahead(wrapped, present)) is not None:
+            # Some do not go on in this way, or none does.
+            going_on = [text for text in present if draws.random() < 0.8]
+            tokens = [text.tokens[-1] for text in going_on]
+            if going_on and wrapped.count_ahead([text.sequence for text in going_on], tokens):
+                for text in going_on:
+                    text.judge(rows_ahead[present.index(text)])
         if draws.random() < 0.1:
             draws.choice(texts).sequence.leave_batch()
     assert any(text.sequence.is_row for text in texts)
@@ -164,16 +172,23 @@ def test_a_pass_ahead_is_the_next_pass_of_those_that_are_left(name: str) -> None
 
     take_turn()
     for _ in range(6):
-        tokens = {text.sequence: mx.array([text.tokens[-1]]) for text in texts}
-        wrapped.feed_ahead(tokens)
-        for sequence in tokens:
-            sequence.check(sequence.length)  # it is where it was
+        before = list(texts)
+        logits = feed_ahead(wrapped, texts)
+        assert logits is not None
+        for text in texts:
+            text.sequence.check(len(text.tokens) - 1)  # it is where it was
         num_passes = counting.num_passes
         if len(texts) == 3 and len(texts[0].generated) > 3:
             texts.pop(0).sequence.close()
-        take_turn()
+        is_kept = wrapped.count_ahead([text.sequence for text in texts], [text.tokens[-1] for text in texts])
         # States of the other rows would have to be taken apart.
-        assert counting.num_passes - num_passes == (len(tokens) > len(texts) and name == "lfm2")
+        assert is_kept == (len(before) == len(texts) or name != "lfm2")
+        if is_kept:
+            assert counting.num_passes == num_passes
+            for text in texts:
+                text.judge(logits[before.index(text)])
+        else:
+            take_turn()
     for text in texts:
         assert text.generated == list(text.truth[: len(text.generated)])
         text.sequence.close()
@@ -247,9 +262,9 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
 ) -> None:
     ahead, feed_ahead = [], RowBatch.feed_ahead
 
-    def recorded(batch: RowBatch, tokens: Any, recorder: Any) -> None:
-        ahead.append(len(tokens))
-        feed_ahead(batch, tokens, recorder)
+    def recorded(batch: RowBatch, keys: Any, tokens: Any, recorder: Any) -> mx.array:
+        ahead.append(len(keys))
+        return feed_ahead(batch, keys, tokens, recorder)
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 7]]

@@ -383,7 +383,7 @@ def test_the_table_of_settings_has_them_all_with_their_defaults() -> None:
 
 
 def test_the_table_of_options_has_them_all() -> None:
-    found = [name for names, _ in rows_under("Options of `open`", "getting-started.md") for name in names]
+    found = [name for names, _ in rows_under("Options of `open`", "models.md") for name in names]
     assert sorted(found) == sorted(OPTIONS)
 
 

@@ -22,7 +22,7 @@ import attrs
 import mlx.core as mx
 import trio
 import trio.testing
-from outcome import Error, Outcome
+from outcome import Error
 
 from actors.actor import PREFIX_CACHE_BYTES, ActorSession
 from actors.drafters.draft_actor import DraftActor
@@ -520,10 +520,10 @@ class ComparingWorker(SimulatedWorker):
             self._forget(steps)
             raise
 
-    def _forget_failed(self, outcomes: Iterable[tuple[int | None, Outcome[Any]]]) -> None:
+    def _forget_failed(self, outcomes: Iterable[tuple[int | None, Any]]) -> None:
         """After a session's part in a shared job failed, the contents of its sequence are undefined."""
         for session, result in outcomes:
-            if isinstance(result, Error):
+            if isinstance(result, Error | Exception):
                 self._sequences.pop(session, None)
 
     def _forget(self, steps: Steps[Any]) -> None:
