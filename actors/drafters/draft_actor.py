@@ -170,16 +170,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.awaits, session.read_prompt = None, read
         self._look_at(session)
 
-    def _goes_alone(self, session: DraftSession) -> bool:
-        return session.suspects is not None
-
     @property
-    def _most_shared(self) -> int:
-        return min(self._steps.num_shared, self._limit.value)
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return self.chunk_size()
+    def _limits(self) -> tuple[int, int]:
+        return min(self._steps.num_shared, self._limit.value), self.chunk_size()
 
     # --- the jobs ---------------------------------------------------------------------------------
 
@@ -272,11 +265,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         )
         now_s = self.worker.clock()
         draft_budget = EMPTY_BUDGET  # one step, if it goes alone, so that it shares again at once
-        if session.suspects is None:
+        if not session.goes_alone:
             draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
-        part = DraftPart(session.id, draft_steps, step, alone=session.suspects is not None)
+        part = DraftPart(session.id, draft_steps, step, alone=session.goes_alone)
         self._begin_step(session, part, node, len(plan.feed))
         return part
 

@@ -88,6 +88,11 @@ class DraftSession(DrafterSession):
             self._given.clear()
 
     @property
+    def goes_alone(self) -> bool:
+        """See `DrafterSession.goes_alone`."""
+        return self.suspects is not None
+
+    @property
     def awaits_features(self) -> bool:
         """Whether the target has not read the prompt, and the drafter reads what the target makes of it."""
         return isinstance(self.sequence, FeatureInput) and self.sequence.awaits_features

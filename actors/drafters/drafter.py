@@ -89,6 +89,16 @@ class DrafterSession(ActorSession):
         self._on_message(self, message)
 
     @property
+    def goes_alone(self) -> bool:
+        """Whether no other session may share its next draft step."""
+        return False
+
+    def waits(self, num_read: int) -> Waiting:
+        """What it waits for, when the drafter has read so many tokens. `need` must not be None."""
+        assert self.need is not None
+        return Waiting(self.need, self.since, num_read - self.num_read_before, self.goes_alone)
+
+    @property
     def has_left(self) -> bool:
         """Whether the drafter has nothing more to do with the session."""
         return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
@@ -208,21 +218,11 @@ class Drafter(Actor[S]):
         self._changed.update((session, None) for session in self._sessions.values() if session.need is Need.DRAFT)
         while self._changed:  # a session that is looked at may change others
             self._take_in()
-        waiting = [
-            (
-                session,
-                Waiting(
-                    session.need,
-                    session.since,
-                    self._num_read - session.num_read_before,
-                    self._goes_alone(session),
-                ),
-            )
-            for session in self._sessions.values()
-            if session.need is not None
-        ]
-        chosen = next_job([each for _, each in waiting], self._most_shared, self._chunk_tokens)
-        return (waiting[chosen[0]][1].need, [waiting[index][0] for index in chosen]) if chosen else None
+        waiting = [session for session in self._sessions.values() if session.need is not None]
+        chosen = [waiting[index] for index in next_job([each.waits(self._num_read) for each in waiting], *self._limits)]
+        if not chosen or (need := chosen[0].need) is None:
+            return None
+        return need, chosen
 
     async def _work(self, need: Need, sessions: Sequence[S]) -> None:
         """Do a job, and what follows from it."""
@@ -264,19 +264,10 @@ class Drafter(Actor[S]):
     async def _draft(self, sessions: Sequence[S]) -> None:
         """Draft for sessions."""
 
-    def _goes_alone(self, session: S) -> bool:
-        """Whether no other session may share the next draft step of this one."""
-        return False
-
     @property
-    def _most_shared(self) -> int:
-        """Most sessions in the next draft step."""
-        return 1
-
-    @property
-    def _chunk_tokens(self) -> int:
-        """Tokens that may be read while a draft step waits."""
-        return 1
+    def _limits(self) -> tuple[int, int]:
+        """Most sessions in the next draft step, and the tokens that may be read while it waits; see `next_job`."""
+        return 1, 1
 
     async def _index(self, session: S) -> None:
         """Add some of a session's text to its index."""
