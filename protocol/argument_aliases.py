@@ -40,6 +40,7 @@ OPEN_ARGUMENTS = (
     "tune_mlx",
     "group",
     "draft_rank",
+    "work_ahead",
 )
 
 ALIASES = {

@@ -15,6 +15,7 @@ import trio
 from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.distributed.rank_group import RankGroup
+from actors.drafters.drafter import policy_by_settings
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
@@ -27,6 +28,7 @@ from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
 from protocol.errors import ModelError, SettingsError, WrongEventLoopError
+from protocol.lookahead_policy import WORK_AHEAD, WorkAhead
 from protocol.prices import Prices
 from protocol.reprs import shown
 from protocol.settings import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH, NGRAM, SettingsLike, keywords_of
@@ -82,6 +84,7 @@ async def open(
     tune_mlx: bool = True,
     group: RankGroup | None = None,
     draft_rank: int | None = None,
+    work_ahead: WorkAhead = "auto",
     **unknown: Never,
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
@@ -128,6 +131,9 @@ async def open(
             with the same target. This process is rank 0. None for one process.
         draft_rank: a rank of the group that holds the drafter alone, and no part of the target; it calls
             `runtime.follow` with the drafter, too. None or 0 for rank 0, which drafts beside its part of the target.
+        work_ahead: whether the drafter drafts while the target verifies. That takes from the target what the device has
+            to share, and the next proposal is there sooner: "auto" weighs the two by measured prices, "never" drafts
+            after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
         **unknown: an error.
 
     Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
@@ -167,6 +173,7 @@ async def open(
             "tune_mlx": tune_mlx,
             "group": group,
             "draft_rank": draft_rank,
+            "work_ahead": work_ahead,
             **unknown,
         },
     )
@@ -221,6 +228,7 @@ async def open(
             shared_tokenizer=target_loaded.tokenizer,
             events=events,
             prices=prices,
+            make_policy=partial(policy_by_settings, work_ahead=work_ahead),
             max_streams=max_streams,
             max_batch=target_loaded.model.bounded_batch(max_batch),
             prefix_cache_bytes=prefix_cache_bytes,
@@ -280,6 +288,10 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     check_template_args(given["chat_template_args"])
     if not isinstance(given["tune_mlx"], bool):
         raise SettingsError(f"tune_mlx must be True or False, got {shown(given['tune_mlx'])}")
+    if given["work_ahead"] not in WORK_AHEAD:
+        raise SettingsError(
+            f"work_ahead must be one of {', '.join(map(repr, WORK_AHEAD))}, got {shown(given['work_ahead'])}"
+        )
     check_group(given["group"], sources["target"], sources.get("draft"), given["draft_rank"])
     return sources, cache_options
 

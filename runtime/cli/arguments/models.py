@@ -40,6 +40,12 @@ OPTIONS: tuple[Option, ...] = (
         parse_value,
         "rank that holds the draft model alone, under mlx.launch (default: 0)",
     ),
+    (
+        "work_ahead",
+        "WHEN",
+        str,
+        'whether to draft while the target verifies: "always", "never", or "auto" by measured prices (default: auto)',
+    ),
     ("rewind", "HOW", str, 'how caches drop rejected tokens: "trim", "checkpoint", "none" or "auto" (default: auto)'),
 )
 
