@@ -188,7 +188,8 @@ class RoundJobs:
         Returns: those of them that can have another such pass at once, in order.
         """
         num_texts = len(sessions)
-        goes_ahead = goes_ahead and self._num_ahead < MEASURED_EVERY and all(map(stays_plain, sessions))
+        is_measured = num_texts > 1 and self._num_ahead >= MEASURED_EVERY
+        goes_ahead = goes_ahead and not is_measured and all(map(stays_plain, sessions))
         was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if goes_ahead else 0
         rows, shares = [], []
         for session in sessions:
