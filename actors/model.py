@@ -252,27 +252,14 @@ class Model(Protocol):
         """
         ...
 
-    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
-        """Start a pass over one token of each of several texts; the tokens may not be computed yet.
-
-        The texts stay as they are until `count_ahead`. Feeding anything else to a text that shares passes undoes it.
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
+        """As `feed_together`, of one token each, which may not be computed yet.
 
         Args:
             sequences: the texts, at least one.
             tokens: (n,) ids, one for each text.
 
-        Returns: (n, V) logits, lazy; None, and nothing was started, if the texts did not share the last pass.
-        """
-        ...
-
-    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
-        """Have texts keep the tokens that a pass ahead has fed them; the other texts of that pass do not.
-
-        Args:
-            sequences: those texts.
-            tokens: the token of each, which is known by now.
-
-        Returns: whether the pass was kept. If not, the texts are as they were before `feed_ahead`.
+        Returns: (n, V) logits, lazy.
         """
         ...
 
@@ -329,13 +316,10 @@ class FeedsEach:
         for sequence, read in zip(sequences, tokens, strict=True):
             sequence.feed(read, 0)
 
-    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
         """See `Model.feed_ahead`."""
-        return None
-
-    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
-        """See `Model.count_ahead`."""
-        return False
+        logits = [sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)]
+        return mx.concatenate(logits)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`."""

@@ -131,32 +131,63 @@ def judge(
     return (_by_match if rule == "match" else _by_rejection)(logits, proposed, temperature, chosen)
 
 
+@attrs.frozen
+class LazyLikelihoods:
+    """The log-probabilities of tokens, and of the likeliest tokens at their positions, which may not be computed yet.
+
+    Attributes:
+        own: (m, 1) log-probabilities of the tokens.
+        ids, best: (m, n) the likeliest tokens, likeliest first, and their log-probabilities.
+    """
+
+    own: mx.array
+    ids: mx.array
+    best: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> LazyLikelihoods:
+        """Of tokens that may not be computed yet, either.
+
+        Args:
+            logits: (m, V) the target's after processors, for the tokens' positions.
+            tokens: (m,) ids.
+            num_top: how many of the likeliest tokens to name, >= 1; V if that is fewer.
+        """
+        rows = logits.astype(mx.float32)
+        total = mx.logsumexp(rows, axis=-1, keepdims=True)
+        own = mx.take_along_axis(rows, tokens[:, None], axis=-1) - total
+        named = mx.sort(_highest(rows, num_top), axis=-1)
+        named_logprobs = mx.take_along_axis(rows, named, axis=-1) - total
+        by_rank = mx.argsort(-named_logprobs, axis=-1)
+        order = mx.take_along_axis(named, by_rank, axis=-1)
+        return cls(own, order, mx.take_along_axis(named_logprobs, by_rank, axis=-1))
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, to be evaluated together with something else."""
+        return [self.own, self.ids, self.best]
+
+    def read(self) -> tuple[Likelihood, ...]:
+        """One for each token. Evaluates the arrays if that was not done yet."""
+        mx.eval(self.arrays())
+        own = cast(list[list[float]], self.own.tolist())
+        ids, best = cast(list[list[int]], self.ids.tolist()), cast(list[list[float]], self.best.tolist())
+        return tuple(
+            Likelihood(logprob, tuple(zip(row_ids, row_best, strict=True)))
+            for (logprob,), row_ids, row_best in zip(own, ids, best, strict=True)
+        )
+
+
 def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[Likelihood, ...]:
-    """The log-probabilities of committed tokens, and of the likeliest tokens at their positions.
+    """The likelihoods of tokens that are known; none if `num_top` is 0. Costs a synchronisation.
 
     Args:
         logits: (n, V) with n >= m, the target's after processors, for the tokens' positions.
-        tokens: (m,) token ids.
-        num_top: how many of the likeliest tokens to name; V if that is fewer.
-
-    Returns: one for each token, which costs a synchronisation; none if `num_top` is 0.
+        tokens: (m,) ids.
+        num_top: see `LazyLikelihoods.of`.
     """
-    if not num_top:
+    if not num_top or not tokens:
         return ()
-    rows = logits[: len(tokens)].astype(mx.float32)
-    total = mx.logsumexp(rows, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1) - total
-    named = mx.sort(_highest(rows, num_top), axis=-1)
-    named_logprobs = mx.take_along_axis(rows, named, axis=-1) - total
-    by_rank = mx.argsort(-named_logprobs, axis=-1)
-    order = mx.take_along_axis(named, by_rank, axis=-1)
-    best = mx.take_along_axis(named_logprobs, by_rank, axis=-1)
-    mx.eval(chosen, order, best)
-    ids, tops = cast(list[list[int]], order.tolist()), cast(list[list[float]], best.tolist())
-    return tuple(
-        Likelihood(own, tuple(zip(row_ids, row_tops, strict=True)))
-        for (own,), row_ids, row_tops in zip(cast(list[list[float]], chosen.tolist()), ids, tops, strict=True)
-    )
+    return LazyLikelihoods.of(logits[: len(tokens)], mx.array(tuple(tokens)), num_top).read()
 
 
 def _highest(rows: mx.array, num: int) -> mx.array:

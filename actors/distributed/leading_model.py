@@ -148,15 +148,6 @@ class LeadingSequence(MLXSequence):
                 self._announcer.ledger.feed(self.number, tokens)
             return logits
 
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`. The token travels through a collective: it may not be computed yet."""
-        announcer = self._announcer
-        with announcer.announced("feed_lazy", self.number, reads=[self.number]):
-            shared = shared_tokens(token.reshape(1), announcer.group)
-            logits = super().feed_lazy(shared)
-            announcer.ledger.feed_later(self.number, shared)
-            return logits
-
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         """See `CachedSequence.prepare`."""
         with self._announcer.announced("prepare", self.number, num_tokens, settled, holds_back=True):
@@ -316,20 +307,15 @@ class LeadingModel(MLXModel):
             for number, read in zip(numbers, tokens, strict=True):
                 self._announcer.ledger.feed(number, read)
 
-    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
-        """See `Model.feed_ahead`. The tokens travel through a collective."""
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
+        """See `Model.feed_ahead`. The tokens travel through a collective: they may not be computed yet."""
         numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
-            return super().feed_ahead(sequences, shared_tokens(tokens, self._announcer.group))
-
-    def count_ahead(self, sequences: Sequence[Any], tokens: Sequence[int]) -> bool:
-        """See `Model.count_ahead`."""
-        numbers = [_number(sequence) for sequence in sequences]
-        with self._announcer.announced("count_ahead", None, numbers, list(tokens), reads=numbers):
-            is_kept = super().count_ahead(sequences, tokens)
-            for number, token in zip(numbers, tokens, strict=True) if is_kept else ():
-                self._announcer.ledger.feed(number, (token,))
-            return is_kept
+            shared = shared_tokens(tokens, self._announcer.group)
+            logits = super().feed_ahead(sequences, shared)
+            for i, number in enumerate(numbers):
+                self._announcer.ledger.feed_later(number, shared[i : i + 1])
+            return logits
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`."""

@@ -201,13 +201,9 @@ class MLXModel:
         """See `Model.read_together`."""
         self._shared_passes.read(sequences, tokens)
 
-    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
         """See `Model.feed_ahead`."""
         return self._shared_passes.feed_ahead(sequences, tokens)
-
-    def count_ahead(self, sequences: Sequence[Any], tokens: Sequence[int]) -> bool:
-        """See `Model.count_ahead`."""
-        return self._shared_passes.count_ahead(sequences, tokens)
 
     def abandon_shared(self) -> None:
         """See `Model.abandon_shared`."""

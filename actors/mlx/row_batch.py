@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -59,7 +59,6 @@ class RowBatch:
         # Lengths before the last pass, whose states are kept, and which rows are to go back there.
         self._lengths_before: list[int] = []
         self._goes_back: list[bool] = []
-        self._ahead: frozenset[object] | None = None  # the keys of a pass whose tokens are not counted yet
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -115,8 +114,6 @@ class RowBatch:
     def drop(self, key: object) -> None:
         """Remove a row and its text."""
         self._settle_states()
-        if self._ahead is not None:
-            self._ahead -= {key}
         self._features.pop(key, None)
         row = self._row_of[key]
         for rows in self._caches:
@@ -158,11 +155,11 @@ class RowBatch:
         return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
     def feed_ahead(self, keys: Sequence[object], tokens: mx.array, recorder: FeatureRecorder | None = None) -> mx.array:
-        """Start a pass over one token of several rows, which stay as they are until `count_ahead`.
+        """Process one token of several rows, which may not be computed yet.
 
         Args:
             keys: the rows.
-            tokens: (n,) ids, which may not be computed yet.
+            tokens: (n,) ids.
             recorder: as for `feed`.
 
         Returns: (n, V) logits, lazy.
@@ -179,19 +176,8 @@ class RowBatch:
                 widths[row] = 1
         # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
         logits = self._forward(mx.minimum(fed.astype(mx.int32), self._vocab_size - 1)[:, None], widths, recorder)[:, 0]
-        # The states from before the pass before are kept no longer.
-        self._lengths_before = list(self._lengths)
-        self._ahead = frozenset(keys)
+        self._count(widths)
         return logits if are_all else logits[mx.array(rows)]
-
-    def count_ahead(self, keys: Sequence[object]) -> bool:
-        """Have rows keep the tokens that a pass ahead has fed them. Returns: whether there is such a pass."""
-        if self._ahead is None or not self._ahead.issuperset(keys):
-            return False
-        kept = self._ahead.intersection(keys)
-        self._settle(keep=kept)
-        self._count([int(key in kept) for key in self._keys])
-        return True
 
     def _forward(self, tokens: mx.array, widths: Sequence[int], recorder: FeatureRecorder | None) -> mx.array:
         """(B, W, V) logits of a pass over (B, W) ids, of which `widths` are not padding; lazy."""
@@ -222,7 +208,6 @@ class RowBatch:
         if length > self._lengths[row]:
             raise RewindError(f"asked to rewind to {length} tokens a row that holds {self._lengths[row]}")
         if length < self._lengths[row]:
-            self._discard_ahead()
             if not self._is_recurrent:
                 self._lengths[row] = length
             elif length >= self._lengths_before[row]:
@@ -233,23 +218,15 @@ class RowBatch:
                 )
         return self._lengths[row]
 
-    def _discard_ahead(self, keep: Container[object] = ()) -> None:
-        """Undo a pass ahead, but for the rows to keep."""
-        if self._ahead is not None:
-            for key in self._ahead:
-                self._goes_back[self._row_of[key]] |= key not in keep
-            self._ahead = None
-
-    def _settle(self, keep: Container[object] = ()) -> None:
-        """Put back the states of the rows that were rewound, or are only ahead; not of those to keep."""
-        self._discard_ahead(keep)
+    def _settle(self) -> None:
+        """Put back the states of the rows that were rewound."""
         if any(self._goes_back):
             for rows in self._caches:
                 rows.restore(self._goes_back)
             self._goes_back = [False] * len(self)
 
     def _settle_states(self) -> None:
-        """Settle if rows have states. A pass ahead has only written behind the lengths of the others."""
+        """Settle if rows have states."""
         if self._is_recurrent:
             self._settle()
 

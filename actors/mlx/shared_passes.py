@@ -107,19 +107,16 @@ class SharedPasses:
         if not any(text.is_row_of(self._batch) for text in self._rows):
             self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
-    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array | None:
+    def feed_ahead(self, sequences: Sequence[MLXSequence], tokens: mx.array) -> mx.array:
         """See `Model.feed_ahead`."""
-        if self._has_fed_rows and all(text in self._batch for text in sequences):
-            return self._batch.feed_ahead(sequences, tokens, _recorder_for(sequences))
-        return None
-
-    def count_ahead(self, sequences: Sequence[Any], tokens: Sequence[int]) -> bool:
-        """See `Model.count_ahead`."""
-        if not self._batch.count_ahead(sequences):
-            return False
-        for text in sequences:
-            text.count_row()
-        return True
+        if len(sequences) > 1 and all(text.is_row_of(self._batch) for text in sequences):
+            self._has_fed_rows = True
+            logits = self._batch.feed_ahead(sequences, tokens, _recorder_for(sequences))
+            for text in sequences:
+                text.count_row()
+            return logits
+        logits_of_each = [text.feed_lazy(tokens[i : i + 1]) for i, text in enumerate(sequences)]
+        return logits_of_each[0] if len(sequences) == 1 else mx.concatenate(logits_of_each)
 
     def abandon(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""

@@ -8,7 +8,6 @@
 * `reading`: reads prompts, short ones together.
 * `parts`: one text's part in a pass: what it feeds, and the verdict that follows.
 * `verify`: a pass that judges proposals, on the model's thread.
-* `plain_rows`: decoding several texts without drafts, a pass ahead.
-* `plain_decoder`: decoding one text without a drafter, a pass ahead.
+* `plain_rows`: decoding texts without drafts, one or several in a pass, a pass ahead.
 * `scoring`: the scores of a prompt's last tokens.
 """

@@ -208,15 +208,13 @@ def verdict_so_far(one_by_one: OneByOne, num_accepted: int, token: int | None = 
 
 
 def is_plain(session: TargetSession) -> bool:
-    """Whether the next round of a text is one token of the target's own, and others may be decoded in the same pass."""
+    """Whether the next round of a text is one token of the target's own."""
     state, sequence = session.state, session.sequence
     assert sequence is not None
     return (
         state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
         and state.outstanding is None
         and session.round_failure is None
-        and not state.opened.settings.logprobs
-        and not sequence.records_features
         and not has_lost_tokens(session, sequence)
     )
 
@@ -232,6 +230,6 @@ def has_lost_tokens(session: TargetSession, sequence: CachedSequence) -> bool:
     """Whether a text must be read again, since a pass that it shared has failed."""
     if sequence.length < len(session.cached_tokens):
         session.reads_again = len(session.state.committed) > 1 or bool(session.accepted)
-        session.decoder = None  # it may be ahead in the cache that is lost
+        session.plain_row = None  # it may be ahead in the cache that is lost
         session.cached_tokens.rewind(sequence.length)
     return session.reads_again

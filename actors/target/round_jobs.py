@@ -16,7 +16,6 @@ from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_committed
 from actors.target.drafter_link import DrafterLink
 from actors.target.parts import Part, next_part, stays_plain, verdict_of, verdict_so_far
-from actors.target.plain_decoder import PlainDecoder
 from actors.target.plain_rows import PlainRow, PlainRows
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
 from actors.target.verify import verify
@@ -42,7 +41,6 @@ class RoundJobs:
     Attributes:
         texts: the sessions whose rounds are run, by id.
         running: those that have a part in the job that runs.
-        has_shared: whether texts have shared a pass, so that the model is known to take several.
         pass_began_s: when the last pass was handed to the worker, in seconds on its clock.
         num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
     """
@@ -89,10 +87,10 @@ class RoundJobs:
         self.pass_began_s = 0.0
         self.num_shared = max_batch
         self._limit = SharingLimit()
-        self.has_shared = False
         self._plain_rows = PlainRows(model)
         self._num_ahead = 0  # passes in succession that were started ahead
-        self._plain_ended_s: float | None = None  # when the last pass ended, if it was a plain one
+        # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one.
+        self._last_plain: tuple[float, float] | None = None
         self._pass_over = trio.Event()
 
     @property
@@ -156,45 +154,11 @@ class RoundJobs:
             self._end_job({session})
         self._look_at(session)
 
-    async def decode_alone(self, session: TargetSession, since_s: float, *, is_alone: bool) -> None:
-        """A step of a text's own decoder, which could be taken since a moment on the worker's clock.
-
-        Args:
-            is_alone: whether no other text would share passes with it; otherwise the step starts none ahead.
-        """
-        self._begin_job({session})
-        try:
-            assert session.sequence is not None
-            state, pipeline = session.state, session.shared.logits_pipeline
-            decoder = session.decoder = session.decoder or PlainDecoder(session.sequence, state.opened, pipeline)
-            plan = session.cached_tokens.plan(state.committed, num_logits=0 if decoder.is_ahead else 1)
-            goes_ahead = is_alone and stays_plain(session)
-            history = pipeline.history(state.committed)
-            step = partial(decoder.step, plan, history, state.next_position, goes_ahead)
-            job = Job("decode", step, session.id, 1, state.round)
-            token, token_likelihoods, features = await self._worker.run(job, meanwhile=self.deliver)
-            session.last_pass_s, session.pass_rounds, session.pass_rows = job.seconds, 0, 0
-            session.shared.counts.wait(job.began - since_s)
-            fed_ahead = (token,) if decoder.is_ahead else ()
-            session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + fed_ahead))
-            place = session.id, state.round, state.next_position
-            verdict = Verdict(*place, 0, token, likelihoods=token_likelihoods, features=features)
-            self._end_job({session})
-            self._apply(session, verdict)
-        except JobError as error:
-            if not isinstance(error.__cause__, CacheLostError):
-                self.fail(session, error)
-        except Exception as error:  # of any kind: it ends this text, and the others go on
-            self.fail(session, error)
-        finally:
-            self._end_job({session})
-        self._look_at(session)
-
     async def run_pass(self, parts: list[Part]) -> bool:
         """A pass that texts share. Returns: whether a drafter has heard of verdicts, and may propose at once."""
         self.pass_began_s = self._worker.clock()
         taken = list(parts)
-        self._plain_ended_s = None
+        self._last_plain = None
         self._begin_job({part.session for part in taken})
         self._limit.count_job()
         job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
@@ -209,87 +173,100 @@ class RoundJobs:
             self._end_job({part.session for part in taken})
         for part in taken:
             if part not in parts:  # texts of this model cannot share passes
-                self.num_shared = self._target_queue.max_batch = 1
                 self._look_at(part.session)
         if not has_failed:
             self._judged(parts, job)
         return any(part.session.state.phase is SessionPhase.PROPOSING for part in parts)
 
-    async def run_plain_pass(self, sessions: Sequence[TargetSession]) -> list[TargetSession]:
+    async def run_plain_pass(self, sessions: Sequence[TargetSession], *, goes_ahead: bool) -> list[TargetSession]:
         """A pass over texts that nobody drafts for.
 
         Args:
-            sessions: as `next_plain` gave them.
+            sessions: at least one, and one where `num_shared` is 1; `is_plain` is true of each.
+            goes_ahead: whether the next such pass may be started ahead.
 
         Returns: those of them that can have another such pass at once, in order.
         """
-        num_texts, was_ahead = len(sessions), bool(self._plain_rows.ahead)
-        goes_ahead = num_texts > 1 and self._num_ahead < MEASURED_EVERY and all(map(stays_plain, sessions))
-        self._num_ahead = self._num_ahead + 1 if goes_ahead else 0
+        num_texts = len(sessions)
+        goes_ahead = goes_ahead and self._num_ahead < MEASURED_EVERY and all(map(stays_plain, sessions))
+        was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if goes_ahead else 0
         rows, shares = [], []
         for session in sessions:
-            assert session.sequence is not None
-            state, shared = session.state, session.shared
-            plan = session.cached_tokens.plan(state.committed)
-            history = shared.logits_pipeline.history(state.committed)
-            rows.append(PlainRow(session.sequence, shared.opened, shared.logits_pipeline, plan, history))
-            shares.append(Share(session.id, state.round, len(plan.feed)))
-            self._target_queue.enter(session.id, len(plan.feed))
-        step = partial(self._plain_rows.step, rows, goes_ahead=goes_ahead)
-        width = max([share.num_tokens for share in shares])
-        job = Job("verify", step, num_tokens=sum([share.num_tokens for share in shares]), shares=tuple(shares))
+            row, state = plain_row(session), session.state
+            rows.append(row)
+            shares.append(Share(session.id, state.round, max(1, len(row.plan.feed))))
+            self._target_queue.enter(session.id, shares[-1].num_tokens)
+        num_tokens, ready_s = sum([share.num_tokens for share in shares]), self._worker.clock()
+        step = partial(self._step, rows, goes_ahead)
+        if num_texts == 1:
+            job = Job("decode", step, sessions[0].id, num_tokens, sessions[0].state.round)
+        else:
+            job = Job("verify", step, num_tokens=num_tokens)
+            job.prepare = partial(self.share, rows, shares, job)
         self._begin_job(set(sessions))
         self._limit.count_job()
+        results = None
         try:
             results = await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
-            self._plain_ended_s = None
             self._failed([next_part(session, self._prices, self._worker.clock()) for session in sessions], error)
-            return []
         finally:
             self._end_job(sessions)
-        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=not was_ahead)
+        if results is None:
+            self._last_plain, self._num_ahead = None, 0
+            return []
+        for session in sessions[len(rows) :]:  # texts of this model cannot share passes
+            self._look_at(session)
+        num_texts = len(rows)
+        width = max([share.num_tokens for share in shares])
+        # A text's cache is copied when it shares a pass for the first time.
+        is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in sessions))
+        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=is_typical)
         going_on = []
-        for session, row, result in zip(sessions, rows, results, strict=True):
+        for session, row, result in zip(sessions, rows, results, strict=False):
+            session.shared.counts.wait(job.began - ready_s)
             session.verify_seconds += job.seconds / num_texts
             session.was_plain = True
+            session.has_shared = session.has_shared or num_texts > 1
             if isinstance(result, CacheLostError):
                 self._look_at(session)
-                continue
-            session.cached_tokens.follow(row.plan)
-            if isinstance(result, Exception):
+            elif isinstance(result, Exception):
                 self.fail(session, job_error(job, result))
-            elif session.id in self.texts and session.state.phase is not SessionPhase.CLOSED:
-                try:
-                    if self._commit_own(session, result):
-                        going_on.append(session)
-                except Exception as error:  # of any kind: it ends this text, and the others go on
-                    self.fail(session, error)
+            else:
+                fed = (*row.plan.feed, result) if row.is_ahead else row.plan.feed
+                session.cached_tokens.follow(FeedPlan(row.plan.keep, fed))
+                if session.id in self.texts and session.state.phase is not SessionPhase.CLOSED:
+                    try:
+                        if self._commit_own(session, row, result):
+                            going_on.append(session)
+                    except Exception as error:  # of any kind: it ends this text, and the others go on
+                        self.fail(session, error)
         return going_on
-
-    def next_plain(self, sessions: Sequence[TargetSession]) -> Sequence[TargetSession]:
-        """Those of some texts, of which `is_plain` is true, that have the next pass: at first those in a pass ahead."""
-        ahead = set(self._plain_rows.ahead)
-        return [session for session in sessions if session.sequence in ahead] or sessions
 
     def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
         """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
-        ended_s, self._plain_ended_s = self._plain_ended_s, job.ended
-        if ended_s is not None and num_rows == num_texts > 1:
+        last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
+        if last is not None and num_rows == num_texts:
+            ended_s, busy_s = last
+            # Without the time that went into other jobs.
+            idle_s = max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
             pass_s = job.seconds if is_typical else self._prices.verify(num_rows)
-            self._prices.observe_plain_round((job.ended - ended_s) / num_texts, pass_s / num_texts, num_texts=num_texts)
+            seconds = (job.seconds + idle_s) / num_texts
+            self._prices.observe_plain_round(seconds, pass_s / num_texts, num_texts=num_texts)
 
-    def _commit_own(self, session: TargetSession, token: int) -> bool:
+    def _commit_own(self, session: TargetSession, row: PlainRow, token: int) -> bool:
         """Commit a token of the target's own. Returns: whether another may follow in the same way at once."""
         state, shared = session.state, session.shared
-        if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED:
+        if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED and not row.likelihoods:
             commit = state.commit_own(token)
             self._on_commit(session, commit)
         else:
             is_resting = state.phase is SessionPhase.RESTING
-            verdict = session.with_stop(Verdict(session.id, state.round, state.next_position, 0, token))
+            place = session.id, state.round, state.next_position
+            verdict = Verdict(*place, 0, token, likelihoods=row.likelihoods, features=row.features)
+            verdict = session.with_stop(verdict)
             commit = self._commit(session, verdict)
             if is_resting:
                 self._tell_drafter(session, verdict, commit)
@@ -324,14 +301,22 @@ class RoundJobs:
     # --- on the worker's thread -------------------------------------------------------------------
 
     def _prepare(self, parts: list[Part], job: Job[Any]) -> None:
+        self.share(parts, [Share(part.session.id, part.proposal.round, part.num_tokens) for part in parts], job)
+
+    def _step(self, rows: Sequence[PlainRow], goes_ahead: bool) -> list[int | Exception]:
+        """Returns: of each text the token, or the error that concerns it alone."""
+        return self._plain_rows.step(rows, goes_ahead=goes_ahead)
+
+    def share(self, parts: list[Any], shares: list[Share], job: Job[Any]) -> None:
+        """Name the sessions of a job that begins: all, or the first if texts of the model cannot share passes."""
         if len(parts) > 1 and self._model.sharing_obstacle() is not None:
-            del parts[1:]
-        shares = tuple([Share(part.session.id, part.proposal.round, part.num_tokens) for part in parts])
+            self.num_shared = self._target_queue.max_batch = 1
+            del parts[1:], shares[1:]
         job.num_tokens = sum([share.num_tokens for share in shares])
         if len(shares) == 1:
             job.session, job.round = shares[0].session, shares[0].round
         else:
-            job.shares = shares
+            job.shares = tuple(shares)
 
     def _verify(self, parts: Sequence[Part]) -> list[Exception | None]:
         """Returns: of each part, the error that concerns its text alone, if there is one."""
@@ -346,14 +331,13 @@ class RoundJobs:
         num_rows = num_parts * max([part.num_tokens for part in parts])
         # A text's cache is copied when it shares a pass for the first time.
         is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
-        self.has_shared = self.has_shared or num_parts > 1
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         for part in parts:
             session = part.session
             session.shared.counts.wait(job.began - part.since_s)
             session.last_pass_s = job.seconds / num_parts
-            session.pass_rounds, session.pass_rows, session.pass_is_typical = num_parts, num_rows, is_typical
+            session.pass_rounds, session.pass_rows = num_parts, num_rows
             session.pass_s = job.seconds
             session.ended_s, session.last_ready = job.ended, part.ready
             session.has_shared = session.has_shared or num_parts > 1
@@ -395,13 +379,10 @@ class RoundJobs:
         return session.last_pass_s + idle_s / len(self.texts)
 
     def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
-        if session.pass_rounds == 0:
-            self._prices.observe_plain_round(round_s, session.last_pass_s)
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
-        elif session.pass_rows == session.pass_rounds:
-            self._prices.observe_plain_round(
-                round_s, session.pass_s / session.pass_rounds, num_texts=session.pass_rounds
-            )
+        if session.pass_rows == session.pass_rounds:
+            num_texts = session.pass_rounds
+            self._prices.observe_plain_round(round_s, session.pass_s / num_texts, num_texts=num_texts)
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -446,6 +427,18 @@ class RoundJobs:
         if part.feeds_drafted and session.suspects is not None:
             session.suspects.acquit()
             session.suspects, session.drafts = None, Backoff()
+
+
+def plain_row(session: TargetSession) -> PlainRow:
+    """A text as it takes part in a pass without drafts; `is_plain` must be true."""
+    assert session.sequence is not None
+    shared, committed = session.shared, session.state.committed
+    if (row := session.plain_row) is None or row.sequence is not session.sequence:
+        row = session.plain_row = PlainRow(session.sequence, shared.opened, shared.logits_pipeline)
+    row.plan = session.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
+    if shared.logits_pipeline.needs_text:
+        row.history = shared.logits_pipeline.history(committed)
+    return row
 
 
 def _num_tokens(parts: Sequence[Part]) -> int:

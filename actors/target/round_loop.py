@@ -34,11 +34,7 @@ ANSWER_TURNS = 3
 
 
 class RoundLoop:
-    """The rounds of all texts of one target.
-
-    Attributes:
-        turn: held while the worker is used for more than a moment, so that a pass is decided on when it can begin.
-    """
+    """The prompts and rounds of all texts of one target."""
 
     def __init__(
         self,
@@ -50,7 +46,6 @@ class RoundLoop:
         chunk_size: PrefillChunkSize,
         max_batch: int,
         *,
-        num_sessions: Callable[[], int],
         on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
@@ -62,13 +57,11 @@ class RoundLoop:
             prices: of both models.
             target_queue: shows the drafter which passes wait and run.
             drafter: whose proposals are waited for.
-            num_sessions: returns how many sessions the target has, those that read their prompts included.
         """
         self._worker = worker
         self._prices = prices
         self._target_queue = target_queue
         self._drafter = drafter
-        self._num_sessions = num_sessions
         self._jobs = RoundJobs(
             model,
             worker,
@@ -81,8 +74,7 @@ class RoundLoop:
             on_commit=on_commit,
             on_rewind=on_rewind,
         )
-        self._reading = Reading(model, worker, chunk_size, lambda: self._jobs.num_shared)
-        self.turn = trio.Lock()
+        self._reading = Reading(model, worker, chunk_size, lambda: self._jobs.num_shared, self._jobs.share)
         self._changed: dict[TargetSession, None] = {}
         # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
         self._ready: dict[TargetSession, Part] = {}
@@ -94,15 +86,16 @@ class RoundLoop:
 
     # --- what others tell it ----------------------------------------------------------------------
 
-    async def read(self, session: TargetSession) -> None:
-        """Read the part of a session's prompt that is not cached.
+    async def read(self, session: TargetSession, length: int) -> None:
+        """Read a session's prompt up to a length, as far as it is not cached; the tokens to score with their scores.
 
         Cancellation: waits for the pass that reads some of it.
 
         Raises: JobError: the pass has failed because of this prompt, or of the model; the error is the cause.
         """
-        if session.shared.opened.num_read == len(session.cached_tokens):
+        if length <= len(session.cached_tokens):
             return
+        session.reads_until, session.prompt_is_read = length, trio.Event()
         self._reading.prompts[session] = None
         self._wakeup.set()
         try:
@@ -161,28 +154,24 @@ class RoundLoop:
         Cancellation: after the running pass.
         """
         while True:
-            if self._reading.prompts:
-                async with self.turn:
-                    if self._reading.prompts:  # still
-                        await self._reading.run_pass()
+            if self._reading.wanted:
+                await self._reading.run_pass()
             wait_s = self._wait_s()
-            if wait_s > 0.0 and self._reading.prompts:
+            if wait_s > 0.0 and self._reading.wanted:
                 continue
             if wait_s > 0.0:
                 self._jobs.deliver()
                 with trio.move_on_after(wait_s):
                     await self._wakeup.wait()
                 continue
-            if self._all_are_plain:
-                async with self.turn:
-                    await self._decode_plainly()
+            if group := self._plain_group():
+                await self._decode_plainly(group)
                 continue
-            # Each of these has one turn before others use the worker again, also where each has a job for itself. Those
-            # that become ready meanwhile may share their passes.
+            # Each of these has one turn before another prompt is read, also where each has a job for itself. Those that
+            # become ready meanwhile may share their passes.
             due = set(self._ready)
-            async with self.turn:
-                while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
-                    due.difference_update(await self._work())
+            while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
+                due.difference_update(await self._work())
 
     def _wait_s(self) -> float:
         """Seconds until there may be something for the worker to do, unless something changes; 0 for now."""
@@ -192,7 +181,7 @@ class RoundLoop:
         deadline_s = self._time_out(now_s)
         if self._changed:
             self._take_in()
-        if self._all_are_plain:
+        if self._plain_group():
             return 0.0
         for session in list(self._plain):
             self._make_round(session)
@@ -200,7 +189,7 @@ class RoundLoop:
             self._waits_until_s = math.inf
             return deadline_s - now_s
         first = next(iter(self._ready.values()))
-        if first.alone or len(self._jobs.texts) == 1 or self._goes_by_itself(first):
+        if first.alone or len(self._jobs.texts) == 1 or self._jobs.num_shared == 1 or _must_read_again(first):
             return 0.0
         return self._wait_for_more_s(now_s)
 
@@ -236,20 +225,28 @@ class RoundLoop:
         self._hurried.discard(session)
         assert session.sequence is not None
         session.sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
-        if self._jobs.has_shared and self._jobs.num_shared > 1 and is_plain(session):
+        if is_plain(session):
             self._plain[session] = None
         else:
             self._make_round(session)
 
+    def _plain_group(self) -> list[TargetSession]:
+        """The texts that have the next pass without drafts; none if the next pass is another one."""
+        texts = list(self._plain)
+        if self._all_are_plain:
+            if self._jobs.num_shared == 1:
+                return texts[:1]
+            if len(texts) <= self._jobs.most_rounds and best_number(len(texts), self._prices.verify) == len(texts):
+                return texts
+        # Those that are a pass ahead have its tokens before they take part in another.
+        return [text for text in texts if text.plain_row is not None and text.plain_row.is_ahead]
+
     @property
     def _all_are_plain(self) -> bool:
-        """Whether all texts that can go on do so without drafts, and there are several."""
-        num_texts = len(self._plain)
-        if not 1 < num_texts <= self._jobs.most_rounds or self._ready:
+        """Whether all texts that can go on do so without drafts."""
+        if not self._plain or self._ready:
             return False
-        if num_texts < sum(not session.is_blocked for session in self._jobs.texts.values()):
-            return False
-        return best_number(num_texts, self._prices.verify) == num_texts
+        return len(self._plain) == sum(not text.is_blocked for text in self._jobs.texts.values())
 
     def _make_round(self, session: TargetSession) -> None:
         now_s = self._worker.clock()
@@ -281,17 +278,6 @@ class RoundLoop:
             else:
                 next_s = min(next_s, session.proposal_due_s)
         return next_s
-
-    def _goes_by_itself(self, part: Part) -> bool:
-        """Whether a text has a step of the decoder, or a job that reads it again, instead of a pass."""
-        return has_lost_tokens(part.session, part.sequence) or self._is_decoded_alone(part.session)
-
-    def _is_decoded_alone(self, session: TargetSession) -> bool:
-        """Whether a round without a proposal is decoded a pass ahead, instead of in a pass that others may share."""
-        if session.state.outstanding is not None or session.round_failure is not None:
-            return False
-        is_ahead = session.decoder is not None and session.decoder.is_ahead
-        return is_ahead or self._num_sessions() == 1 or self._jobs.num_shared == 1
 
     # --- which rounds share the next pass ---------------------------------------------------------
 
@@ -345,12 +331,12 @@ class RoundLoop:
 
     def _sharing(self) -> list[Part]:
         """The parts that could share the next pass, the first of those that are ready at the front."""
-        return [part for part in self._ready.values() if not part.alone and not self._goes_by_itself(part)]
+        return [part for part in self._ready.values() if not part.alone and not _must_read_again(part)]
 
     def _chosen(self) -> list[Part]:
         """The parts of the pass that begins now, cut to the drafted tokens that they feed."""
         first = next(iter(self._ready.values()))
-        if first.alone:
+        if first.alone or self._jobs.num_shared == 1:
             return [first]
         parts = self._sharing()
         if len(parts) == 1:
@@ -363,25 +349,19 @@ class RoundLoop:
 
     # --- the work ---------------------------------------------------------------------------------
 
-    @property
-    def _has_others_waiting(self) -> bool:
-        """Whether somebody else waits for the worker."""
-        return self.turn.statistics().tasks_waiting > 0
-
-    async def _decode_plainly(self) -> None:
+    async def _decode_plainly(self, group: list[TargetSession]) -> None:
         """Passes over texts that nobody drafts for, until there is something else to do."""
-        group, self._plain = list(self._plain), {}
-        while len(group) > 1:
-            chosen = self._jobs.next_plain(group)
-            going_on = await self._jobs.run_plain_pass(chosen)
-            if len(going_on) < len(group):
-                left = set(chosen).difference(going_on)
-                group = [session for session in group if session not in left and session.id in self._jobs.texts]
-            if self._changed or self._reading.prompts or self._has_others_waiting:
+        goes_ahead = self._all_are_plain
+        others = [text for text in self._plain if text not in group]
+        self._plain = {}
+        while group:
+            going_on = await self._jobs.run_plain_pass(group, goes_ahead=goes_ahead)
+            group = [text for text in going_on if text.id in self._jobs.texts]
+            if not goes_ahead or others or self._changed or self._reading.wanted:
                 break
-        for session in group:
-            self._jobs.begin_clock(session)
-        self._plain = dict.fromkeys(group)
+        for text in group:
+            self._jobs.begin_clock(text)
+        self._plain = dict.fromkeys(text for text in (*others, *group) if text.id in self._jobs.texts)
 
     async def _work(self) -> list[TargetSession]:
         """Run the next job. Returns: the sessions that had a part in it."""
@@ -389,13 +369,9 @@ class RoundLoop:
         session = first.session
         self._waits_until_s = math.inf
         parts = [first]
-        if has_lost_tokens(session, first.sequence):
+        if _must_read_again(first):
             del self._ready[session]
             await self._jobs.read_again(session, first.sequence)
-        elif self._is_decoded_alone(session):
-            del self._ready[session]
-            is_alone = self._num_sessions() == 1 or self._jobs.num_shared == 1
-            await self._jobs.decode_alone(session, first.since_s, is_alone=is_alone)
         else:
             parts = self._chosen()
             for part in parts:
@@ -408,3 +384,8 @@ class RoundLoop:
                 for _ in range(ANSWER_TURNS):
                     await trio.lowlevel.checkpoint()
         return [part.session for part in parts]
+
+
+def _must_read_again(part: Part) -> bool:
+    """Whether a text has a job that reads it again, instead of a pass."""
+    return has_lost_tokens(part.session, part.sequence)

@@ -80,13 +80,9 @@ class TranslatedModel:
         for sequence, read in zip(sequences, tokens, strict=True):
             sequence.feed(read, 0)
 
-    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array | None:
-        """See `Model.feed_ahead`. Does nothing: only the target decodes ahead."""
-        return None
-
-    def count_ahead(self, sequences: Sequence[CachedSequence], tokens: Sequence[int]) -> bool:
-        """See `Model.count_ahead`."""
-        return False
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
+        """See `Model.feed_ahead`."""
+        return mx.concatenate([sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)])
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """See `Model.sharing_obstacle`."""

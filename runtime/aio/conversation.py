@@ -15,8 +15,7 @@ from runtime.bridge.handles import ConversationHandle
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import turn_settings
 from runtime.generation.token_stream import Completion, SessionFile, complete
-from runtime.generation.tool_calls.function_caller import MAX_TOOL_ROUNDS
-from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, Functions
 
 
 class Conversation(ConversationHandle[TokenStream]):

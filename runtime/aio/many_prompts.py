@@ -9,7 +9,7 @@ from typing import TypeVar
 from runtime.aio.bridge import AioBridge
 from runtime.aio.iteration import AsyncIteration
 from runtime.bridge.many_prompts import MergedHandle, MergedSource
-from runtime.generation.consumers import AwaitableCompletions
+from runtime.generation.many_prompts import AwaitableCompletions
 from runtime.generation.merged_streams import Merged
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion

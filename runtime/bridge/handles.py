@@ -19,16 +19,14 @@ from protocol.statistics import Statistics
 from runtime.bridge.iterator_handle import IteratorHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.engine.runtime_state import Health
-from runtime.generation.consumers import StreamState
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
-from runtime.generation.token_stream import SessionFile, warn_unread
+from runtime.generation.token_stream import SessionFile, StreamState, warn_unread
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.generation.tool_calls.function_caller import FunctionCaller
-from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.functions import FunctionCaller, Functions
 from runtime.generation.tool_calls.messages import calls_without_results
 
 

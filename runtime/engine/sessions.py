@@ -228,8 +228,8 @@ class Sessions:
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
 
     def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
-        tags = reasoning.tags if all(reasoning.tags) else None
-        return tools.reader(check_callable(tools, self._tokenizer), tags=tags, is_thinking=reasoning.is_thinking)
+        format = check_callable(tools, self._tokenizer)
+        return AnswerReader(**reasoning.marks, format=format, tools=tools.listed)
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
@@ -270,6 +270,7 @@ class Sessions:
         if not isinstance(event, Span):
             return
         is_pass, fractions = event.kind in ("verify", "decode"), event.fractions
+        tokens = {share.session: share.num_tokens for share in event.shares} if event.kind == "prefill" else {}
         for index, (id, fraction) in enumerate(fractions.items()):
             session = self.by_id.get(id)
             if is_pass:  # counted also for one that has ended meanwhile
@@ -283,7 +284,7 @@ class Sessions:
                 continue
             counts.target_seconds += seconds
             if event.kind == "prefill":
-                counts.prefilled_tokens += event.num_tokens
+                counts.prefilled_tokens += tokens.get(id, event.num_tokens)
                 counts.prefill_seconds += seconds
 
     def fail(self, error: OutriderError) -> None:

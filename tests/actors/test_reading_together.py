@@ -115,3 +115,14 @@ def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time() -> Non
             assert got == continuation(PROMPTS[0], 60)
 
     run(main)
+
+
+def test_tokens_that_were_read_together_are_counted_for_their_own_text() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), None) as simulation:
+            completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=2)
+            found = [completion.statistics.prefilled_tokens for completion in completions]
+            assert found == [len(prompt) - 1 for prompt in PROMPTS]
+            assert simulation.runtime.statistics().prefilled_tokens == sum(found)
+
+    run(main)

@@ -62,10 +62,10 @@ class Text:
         self.sequence.rewind(start + accepted)
 
 
-def feed_ahead(wrapped: MLXModel, texts: list[Text]) -> list[mx.array] | None:
-    """Start a pass over the last token of each text. Returns: (1, V) logits of each."""
+def feed_ahead(wrapped: MLXModel, texts: list[Text]) -> list[mx.array]:
+    """Feed the last token of each text as if it were not known. Returns: (1, V) logits of each."""
     logits = wrapped.feed_ahead([text.sequence for text in texts], mx.array([text.tokens[-1] for text in texts]))
-    return None if logits is None else [logits[i : i + 1] for i in range(len(texts))]
+    return [logits[i : i + 1] for i in range(len(texts))]
 
 
 # Seeds of prompts after which the texts of a family do not depend on rounding, where the first does not do.
@@ -101,13 +101,9 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
         logits = wrapped.feed_together([text.draft(draws, 0.7, most) for text in present])
         for text, rows in zip(present, logits, strict=True):
             text.judge(rows)
-        if most == 0 and (rows_ahead := feed_ahead(wrapped, present)) is not None:
-            # Some do not go on in this way, or none does.
-            going_on = [text for text in present if draws.random() < 0.8]
-            tokens = [text.tokens[-1] for text in going_on]
-            if going_on and wrapped.count_ahead([text.sequence for text in going_on], tokens):
-                for text in going_on:
-                    text.judge(rows_ahead[present.index(text)])
+        if most == 0:
+            for text, rows in zip(present, feed_ahead(wrapped, present), strict=True):
+                text.judge(rows)
         if draws.random() < 0.1:
             draws.choice(texts).sequence.leave_batch()
     assert any(text.sequence.is_row for text in texts)
@@ -159,36 +155,22 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
-def test_a_pass_ahead_is_the_next_pass_of_those_that_are_left(name: str) -> None:
+def test_tokens_that_are_not_computed_yet_are_read_in_one_pass(name: str) -> None:
     model = build(name)
     counting = Counting(model)
     wrapped = MLXModel(counting, CacheOptions())
     texts, draws = texts_of(name, model, wrapped), random.Random(4)
-
-    def take_turn() -> None:
-        logits = wrapped.feed_together([text.draft(draws, 1.0, most=0) for text in texts])
-        for text, rows in zip(texts, logits, strict=True):
-            text.judge(rows)
-
-    take_turn()
-    for _ in range(6):
-        before = list(texts)
-        logits = feed_ahead(wrapped, texts)
-        assert logits is not None
-        for text in texts:
-            text.sequence.check(len(text.tokens) - 1)  # it is where it was
-        num_passes = counting.num_passes
-        if len(texts) == 3 and len(texts[0].generated) > 3:
+    for text, rows in zip(
+        texts, wrapped.feed_together([each.draft(draws, 1.0, most=0) for each in texts]), strict=True
+    ):
+        text.judge(rows)
+    for step in range(6):
+        if step == 3:
             texts.pop(0).sequence.close()
-        is_kept = wrapped.count_ahead([text.sequence for text in texts], [text.tokens[-1] for text in texts])
-        # States of the other rows would have to be taken apart.
-        assert is_kept == (len(before) == len(texts) or name != "lfm2")
-        if is_kept:
-            assert counting.num_passes == num_passes
-            for text in texts:
-                text.judge(logits[before.index(text)])
-        else:
-            take_turn()
+        num_passes = counting.num_passes
+        for text, rows in zip(texts, feed_ahead(wrapped, texts), strict=True):
+            text.judge(rows)
+        assert counting.num_passes == num_passes + 1
     for text in texts:
         assert text.generated == list(text.truth[: len(text.generated)])
         text.sequence.close()
@@ -285,8 +267,7 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
             for i in range(len(prompts)):
                 nursery.start_soon(keep, i)
         assert [together[i] for i in range(len(prompts))] == alone
-    # What is asked for with the token costs another synchronisation, which would wait for the pass ahead.
-    assert bool(ahead) == ("logprobs" not in settings)
+    assert ahead
 
 
 @pytest.mark.parametrize("beyond", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1])

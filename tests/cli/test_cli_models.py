@@ -12,7 +12,7 @@ from command_line import save_model
 
 import runtime
 import runtime.engine.opening
-import runtime.server.models.loading
+import runtime.server.models.loaded_model
 from protocol.argument_aliases import OPEN_ARGUMENTS
 from runtime.cli import main as cli
 from runtime.cli.arguments.models import OPTIONS
@@ -117,7 +117,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise OpenedError
 
     monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.loading, "open_runtime", open)
+    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
     return options
 
 
