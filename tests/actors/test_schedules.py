@@ -362,16 +362,21 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
 
 
 def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | None, int]:
-    """How many verifies of each other session ended while a proposal was waiting for the end of its own."""
+    """How many verifies of each other session ended while a proposal was waiting for the end of its own.
+
+    The drafter may have read the prompt before the target has.
+    """
     (proposal,) = [
         instant
         for instant in simulation.instants("proposal")
         if (instant.session, instant.round) == (waiting.session, waiting.round)
     ]
+    read_at = [span.ended for span in simulation.spans("target", "prefill") if waiting.session in span.sessions]
+    since = max(proposal.at, *read_at)
     counts: dict[int | None, int] = {}
     for other in simulation.spans("target", "verify"):
         if other.session != waiting.session:
-            counts[other.session] = counts.get(other.session, 0) + (proposal.at < other.ended < waiting.ended)
+            counts[other.session] = counts.get(other.session, 0) + (since < other.ended < waiting.ended)
     return counts
 
 
