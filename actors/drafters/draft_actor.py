@@ -32,6 +32,7 @@ from protocol.backoff import SharingLimit
 from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
+from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
 from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
@@ -386,7 +387,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
 
     def _queue_slack_s(self, session: DraftSession, now_s: float) -> float:
-        """See `PolicyView.queue_slack_s`."""
+        """See `PolicyView.queue_slack_s`. A fixed lookahead does not look at it."""
+        if isinstance(session.policy, ChainPolicy):
+            return 0.0
         if session.state.phase is not SessionPhase.VERIFYING:
             return self._target_queue.remaining_s(now_s)
         if self._other_sessions_wait(session):

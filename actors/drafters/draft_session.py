@@ -69,6 +69,7 @@ class DraftSession(DrafterSession):
         self.node: Node | None = None
         self.part: DraftPart | None = None
         self.suspects: Suspects | None = None
+        self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
         self._dropped: tuple[Guess, ...] = ()  # at the token that comes next
 
@@ -83,6 +84,7 @@ class DraftSession(DrafterSession):
     def hand_over_features(self) -> None:
         """Hand the features that have come to the sequence, if it reads them."""
         if isinstance(self.sequence, FeatureInput):
+            self._reader = self.sequence
             for features in self._given:
                 self.sequence.give(features.start, features.values)
             self._given.clear()
@@ -95,7 +97,7 @@ class DraftSession(DrafterSession):
     @property
     def awaits_features(self) -> bool:
         """Whether the target has not read the prompt, and the drafter reads what the target makes of it."""
-        return isinstance(self.sequence, FeatureInput) and self.sequence.awaits_features
+        return self._reader is not None and self._reader.awaits_features
 
     @property
     def is_indexed(self) -> bool:
@@ -122,7 +124,7 @@ class DraftSession(DrafterSession):
             depth = min(depth, self.state.remaining)
         if self.context_length is not None:
             depth = min(depth, self.context_length - self.state.next_position + 1)
-        if isinstance(self.sequence, FeatureInput) and (foreseen := self.sequence.foreseen) is not None:
+        if self._reader is not None and (foreseen := self._reader.foreseen) is not None:
             depth = min(depth, foreseen - self.state.next_position)
         return max(0, depth)
 
@@ -233,14 +235,16 @@ class DraftSession(DrafterSession):
     @property
     def _num_to_refresh(self) -> int:
         """See `PolicyView.num_to_refresh`."""
-        sequence, choice = self.sequence, self.tree.root.choice
-        if not isinstance(sequence, FeatureInput) or choice is None or not self.tree.is_stale(choice):
+        if (reader := self._reader) is None or self.sequence is None:
+            return 0
+        choice = self.tree.root.choice
+        if choice is None or not self.tree.is_stale(choice):
             return 0
         assert choice.guess is not None
         committed = self.state.committed
-        if len(committed) - 1 - sequence.num_given >= choice.guess.staleness:
+        if len(committed) - 1 - reader.num_given >= choice.guess.staleness:
             return 0
-        return len(committed) - min(self.cached_tokens.plan(committed).keep, sequence.length)
+        return len(committed) - min(self.cached_tokens.plan(committed).keep, self.sequence.length)
 
     def _can_continue(self, node: Node) -> bool:
         """Whether the text can go on after a node, that is, whether the node's token does not end it."""

@@ -238,9 +238,9 @@ class RoundLoop:
         if texts and self._jobs.num_shared == 1:
             first = next(text for text in self._order if text in self._plain or text in self._ready)
             return [first] if first in self._plain else []
-        if self._all_are_plain:
-            if len(texts) <= self._jobs.most_rounds and best_number(len(texts), self._prices.verify) == len(texts):
-                return texts
+        is_one_pass = self._all_are_plain and len(texts) <= self._jobs.most_rounds
+        if is_one_pass and best_number(len(texts), self._prices.verify) == len(texts):
+            return texts
         # Those that are a pass ahead have its tokens before they take part in another.
         return [text for text in texts if text.plain_row is not None and text.plain_row.is_ahead]
 
