@@ -296,12 +296,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._give_up(session, error)
         for result in results:
             session = self._sessions[result.part.session]
-            if session.part is None or session.part.is_interrupted:
-                self._interrupt(session)
             if session.part is None and goes_on:
                 # It may be worth a step again, which the others may share.
                 self._running.discard(session)
                 self._look_at(session)
+        self._end_if_nobody_goes_on()
 
     def _drafted(
         self, session: DraftSession, job: Job[Any], result: PartResult, goes_on: bool, *, is_first: bool
@@ -356,6 +355,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         """End a session's part in the draft steps after the running one."""
         if session.part is not None:
             session.part.is_interrupted = True
+        self._end_if_nobody_goes_on()
+
+    def _end_if_nobody_goes_on(self) -> None:
         parts = (each.part for each in self._running)
         if self._under_way is not None and all(part is None or part.is_interrupted for part in parts):
             self._under_way.interrupt()
