@@ -8,7 +8,7 @@ something changes, or until the earliest deadline.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import trio
@@ -29,6 +29,8 @@ from protocol.target_queue import TargetQueue
 # Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
 # a pass of one row.
 MAX_WAIT, PATIENCE = 1.0, 0.02
+# The longest wait for all texts of a fixed lookahead, in units of the time in which all of them are drafted for.
+PATIENCE_FOR_ALL = 3.0
 # Turns of the event loop within which a drafter that has drafted ahead answers a verdict.
 ANSWER_TURNS = 3
 
@@ -290,10 +292,12 @@ class RoundLoop:
             self._waits_until_s = now_s + MAX_WAIT * self._prices.verify(1)
         if self._hurried and now_s < self._hurried_until_s:
             return self._hurried_until_s - now_s
+        parts = self._sharing()
+        if (wait_s := self._wait_for_all_s(parts, now_s)) > 0.0:
+            return wait_s
         coming = self._coming(now_s)
         if not coming:
             return 0.0
-        parts = self._sharing()
         plan = plan_pass(
             [*(part.ready for part in parts), *coming.values()],
             self._prices.verify,
@@ -311,6 +315,24 @@ class RoundLoop:
         self._hurried |= hurried
         self._hurried_until_s = now_s + max(PATIENCE * self._prices.verify(1), 1e-9)
         return self._hurried_until_s - now_s
+
+    def _wait_for_all_s(self, parts: Sequence[Part], now_s: float) -> float:
+        """Seconds for which a pass waits until all texts of a fixed lookahead are drafted for."""
+        drafted_for = [
+            session
+            for session in self._jobs.texts.values()
+            if session.awaits_proposal_since_s is not None and session.is_drafter_ready
+        ]
+        num_texts = len(parts) + len(drafted_for)
+        lookaheads = {
+            session.state.opened.settings.lookahead for session in (*(part.session for part in parts), *drafted_for)
+        }
+        lookahead = lookaheads.pop()
+        if not drafted_for or lookaheads or lookahead == "auto" or num_texts > self._jobs.most_rounds:
+            return 0.0
+        if not self._prices.one_group_pays(num_texts, lookahead):
+            return 0.0
+        return parts[0].since_s + PATIENCE_FOR_ALL * self._prices.draft_together_s(num_texts, lookahead) - now_s
 
     def _coming(self, now_s: float) -> dict[TargetSession, ReadyRound]:
         """The rounds that are not ready yet, and are expected."""
