@@ -335,7 +335,7 @@ def test_a_step_alone_is_never_believed_to_take_longer_than_one_beside_the_targe
     assert prices.draft_s(1, beside_target=True) == pytest.approx(0.005, rel=0.1)
 
 
-@pytest.mark.parametrize(("delay", "draft", "is_one"), [(0.9, 0.4, True), (0.0, 0.55, False), (0.0, 0.02, True)])
+@pytest.mark.parametrize(("delay", "draft", "is_one"), [(0.9, 0.4, True), (0.0, 0.6, False), (0.0, 0.02, True)])
 def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_gains_nothing(
     delay: float, draft: float, is_one: bool
 ) -> None:
