@@ -343,7 +343,7 @@ def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_g
     prices = Prices()
     prices.drafts_together = True
     for i in range(400):
-        rows, overlap = 1 + i % 12, (i % 3) * 0.3
+        rows, overlap = 1 + i % 12, (i // 12 % 3) * 0.3
         prices.verify.observe(rows, overlap, 1.0 + 0.02 * rows + delay * overlap)
         prices.observe_draft_step(1 + i % 4, 2.0 * i, 2.0 * i + draft, beside_target=False)
     assert prices.one_group_pays(4, 2) == is_one
