@@ -20,6 +20,7 @@ from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Close, Features, Message
+from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
@@ -29,8 +30,6 @@ from protocol.trace import Event, Instant, InstantKind
 logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
-
-PREFIX_CACHE_BYTES = 2 * 1024**3  # default bound of one model's prefix cache
 
 
 class ActorSession(ABC):

@@ -112,6 +112,12 @@ def check_number(
         raise error(_message(name, _number_bounds(low, high, above), or_none, shown(value), remedy))
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Check a bool. Raises: SettingsError: it is none."""
+    if not isinstance(value, bool):
+        raise SettingsError(f"{name} must be True or False, got {shown(value)}")
+
+
 def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
     """A validator of an attrs field: one of these checks, with its bounds and options."""
 

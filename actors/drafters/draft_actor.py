@@ -9,7 +9,7 @@ from typing import Any
 
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ModelActor
+from actors.actor import ModelActor
 from actors.drafters.draft_queue import DraftQueue, DraftRequest, lost_cache_read_again, num_rows
 from actors.drafters.draft_session import DraftSession, RunningSteps
 from actors.drafters.draft_steps import (
@@ -29,9 +29,9 @@ from actors.workers.shared_jobs import SharedJobError
 from actors.workers.worker import Job, Steps, Worker
 from protocol.lookahead_tree import Node
 from protocol.messages import Due, Message, Overdue, Ready, Verdict
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
-from protocol.settings import MAX_BATCH
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ModelActor
+from actors.actor import ModelActor
 from actors.model import CachedSequence, Model
 from actors.prefill import prefill
 from actors.probe import PROBED, probe
@@ -20,10 +20,10 @@ from actors.workers.in_turn import InTurn
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, StreamFailedError
 from protocol.messages import Close, Message, PromptFeatures, Verdict
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
-from protocol.settings import MAX_BATCH
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from runtime.aio.many_prompts import Completions, TokenStreams
     from runtime.aio.runtime import Runtime
     from runtime.aio.token_stream import TokenStream
-    from runtime.engine.open_options import OpenOptions
+    from runtime.engine.open_options import OpenArguments
     from runtime.engine.runtime import Runtime as TrioRuntime
     from runtime.loading.model_sources import Source
 
@@ -43,7 +43,7 @@ _MODULES = {
 }
 
 
-def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Opening:
+def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Opening:
     """`runtime.open` for asyncio: load the models, and serve them until the runtime is closed.
 
     `async with runtime.aio.open(…) as rt` closes the runtime at the end of the block; `rt = await

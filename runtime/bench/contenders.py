@@ -16,7 +16,6 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
-from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
@@ -25,8 +24,9 @@ from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
 from actors.workers.core_sharing import CORES
 from actors.workers.worker import Job, JobError, Worker
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH, NGRAM
+from protocol.settings import NGRAM
 from protocol.trace import Event, Span
 from runtime.bench.timing import TimedToken, busy_seconds, count_rounds, take_until_cancelled, timing_window
 from runtime.engine.events import Events

@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
 
 from actors.mlx.memory import begin_peak, peak_memory
-from protocol.settings import MAX_BATCH
+from protocol.open_options import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Span
 from runtime.bench.contenders import TARGET, Contender, ContenderRunner, Lookahead, mlx_lm_steps, wait_for_blas

@@ -85,7 +85,12 @@ class BenchmarkRequest:
     @property
     def cache_options(self) -> CacheOptions:
         """Options of the runtime's caches."""
-        return check_cache_options(self.rewind, None, self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+        return check_cache_options(
+            rewind=self.rewind,
+            kv_bits=self.kv_bits,
+            kv_group_size=self.kv_group_size,
+            quantized_kv_start=self.quantized_kv_start,
+        )
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:

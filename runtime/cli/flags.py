@@ -5,20 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import attrs
-
-from protocol.argument_aliases import ALIASES, OPEN_ARGUMENTS, meant
+from protocol.argument_aliases import ALIASES, meant
+from protocol.open_options import OpenOptions
+from protocol.options import options_of
 from protocol.settings import Settings
 
-_SETTINGS = {field.name for field in attrs.fields(Settings)}
-_NO_FLAGS = {"logits_processors", "prediction", "reuse_prefix", "sampler"}
-# Settings for which a request to a server has no field.
-_NO_FIELDS = _NO_FLAGS | {
-    "min_tokens_to_keep",
-    "prefill_step_size",
-    "prompt_cache_file",
-    "xtc_special_tokens",
-}
+_OPTIONS = options_of(OpenOptions) | options_of(Settings)
+_NO_FLAGS = {name for name, option in _OPTIONS.items() if option.form is None}
 _OF_BENCH = {"dtype", "lookaheads", "num_draft_tokens", "repeats", "streams"}
 _OF_SIMULATE = {"contention", "cost_ratio", "draft_slope", "overconfidence", "overhead", "second_choice", "tokens"}
 _OF_SIMULATE |= {"draft_table", "spread", "verify_slope", "verify_table"}
@@ -26,7 +19,7 @@ _OF_SIMULATE |= {"all_reduce", "hidden_size", "layers", "link_bandwidth", "link_
 _OF_DISTILL = {"continuations", "data", "draft_vocab_size", "init", "intermediate_size", "learning_rate", "max_minutes"}
 _OF_DISTILL |= {"out", "window", "batch_tokens"}
 _OF_MODEL = {"adapter_path", "model_config", "quantize", "revision", "tokenizer_config", "trust_remote_code"}
-_NAMES = _SETTINGS | {*OPEN_ARGUMENTS, "thinking"} | _OF_MODEL | _OF_BENCH | _OF_SIMULATE | _OF_DISTILL
+_NAMES = {*_OPTIONS, "thinking"} | _OF_MODEL | _OF_BENCH | _OF_SIMULATE | _OF_DISTILL
 
 # Names that are also words ("stop", "lookahead") mean the argument only at the start of a message, or before "=".
 _ALWAYS_WORDS = {"target", "draft", "defaults", "trace"}
@@ -74,10 +67,9 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
     name = given.lstrip("-").replace("-", "_")
     setting = ALIASES.get(name, name)
-    if setting in _SETTINGS and setting not in names:
+    if (option := options_of(Settings).get(setting)) is not None and setting not in names:
         # A flag with a similar spelling means something else.
-        has_field = by_request and setting not in _NO_FIELDS
-        return f'each request sets this, by its field "{setting}"' if has_field else None
+        return f'each request sets this, by its field "{setting}"' if by_request and option.in_requests else None
     near = meant(name, names)
     return None if near is None else f"did you mean {names[near]}?"
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from runtime.tracing.trace_files import Trace
 
 
-class OpenOptions(TypedDict, total=False):
-    """The options of `open`, which says what they mean, beside `target` and `draft`."""
+class OpenArguments(TypedDict, total=False):
+    """The options of `open` beside `target` and `draft`; `protocol.open_options.OpenOptions` says what they mean."""
 
     rewind: str
     max_kv_size: int | None
@@ -35,5 +35,5 @@ class OpenOptions(TypedDict, total=False):
     draft_rank: int | None
 
 
-class OpenOptionsAndSettings(OpenOptions, SettingsArguments, total=False):
+class OpenArgumentsAndSettings(OpenArguments, SettingsArguments, total=False):
     """Options of `open` and settings side by side, as `generate_sync` takes them."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, Never, Unpack
+from typing import Any, Unpack
 
+import attrs
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.drafting.remote_drafter import RemoteDrafter
-from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
@@ -26,16 +23,15 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
-from protocol.errors import ModelError, SettingsError, WrongEventLoopError
+from protocol.errors import ModelError, WrongEventLoopError
+from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions
 from protocol.prices import Prices
-from protocol.reprs import shown
-from protocol.settings import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH, NGRAM, SettingsLike, keywords_of
+from protocol.settings import NGRAM, keywords_of
 from protocol.trace import Actor, Event
-from protocol.validation import check_integer
 from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.events import Events
 from runtime.engine.nursery import interrupts_unwrapped
-from runtime.engine.open_options import OpenOptions
+from runtime.engine.open_options import OpenArguments
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.loading import mlx_environment
@@ -52,83 +48,20 @@ from runtime.persistence.prefix_files import check_folder
 from runtime.ranks.draft_rank import load_drafter_onto
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
-from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
+from runtime.tracing.trace_files import Recorder, TimelineFile, check_trace
 
 logger = logging.getLogger("outrider")
-
-# Default bound of the prefix cache on disk, in bytes.
-PREFIX_CACHE_DIR_BYTES = 16 * 1024**3
 
 
 @asynccontextmanager
 @trio.lowlevel.enable_ki_protection
 async def open(
-    target: Source = MISSING,
-    draft: Source | None = None,
-    *,
-    rewind: str = "auto",
-    max_kv_size: int | None = None,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = 5000,
-    max_streams: int | Literal["auto"] | None = None,
-    max_batch: int = MAX_BATCH,
-    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-    prefix_cache_dir: str | os.PathLike[str] | None = None,
-    prefix_cache_dir_bytes: int = PREFIX_CACHE_DIR_BYTES,
-    defaults: SettingsLike | None = None,
-    chat_template_args: Mapping[str, Any] | None = None,
-    trace: Trace = None,
-    tune_mlx: bool = True,
-    group: RankGroup | None = None,
-    draft_rank: int | None = None,
-    **unknown: Never,
+    target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]
 ) -> AsyncIterator[Runtime]:
     """Load a target and a draft model, and keep them at work until the block is left.
 
     Args:
-        target: a path or hub id for `mlx_lm.load`; a `ModelSpec`, which is one with an adapter, a revision or other
-            options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None, prompts are token ids
-            and texts stay empty.
-        draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
-            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "ngram" for
-            prompt lookup, which drafts without a model: it proposes what followed the same tokens earlier in the
-            prompt and the text; or None for plain decoding by the same actors.
-        rewind: how caches are rewound after a rejection. *trim* drops the tail; *checkpoint* restores the state
-            from before the round and feeds the accepted tokens again in front of the next window; *none* feeds one
-            committed token at a time. "auto" takes, before each round, the first of them that every layer's cache
-            supports at that moment; naming one insists on it.
-        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; all but the
-            first four are forgotten, oldest first. None for no bound.
-        kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
-        kv_group_size: quantisation group, 32, 64 or 128.
-        quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
-        max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
-            further streams wait in the order of their calls. "auto" for 16 where streams of the target share passes,
-            or `max_batch` where that is less, and for 4 where they take turns. None for no bound.
-        max_batch: most streams that share one forward pass of the target, >= 1. With 1 each has passes of its own: in
-            low precision, a pass over several texts rounds otherwise than one over one.
-        prefix_cache_bytes: size of each model's prefix cache, >= 0: cached sequences of finished texts, for streams
-            with `reuse_prefix`; the least recently used one goes first. 0 keeps none.
-        prefix_cache_dir: a directory for what leaves the target's prefix cache, also at the end; it is made if it is
-            missing, and several runtimes may share it. Texts with the same beginning find it there, also after a
-            restart. Its files are those of saved sessions: of this model and these cache options only, and with
-            checksums. They have the tokens of texts. None keeps nothing.
-        prefix_cache_dir_bytes: bound of the directory's size, >= 0; the least recently used files are deleted.
-        defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
-            logits processor among them is shared by all streams.
-        chat_template_args: variables of the target's chat template, such as `{"enable_thinking": False}`, for every
-            prompt of messages; a conversation's `thinking` and what a request says go before them.
-        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
-            page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
-            function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
-        tune_mlx: whether MLX gets the environment variables of `runtime.loading.mlx_environment`, which leave a drafter
-            room on a GPU. MLX reads them when it first computes there: False has no effect after that.
-        group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
-            with the same target. This process is rank 0. None for one process.
-        draft_rank: a rank of the group that holds the drafter alone, and no part of the target; it calls
-            `runtime.follow` with the drafter, too. None or 0 for rank 0, which drafts beside its part of the target.
-        **unknown: an error.
+        target, draft, **options: see `OpenOptions`.
 
     Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
 
@@ -147,38 +80,18 @@ async def open(
         raise WrongEventLoopError(
             "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.open_sync"
         )
-    sources, options = check_open(
-        target,
-        draft,
-        {
-            "rewind": rewind,
-            "max_kv_size": max_kv_size,
-            "kv_bits": kv_bits,
-            "kv_group_size": kv_group_size,
-            "quantized_kv_start": quantized_kv_start,
-            "max_streams": max_streams,
-            "max_batch": max_batch,
-            "prefix_cache_bytes": prefix_cache_bytes,
-            "prefix_cache_dir": prefix_cache_dir,
-            "prefix_cache_dir_bytes": prefix_cache_dir_bytes,
-            "defaults": defaults,
-            "chat_template_args": chat_template_args,
-            "trace": trace,
-            "tune_mlx": tune_mlx,
-            "group": group,
-            "draft_rank": draft_rank,
-            **unknown,
-        },
-    )
-    if tune_mlx:
+    sources, caches = check_open(target, draft, options)
+    given = OpenOptions(**options)
+    group, draft_rank, max_streams = given.group, given.draft_rank, given.max_streams
+    if given.tune_mlx:
         mlx_environment.tune()
     else:
         mlx_environment.untune()
     events = Events()
-    listener = check_trace(trace)
+    listener = check_trace(given.trace)
 
     async with AsyncExitStack() as stack:
-        if isinstance(listener, Recorder) and listener is not trace:
+        if isinstance(listener, Recorder) and listener is not given.trace:
             # First in, last out: a trace includes the last spans of the workers.
             await stack.enter_async_context(listener)
         if listener is not None:
@@ -194,10 +107,10 @@ async def open(
         if group is not None:
             stack.enter_context(leading(group, workers["target"], workers.get("draft"), draft_rank))
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
-        target_loaded, drafter = await load_target_onto(workers["target"], sources["target"], options, group), None
+        target_loaded, drafter = await load_target_onto(workers["target"], sources["target"], caches, group), None
         if "draft" in sources:
             drafter = await load_drafter_onto(
-                workers["draft"], sources["draft"], options, target_loaded, group, draft_stack
+                workers["draft"], sources["draft"], caches, target_loaded, group, draft_stack
             )
         _warn_if_too_large(each for each in (target_loaded.model, drafter) if each is not None)
         if isinstance(listener, TimelineFile):
@@ -205,12 +118,12 @@ async def open(
         stack.enter_context(target_loaded.model.evaluating_layers())
         if drafter is not None:
             draft_stack.enter_context(drafter.evaluating_layers())
-        copied = partial(copy_of, target_loaded.tokenizer, chat_template_args or {})
+        copied = partial(copy_of, target_loaded.tokenizer, given.chat_template_args or {})
         tokenizer = await workers["target"].run(Job("load", copied))
-        may_share = max_batch > 1 and max_streams != 1
+        may_share = given.max_batch > 1 and max_streams != 1
         shares_passes = may_share and await _probe_sharing(target_loaded.model, workers["target"])
         if max_streams == "auto":
-            max_streams = max(AUTO_TURNS, min(AUTO_STREAMS, max_batch)) if shares_passes else AUTO_TURNS
+            max_streams = max(AUTO_TURNS, min(AUTO_STREAMS, given.max_batch)) if shares_passes else AUTO_TURNS
         prices = Prices(core_hold_s=CORES.hold_s)
         if drafter is not None:
             await _time_models((target_loaded.model, workers["target"]), (drafter, workers["draft"]), prices)
@@ -222,13 +135,13 @@ async def open(
             events=events,
             prices=prices,
             max_streams=max_streams,
-            max_batch=target_loaded.model.bounded_batch(max_batch),
-            prefix_cache_bytes=prefix_cache_bytes,
-            prefix_cache_dir=None if prefix_cache_dir is None else check_folder(prefix_cache_dir),
-            prefix_cache_dir_bytes=prefix_cache_dir_bytes,
-            defaults=defaults,
+            max_batch=target_loaded.model.bounded_batch(given.max_batch),
+            prefix_cache_bytes=given.prefix_cache_bytes,
+            prefix_cache_dir=None if given.prefix_cache_dir is None else check_folder(given.prefix_cache_dir),
+            prefix_cache_dir_bytes=given.prefix_cache_dir_bytes,
+            defaults=given.defaults,
             draft_resources=draft_stack,
-            load_draft=partial(_load_draft, target_loaded, workers["target"], options, events, prices),
+            load_draft=partial(_load_draft, target_loaded, workers["target"], caches, events, prices),
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
             del draft, drafter
@@ -238,13 +151,7 @@ async def open(
                 yield runtime
 
 
-_CACHE_OPTIONS = ("rewind", "max_kv_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-
-OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(open).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
+OPTIONS = tuple(name for name in attrs.fields_dict(OpenOptions) if name not in ("target", "draft"))
 
 
 def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[Actor, Source], CacheOptions]:
@@ -259,29 +166,22 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     Raises: SettingsError, ModelError: as `open`.
     """
     check_unknown({name: value for name, value in options.items() if name not in OPTIONS}, OPTIONS)
-    given = {name: inspect.signature(open).parameters[name].default for name in OPTIONS} | dict(options)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    draft_rank = options.get("draft_rank")
     if draft is not None and draft != NGRAM:
         try:
             sources["draft"] = check_draft_source(draft)
         except ModelError:
-            if not given["draft_rank"]:
+            if not draft_rank:
                 raise
             sources["draft"] = draft  # the path may be there where it is loaded
-    cache_options = check_cache_options(*(given[name] for name in _CACHE_OPTIONS))
-    if given["max_streams"] is not None:
-        check_integer("max_streams", given["max_streams"], 1, or_auto=True)
-    check_integer("max_batch", given["max_batch"], 1)
-    check_integer("prefix_cache_bytes", given["prefix_cache_bytes"], 0)
-    check_integer("prefix_cache_dir_bytes", given["prefix_cache_dir_bytes"], 0)
-    if given["prefix_cache_dir"] is not None:
-        check_folder(given["prefix_cache_dir"])
-    keywords_of(given["defaults"], "defaults")
-    check_template_args(given["chat_template_args"])
-    if not isinstance(given["tune_mlx"], bool):
-        raise SettingsError(f"tune_mlx must be True or False, got {shown(given['tune_mlx'])}")
-    check_group(given["group"], sources["target"], sources.get("draft"), given["draft_rank"])
-    return sources, cache_options
+    caches = check_cache_options(**options)
+    if (folder := options.get("prefix_cache_dir")) is not None:
+        check_folder(folder)
+    keywords_of(options.get("defaults"), "defaults")
+    check_template_args(options.get("chat_template_args"))
+    check_group(options.get("group"), sources["target"], sources.get("draft"), draft_rank)
+    return sources, caches
 
 
 async def _load_draft(
@@ -335,7 +235,7 @@ async def keep_open(
     draft: Source | None = None,
     *,
     task_status: trio.TaskStatus[Runtime] = trio.TASK_STATUS_IGNORED,
-    **options: Unpack[OpenOptions],
+    **options: Unpack[OpenArguments],
 ) -> None:
     """`open` as a task: `rt = await nursery.start(runtime.keep_open, target, draft)`. `await rt.aclose()` ends it.
 

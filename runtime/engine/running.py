@@ -12,7 +12,6 @@ from typing import Literal, Unpack
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
@@ -22,8 +21,9 @@ from actors.model import Model
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH, NGRAM, SettingsLike
+from protocol.settings import NGRAM, SettingsLike
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
 from runtime.engine.drafter_slot import DrafterSlot, Load, LoadedDrafter

@@ -17,8 +17,8 @@ from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import load
 from actors.warm_up import warm_up
 from actors.workers.thread_worker import ThreadWorker
+from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH
 from protocol.trace import Actor
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime

@@ -22,8 +22,8 @@ from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.warm_up import warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job
+from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH
 from protocol.statistics import Statistics
 from protocol.trace import Span
 from runtime.engine.events import Events

@@ -15,7 +15,8 @@ import attrs
 import trio
 import trio.testing
 
-from protocol.settings import MAX_BATCH, Settings
+from protocol.open_options import MAX_BATCH
+from protocol.settings import Settings
 from protocol.statistics import Statistics
 from protocol.trace import Actor, Event, Span
 from protocol.validation import check_integer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
-from protocol.settings import MAX_BATCH
+from protocol.open_options import MAX_BATCH
 
 if TYPE_CHECKING:
     from runtime.simulation.scenario import Scenario

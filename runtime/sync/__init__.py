@@ -27,7 +27,7 @@ from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from runtime.bridge.handles import RuntimeHandle, copy_prompt
 from runtime.bridge.many_prompts import prepare_generations
 from runtime.bridge.opener import evaluate_on_this_thread, make_opener
-from runtime.engine.open_options import OpenOptions, OpenOptionsAndSettings
+from runtime.engine.open_options import OpenArguments, OpenArgumentsAndSettings
 from runtime.engine.opening import OPTIONS
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import Conversation as TrioConversation
@@ -47,7 +47,7 @@ from runtime.sync.token_stream import TokenStream, complete
 __all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
 
 
-def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Runtime:
+def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Runtime:
     """`runtime.open` without an event loop: load the models, and serve them until the runtime is closed.
 
     `with runtime.open_sync(…) as rt` closes the runtime at the end of the block. `rt = runtime.open_sync(…)` leaves
@@ -75,7 +75,7 @@ def generate_sync(
     *,
     target: Source = MISSING,
     draft: Source | None = None,
-    **keywords: Unpack[OpenOptionsAndSettings],
+    **keywords: Unpack[OpenArgumentsAndSettings],
 ) -> Completion:
     """Load the models, generate one text, and release the models.
 

@@ -13,7 +13,8 @@ from command_line import save_model
 import runtime
 import runtime.engine.opening
 import runtime.server.models.loading
-from protocol.argument_aliases import OPEN_ARGUMENTS
+from protocol.open_options import OpenOptions
+from protocol.options import options_of
 from runtime.cli import main as cli
 from runtime.cli.arguments.models import OPTIONS
 from runtime.cli.flags import in_flags
@@ -152,7 +153,7 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
     # commands read OUTRIDER_TUNE_MLX instead of tune_mlx, and join the group of `mlx.launch`.
     elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "tune_mlx"}
-    assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
+    assert set(OPTIONS) | elsewhere == set(options_of(OpenOptions))
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])

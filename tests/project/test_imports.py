@@ -36,7 +36,7 @@ ORDER = (
 FACE = {"__init__", "__main__", "name_collisions"}
 
 MAX_MODULES_A_FOLDER = 12
-MAX_LINES_A_MODULE = 400
+MAX_LINES_A_MODULE = 700
 # A flat package of decisions that are independent of each other's callers: a reader finds each by its name.
 FLAT = {"protocol"}
 

@@ -6,7 +6,7 @@ import argparse
 
 import attrs
 
-from protocol.settings import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH
+from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH
 from protocol.validation import check_integer
 from runtime.cli.flags import flag
 
