@@ -9,10 +9,9 @@ from typing import Any, Literal
 import attrs
 
 from protocol.argument_aliases import MISSING
-from protocol.errors import SettingsError
+from protocol.errors import Message, SettingsError
 from protocol.options import declared, option
-from protocol.reprs import shown
-from protocol.validation import check_flag, check_integer, validator
+from protocol.validation import check_flag, check_integer, must_be, validator
 
 # Default of the most streams that share one forward pass of the target.
 MAX_BATCH = 32
@@ -29,7 +28,7 @@ _CACHES = "caches and devices"
 def _one_of(*allowed: object, spelled: str) -> Callable[..., None]:
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value not in allowed:
-            raise SettingsError(f"{attribute.name} must be {spelled}, got {shown(value)}")
+            raise must_be(attribute.name, spelled, value)
 
     return check
 
@@ -118,7 +117,7 @@ class OpenOptions:
     )
     kv_bits: int | None = attrs.field(
         default=None,
-        validator=_one_of(2, 3, 4, 5, 6, 8, None, spelled="2, 3, 4, 5, 6, 8 or None"),
+        validator=_one_of(2, 3, 4, 5, 6, 8, None, spelled=Message("2, 3, 4, 5, 6, 8 or {none}")),
         metadata=option("N", _CACHES, aliases=("cache_bits", "kv_cache_bits")),
     )
     kv_group_size: int = attrs.field(
@@ -154,4 +153,6 @@ class OpenOptions:
 
     def __attrs_post_init__(self) -> None:
         if self.kv_bits is not None and self.max_kv_size is not None:
-            raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
+            raise SettingsError.of(
+                "{kv_bits} and {max_kv_size} exclude each other: mlx-lm cannot quantise a rotating cache"
+            )

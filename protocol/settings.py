@@ -11,12 +11,12 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from protocol.argument_aliases import ALIASES, INSTEAD, meant
-from protocol.errors import SettingsError
+from protocol.errors import Message, SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.open_options import OpenOptions
 from protocol.options import declared, option
 from protocol.reprs import brief, shown
-from protocol.validation import check_flag, check_integer, check_number, is_integer, is_number, validator
+from protocol.validation import check_flag, check_integer, check_number, is_integer, is_number, must_be, validator
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -41,7 +41,7 @@ _LARGEST = sys.float_info.max
 
 def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, str) or value not in get_args(Acceptance):
-        raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {shown(value)}')
+        raise must_be(attribute.name, '"auto", "match" or "rejection"', value)
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
@@ -70,20 +70,18 @@ def _copied(value: Any) -> Mapping[int, float]:
 
 def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {shown(value)}")
+        raise must_be(attribute.name, "a sequence of token ids", value)
     for i in value:
         if not is_integer(i) or i < 0:
-            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {shown(i)} among them")
+            raise must_be(attribute.name, "token ids of at least 0", i, among=True)
 
 
 def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {shown(value)}")
+        raise must_be(attribute.name, "a text or a sequence of texts", value)
     for text in value:
         if not isinstance(text, str):
-            raise SettingsError(
-                f"{attribute.name} must be texts, got {shown(text)} among them; ids go into stop_tokens"
-            )
+            raise must_be(attribute.name, "texts", text, Message("ids go into {stop_tokens}"), among=True)
         if not 0 < len(text) <= MAX_STOP_LENGTH:
             raise SettingsError(
                 f"a text in {attribute.name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}"
@@ -92,34 +90,39 @@ def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {shown(value)}")
+        raise SettingsError.of(
+            "{option} must map token ids to numbers, got {value}", option=attribute.name, value=value
+        )
     for id, bias in value.items():
         if not is_integer(id) or id < 0:
-            raise SettingsError(
-                f"{attribute.name} must have token ids of at least 0 for keys, got {shown(id)} among them"
+            raise SettingsError.of(
+                "{option} must have token ids of at least 0 for keys, got {value} among them",
+                option=attribute.name,
+                value=id,
             )
         # -inf forbids a token; +inf and NaN would make the choice meaningless.
         if not is_number(bias) or not (bias == -math.inf or -_LARGEST <= bias <= _LARGEST):
-            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
+            raise SettingsError.of(
+                "{option} must have numbers for values, or -inf, got {value} for {id}",
+                option=attribute.name,
+                value=bias,
+                id=id,
+            )
 
 
 def _repetition_penalty(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     check_number(attribute.name, value, 0, remedy="1 changes nothing", or_none="no penalty")
     if value is not None and 0 < value < MIN_REPETITION_PENALTY:
-        raise SettingsError(
-            f"repetition_penalty must be 0 for no penalty, or at least {MIN_REPETITION_PENALTY}, got {shown(value)}; "
-            "1 changes nothing"
-        )
+        bound = f"0 for no penalty, or at least {MIN_REPETITION_PENALTY}"
+        raise must_be(attribute.name, bound, value, "1 changes nothing")
 
 
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {shown(value)}")
+        raise must_be(attribute.name, "a sequence of functions f(tokens, logits)", value)
     for processor in value:
         if not callable(processor):
-            raise SettingsError(
-                f"{attribute.name} must be functions f(tokens, logits), got {shown(processor)} among them"
-            )
+            raise must_be(attribute.name, "functions f(tokens, logits)", processor, among=True)
         if hasattr(processor, "save") != hasattr(processor, "restore"):
             raise SettingsError(
                 f"{shown(processor)} in {attribute.name} must have both save() and restore(state), or neither"
@@ -128,9 +131,7 @@ def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not callable(value):
-        raise SettingsError(
-            f"{attribute.name} must be a function f(logprobs), or None for the temperature, got {shown(value)}"
-        )
+        raise must_be(attribute.name, "a function f(logprobs), or None for the temperature", value)
 
 
 def _path(value: Any) -> Any:
@@ -139,7 +140,7 @@ def _path(value: Any) -> Any:
 
 def _file(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise SettingsError(f"{attribute.name} must be the path of a file or None, got {shown(value)}")
+        raise must_be(attribute.name, Message("the path of a file or {none}"), value)
 
 
 # The settings that a user's sampler replaces.
@@ -373,9 +374,9 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_cache_file is not None and self.reuse_prefix:
-            raise SettingsError(
-                "a text either continues prompt_cache_file or reuses a prefix; leave out prompt_cache_file or "
-                "reuse_prefix (a conversation always reuses what it has read)"
+            raise SettingsError.of(
+                "a text either continues {prompt_cache_file} or reuses a prefix; leave out {prompt_cache_file} or "
+                "{reuse_prefix} (a conversation always reuses what it has read)"
             )
         if self.sampler is None:
             return
@@ -483,10 +484,13 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
     }
     for name, ids in named.items():
         if outside := [token for token in ids if token >= vocab_size]:
-            raise SettingsError(f"{name} {shown(outside)} are outside the target's vocabulary of {vocab_size} ids")
+            raise SettingsError.of(
+                "{option} {value} are outside the target's vocabulary of {size} ids",
+                option=name,
+                value=outside,
+                size=vocab_size,
+            )
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
-            raise SettingsError(
-                f"{name} must be at most the target's vocabulary of {vocab_size} ids, "
-                f"got {shown(getattr(settings, name))}"
-            )
+            bound = f"at most the target's vocabulary of {vocab_size} ids"
+            raise must_be(name, bound, getattr(settings, name))

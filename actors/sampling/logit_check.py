@@ -85,9 +85,11 @@ class LogitCheck:
             )
         if self.processed is None or math.isfinite(processed := self.processed.part(self.rows)[row]):
             return None
-        return ProcessorError(
-            f"logits processors, penalties and logit_bias leave {_named(processed)} for the token at position "
-            f"{position}; forbid tokens with -inf, and leave at least one logit finite"
+        return ProcessorError.of(
+            "logits processors, penalties and {logit_bias} leave {maximum} for the token at position {position}; "
+            "forbid tokens with -inf, and leave at least one logit finite",
+            maximum=_named(processed),
+            position=position,
         )
 
 

@@ -20,10 +20,9 @@ from actors.mlx.memory import wired_memory
 from actors.mlx.model import dtypes_of
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, Worker
-from protocol.errors import PromptError, SettingsError
-from protocol.reprs import shown
+from protocol.errors import Message, PromptError, SettingsError
 from protocol.settings import NGRAM, settings_from
-from protocol.validation import check_integer, validator
+from protocol.validation import check_integer, must_be, validator
 from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, ModelPair
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
@@ -100,7 +99,7 @@ class BenchmarkRequest:
     @dtype.validator
     def _check_dtype(self, _: object, dtype: Any) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)} or None, got {shown(dtype)}")
+            raise must_be("dtype", Message("one of {types} or {none}", types=", ".join(DTYPES)), dtype)
 
 
 @attrs.define
@@ -176,12 +175,14 @@ async def load_models(
     target = check_source("target", target)
     sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
     if request.dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
-        raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
+        raise SettingsError.of("{dtype} is for models that are loaded here; cast one that is there already yourself")
     if group is not None:
         for draft in (None, *sources.values()):
             check_group(group, target, draft)
         if request.dtype is not None:
-            raise SettingsError("dtype does not go with ranks: each has its part as it is in the files; leave it out")
+            raise SettingsError.of(
+                "{dtype} does not go with ranks: each has its part as it is in the files; leave it out"
+            )
         circumstances.num_ranks = group.size
     stack.enter_context(wired_memory())
     events = EventSwitch()
@@ -236,9 +237,12 @@ def _encode(target: Loaded, drafts: Mapping[str, LoadedDraft], request: Benchmar
     context = min((length for length in lengths if length is not None), default=None)
     longest = max(map(len, prompts))
     if context is not None and longest + request.max_tokens > context:
-        raise PromptError(
-            f"a prompt of {longest} tokens and max_tokens={request.max_tokens} do not fit a context of {context} "
-            "tokens; shorten one of them"
+        raise PromptError.of(
+            "a prompt of {longest} tokens and {max_tokens=} do not fit a context of {context} tokens; shorten one of "
+            "them",
+            longest=longest,
+            max_tokens=request.max_tokens,
+            context=context,
         )
     return prompts
 

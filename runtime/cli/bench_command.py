@@ -137,7 +137,7 @@ def _plan(arguments: argparse.Namespace) -> AnyPlan:
         given["streams"] = _list(arguments.streams)
         if not arguments.overhead and "num_draft_tokens" in vars(arguments):
             raise SettingsError(
-                "num_draft_tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
+                "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
             )
     return kind(**given)
 

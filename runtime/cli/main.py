@@ -30,7 +30,6 @@ from runtime.cli.flags import hint_for, in_flags
 from runtime.cli.selftest_command import add_selftest
 from runtime.cli.simulate_command import add_simulate
 from runtime.loading import blas
-from runtime.server.models.served_model import ConfigFileError
 from runtime.terminal.display import SIGNAL_STATUS_BASE, exit_status, print_message, print_text
 
 FAILED = 1
@@ -59,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             return SIGNAL_STATUS_BASE + signal.SIGPIPE
-        # The keys of a file are not flags.
-        message = str(error) if isinstance(error, ConfigFileError) else in_flags(str(error))
-        print_message(f"error: {message}")
+        print_message(f"error: {in_flags(error)}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # No signal handler of a command was installed yet: a prompt was read, or a module imported.

@@ -166,8 +166,10 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
         return path
     if isinstance(path, Path):
         if spec.revision is not None:
-            raise SettingsError(
-                f"revision is of a hub id, and {role} {shown_path(str(path))} is a directory; leave it out"
+            raise SettingsError.of(
+                "{revision} is of a hub id, and {role} {path} is a directory; leave it out",
+                role=role,
+                path=shown_path(str(path)),
             )
         if trained_drafter_at(path) is not None:
             raise SettingsError(

@@ -148,15 +148,15 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
     settings_from(dict(given))
     if session.num_processors and "logits_processors" not in given:
         raise SettingsError(
-            f"{named(path)} had {session.num_processors} logits_processors, which are functions "
-            "and not in the file; give logits_processors=[...] again, or [] to go on without"
+            f"{named(path)} had {session.num_processors} logits_processors, which are functions of a program and not "
+            "in the file; give logits_processors=[...] again there, or [] to go on without"
         )
     saved = dict(session.settings)
     # Files from before there were samplers do not have this key.
     if saved.pop("sampler", False) and "sampler" not in given:
         raise SettingsError(
-            f"{named(path)} had a sampler, which is a function and not in the file; give "
-            "sampler=... again, or None to go on without"
+            f"{named(path)} had a sampler, which is a function of a program and not in the file; give sampler=... "
+            "again there, or None to go on without"
         )
     try:
         if "logit_bias" in saved:

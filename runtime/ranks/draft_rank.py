@@ -67,15 +67,17 @@ def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> i
         group.check_mlx(None)
         return None
     if not has_model:
-        raise SettingsError(
-            f"draft_rank={draft_rank} is where a draft model is loaded, and there is none; give one as draft, or leave "
-            "draft_rank out"
+        raise SettingsError.of(
+            "{draft_rank=} is where a draft model is loaded, and there is none; give one as {draft}, or leave "
+            "{draft_rank} out",
+            draft_rank=draft_rank,
         )
     if len(group.target_ranks(draft_rank)) > 1:
         if not is_ring():
-            raise SettingsError(
-                f"draft_rank={draft_rank} leaves several ranks to the target, and only MLX's ring can connect them "
-                'without that one; use the backend "ring", or two ranks'
+            raise SettingsError.of(
+                "{draft_rank=} leaves several ranks to the target, and only MLX's ring can connect them without that "
+                'one; use the backend "ring", or two ranks',
+                draft_rank=draft_rank,
             )
         group.check_mlx(draft_rank)
     return int(draft_rank)

@@ -56,7 +56,9 @@ def test_a_declared_setting_is_a_keyword_and_a_flag_with_help_and_hints(capfd: A
             settings_from({near: 3})
     for flag in ("--top-h", "--entropy"):
         assert cli.main(["generate", "hi", flag, "-1"]) == 2
-        assert 'must be a whole number of at least 0, or "none" for all, got -1\n' in capfd.readouterr().err
+        assert capfd.readouterr().err == (
+            'outrider: error: --top-h must be a whole number of at least 0, or "none" for all, got -1\n'
+        )
     for command, hint in (
         (["generate", "hi", "--entropy-bits", "3"], "did you mean --top-h?"),
         (["serve", "--top-h", "3"], 'each request sets this, by its field "top_h"'),

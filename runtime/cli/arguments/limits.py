@@ -81,4 +81,4 @@ def check_limits(arguments: argparse.Namespace) -> None:
     for option in _LIMITS:
         value = getattr(arguments, option.name)
         if value is not None:
-            check_integer(flag(option.name), value, option.low)
+            check_integer(option.name, value, option.low)
