@@ -21,6 +21,7 @@ from actors.mlx.model import dtypes_of
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, Worker
 from protocol.errors import Message, PromptError, SettingsError
+from protocol.open_options import OpenOptions
 from protocol.settings import NGRAM, settings_from
 from protocol.validation import check_integer, must_be, validator
 from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, ModelPair
@@ -33,7 +34,7 @@ from runtime.loading.model_sources import (
     Loaded,
     LoadedDraft,
     Source,
-    check_cache_options,
+    caches_of,
     check_draft_source,
     check_source,
     load_draft_onto,
@@ -84,11 +85,13 @@ class BenchmarkRequest:
     @property
     def cache_options(self) -> CacheOptions:
         """Options of the runtime's caches."""
-        return check_cache_options(
-            rewind=self.rewind,
-            kv_bits=self.kv_bits,
-            kv_group_size=self.kv_group_size,
-            quantized_kv_start=self.quantized_kv_start,
+        return caches_of(
+            OpenOptions(
+                rewind=self.rewind,
+                kv_bits=self.kv_bits,
+                kv_group_size=self.kv_group_size,
+                quantized_kv_start=self.quantized_kv_start,
+            )
         )
 
     @prompts.validator

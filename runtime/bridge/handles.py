@@ -18,7 +18,7 @@ from protocol.session_state import Commit
 from protocol.statistics import Statistics
 from runtime.bridge.iterator_handle import IteratorHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.engine.runtime_state import Health
+from runtime.engine.runtime import Health
 from runtime.generation.consumers import StreamState
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, Unpack
@@ -38,7 +38,7 @@ from runtime.loading import mlx_environment
 from runtime.loading.model_sources import (
     Loaded,
     Source,
-    check_cache_options,
+    caches_of,
     check_draft_source,
     check_source,
     check_unknown,
@@ -48,7 +48,7 @@ from runtime.persistence.prefix_files import check_folder
 from runtime.ranks.draft_rank import load_drafter_onto
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
-from runtime.tracing.trace_files import Recorder, TimelineFile, check_trace
+from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
 
@@ -80,71 +80,54 @@ async def open(
         raise WrongEventLoopError(
             "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.open_sync"
         )
-    sources, caches = check_open(target, draft, options)
-    given = OpenOptions(**options)
-    group, draft_rank, max_streams = given.group, given.draft_rank, given.max_streams
-    if given.tune_mlx:
-        mlx_environment.tune()
-    else:
-        mlx_environment.untune()
-    events = Events()
-    listener = check_trace(given.trace)
+    sources, given = check_open(target, draft, options)
+    (mlx_environment.tune if given.tune_mlx else mlx_environment.untune)()
+    group, caches, events, prices = given.group, caches_of(given), Events(), Prices(core_hold_s=CORES.hold_s)
 
     async with AsyncExitStack() as stack:
-        if isinstance(listener, Recorder) and listener is not given.trace:
-            # First in, last out: a trace includes the last spans of the workers.
-            await stack.enter_async_context(listener)
-        if listener is not None:
-            events.listen(_guarded(listener))
+        # First in, last out: a trace includes the last spans of the workers.
+        listener = await _begin_trace(given.trace, events, stack)
         stack.enter_context(wired_memory())
         draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         workers = {
             role: await (draft_stack if role == "draft" else stack).enter_async_context(
-                worker_for(role, events, group, draft_rank)
+                worker_for(role, events, group, given.draft_rank)
             )
             for role in sources
         }
         if group is not None:
-            stack.enter_context(leading(group, workers["target"], workers.get("draft"), draft_rank))
+            stack.enter_context(leading(group, workers["target"], workers.get("draft"), given.draft_rank))
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
-        target_loaded, drafter = await load_target_onto(workers["target"], sources["target"], caches, group), None
+        loaded = await load_target_onto(workers["target"], sources["target"], caches, group)
+        at_target, drafter = (loaded.model, workers["target"]), None
+        at_draft: LoadedDrafter | None = "ngram" if draft == NGRAM else None
         if "draft" in sources:
-            drafter = await load_drafter_onto(
-                workers["draft"], sources["draft"], caches, target_loaded, group, draft_stack
-            )
-        _warn_if_too_large(each for each in (target_loaded.model, drafter) if each is not None)
-        if isinstance(listener, TimelineFile):
-            listener.tokenizer = target_loaded.tokenizer
-        stack.enter_context(target_loaded.model.evaluating_layers())
-        if drafter is not None:
+            drafter = await load_drafter_onto(workers["draft"], sources["draft"], caches, loaded, group, draft_stack)
+            at_draft = drafter, workers["draft"]
             draft_stack.enter_context(drafter.evaluating_layers())
-        copied = partial(copy_of, target_loaded.tokenizer, given.chat_template_args or {})
+        _warn_if_too_large(loaded.model, drafter)
+        if isinstance(listener, TimelineFile):
+            listener.tokenizer = loaded.tokenizer
+        stack.enter_context(loaded.model.evaluating_layers())
+        copied = partial(copy_of, loaded.tokenizer, given.chat_template_args or {})
         tokenizer = await workers["target"].run(Job("load", copied))
-        may_share = given.max_batch > 1 and max_streams != 1
-        shares_passes = may_share and await _probe_sharing(target_loaded.model, workers["target"])
-        if max_streams == "auto":
-            max_streams = max(AUTO_TURNS, min(AUTO_STREAMS, given.max_batch)) if shares_passes else AUTO_TURNS
-        prices = Prices(core_hold_s=CORES.hold_s)
-        if drafter is not None:
-            await _time_models((target_loaded.model, workers["target"]), (drafter, workers["draft"]), prices)
+        options["max_streams"] = await _max_streams(given, *at_target)
+        options["max_batch"] = loaded.model.bounded_batch(given.max_batch)
+        if isinstance(at_draft, tuple):
+            await _time_models(at_target, at_draft, prices)
         async with running(
-            (target_loaded.model, workers["target"]),
-            (drafter, workers["draft"]) if drafter is not None else NGRAM if draft == NGRAM else None,
+            at_target,
+            at_draft,
             tokenizer=tokenizer,
-            shared_tokenizer=target_loaded.tokenizer,
+            shared_tokenizer=loaded.tokenizer,
             events=events,
             prices=prices,
-            max_streams=max_streams,
-            max_batch=target_loaded.model.bounded_batch(given.max_batch),
-            prefix_cache_bytes=given.prefix_cache_bytes,
-            prefix_cache_dir=None if given.prefix_cache_dir is None else check_folder(given.prefix_cache_dir),
-            prefix_cache_dir_bytes=given.prefix_cache_dir_bytes,
-            defaults=given.defaults,
             draft_resources=draft_stack,
-            load_draft=partial(_load_draft, target_loaded, workers["target"], caches, events, prices),
+            load_draft=partial(_load_draft, loaded, workers["target"], caches, events, prices),
+            **options,
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
-            del draft, drafter
+            del draft, drafter, at_draft
             for by_role in (workers, sources):
                 by_role.pop("draft", None)
             with nullcontext() if group is None else ending_all(group, runtime._sessions.fail):
@@ -154,34 +137,51 @@ async def open(
 OPTIONS = tuple(name for name in attrs.fields_dict(OpenOptions) if name not in ("target", "draft"))
 
 
-def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[Actor, Source], CacheOptions]:
+def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[Actor, Source], OpenOptions]:
     """Check the arguments of `open`, as far as possible without loading a model.
 
     Args:
         target, draft: as for `open`.
         options: options of `open`, by name; those that are missing have their defaults.
 
-    Returns: the models to load, and the options of their caches.
+    Returns: the models to load, and the options.
 
     Raises: SettingsError, ModelError: as `open`.
     """
     check_unknown({name: value for name, value in options.items() if name not in OPTIONS}, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
-    draft_rank = options.get("draft_rank")
     if draft is not None and draft != NGRAM:
         try:
             sources["draft"] = check_draft_source(draft)
         except ModelError:
-            if not draft_rank:
+            if not options.get("draft_rank"):
                 raise
             sources["draft"] = draft  # the path may be there where it is loaded
-    caches = check_cache_options(**options)
-    if (folder := options.get("prefix_cache_dir")) is not None:
-        check_folder(folder)
-    keywords_of(options.get("defaults"), "defaults")
-    check_template_args(options.get("chat_template_args"))
-    check_group(options.get("group"), sources["target"], sources.get("draft"), draft_rank)
-    return sources, caches
+    given = OpenOptions(**options)
+    if given.prefix_cache_dir is not None:
+        check_folder(given.prefix_cache_dir)
+    keywords_of(given.defaults, "defaults")
+    check_template_args(given.chat_template_args)
+    check_group(given.group, sources["target"], sources.get("draft"), given.draft_rank)
+    return sources, given
+
+
+async def _begin_trace(trace: Trace, events: Events, stack: AsyncExitStack) -> Callable[[Event], None] | None:
+    listener = check_trace(trace)
+    if isinstance(listener, Recorder) and listener is not trace:
+        await stack.enter_async_context(listener)
+    if listener is not None:
+        events.listen(_guarded(listener))
+    return listener
+
+
+async def _max_streams(options: OpenOptions, model: MLXModel, worker: Worker) -> int | None:
+    """Most streams at work at once, with "auto" decided by whether texts can share passes."""
+    # Found out in any case, so that no stream waits for that.
+    shares_passes = options.max_batch > 1 and options.max_streams != 1 and await _probe_sharing(model, worker)
+    if options.max_streams != "auto":
+        return options.max_streams
+    return max(AUTO_TURNS, min(AUTO_STREAMS, options.max_batch)) if shares_passes else AUTO_TURNS
 
 
 async def _load_draft(
@@ -201,7 +201,7 @@ async def _load_draft(
     check_drafter(source)
     worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
     drafter = await load_drafter_onto(worker, source, options, target_loaded, None, stack)
-    _warn_if_too_large((target_loaded.model, drafter))
+    _warn_if_too_large(target_loaded.model, drafter)
     stack.enter_context(drafter.evaluating_layers())
     prices.forget_drafter()
     await _time_models((target_loaded.model, target_worker), (drafter, worker), prices)
@@ -209,7 +209,7 @@ async def _load_draft(
 
 
 async def _probe_sharing(model: MLXModel, worker: Worker) -> bool:
-    """Find out whether texts can share passes, so that no stream waits for that."""
+    """Whether texts can share passes."""
     try:
         with interrupts_unwrapped():
             obstacle = await worker.run(Job("warm-up", model.sharing_obstacle))
@@ -253,11 +253,11 @@ async def keep_open(
         is_released.set()
 
 
-def _warn_if_too_large(models: Iterable[MLXModel | TranslatedModel | TrainedDrafter | RemoteDrafter]) -> None:
+def _warn_if_too_large(*models: MLXModel | TranslatedModel | TrainedDrafter | RemoteDrafter | None) -> None:
     if (limit := recommended_working_set()) is None:
         return
     # One module may be target and draft model.
-    distinct = {id(model.module): model for model in models if not isinstance(model, RemoteDrafter)}
+    distinct = {id(model.module): model for model in models if not isinstance(model, RemoteDrafter | None)}
     num_bytes = sum(model.num_bytes for model in distinct.values())
     if num_bytes > limit:
         logger.warning(

@@ -184,14 +184,10 @@ def check_draft_source(source: Any) -> Source:
     return MTP if source == MTP else check_source("draft", source)
 
 
-def check_cache_options(**options: Any) -> CacheOptions:
-    """The options of caches among options of `open`.
-
-    Raises: SettingsError: one is out of its range.
-    """
-    checked = OpenOptions(**options)
+def caches_of(options: OpenOptions) -> CacheOptions:
+    """The options of caches among those of `open`."""
     names = attrs.fields_dict(CacheOptions).keys() & attrs.fields_dict(OpenOptions).keys()
-    return CacheOptions(**{name: getattr(checked, name) for name in names})
+    return CacheOptions(**{name: getattr(options, name) for name in names})
 
 
 def check_unknown(

@@ -9,7 +9,7 @@ from runtime.server.openai.fingerprint import fingerprint
 from runtime.server.openai.responses import HealthReport, ModelDescription, ModelHealth, Props
 
 if TYPE_CHECKING:
-    from runtime.engine.runtime_state import Health
+    from runtime.engine.runtime import Health
 
 ServiceStatus = Literal["ok", "degraded", "broken"]
 
