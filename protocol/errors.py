@@ -39,7 +39,7 @@ class Message(str):
     template: str
     fields: dict[str, Any]
 
-    def __new__(cls, template: str, /, **fields: Any) -> Self:  # noqa: D102
+    def __new__(cls, template: str, /, **fields: Any) -> Self:
         message = super().__new__(cls, _worded(template, fields, Wording()))
         message.template, message.fields = template, fields
         return message
