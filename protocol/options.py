@@ -27,7 +27,6 @@ class Option:
         group: the heading of its flag in a command's help; "" where commands add the flag themselves.
         flags: further spellings of the flag. Those of one letter are shown, the others only accepted.
         aliases: its names in mlx-lm, vLLM, transformers, llama.cpp and their command lines.
-        common: whether a short help shows it.
         in_requests: whether a request to a server can set it.
         about: what it is, in one sentence: the first that the class's docstring has about it.
     """
@@ -36,7 +35,6 @@ class Option:
     group: str = ""
     flags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    common: bool = False
     in_requests: bool = True
     about: str = ""
 

@@ -242,14 +242,13 @@ class Settings:
                 *("max_completion_tokens", "max_length", "max_new_tokens", "max_output_tokens"),
                 *("n_predict", "num_predict"),
             ),
-            common=True,
         ),
     )
     temperature: float = attrs.field(
         default=0.0,
         converter=_real,
         validator=_number(0, remedy="use 0 for greedy decoding"),
-        metadata=option("T", _BASIC, flags=("-t", "--temp"), aliases=("temp",), common=True),
+        metadata=option("T", _BASIC, flags=("-t", "--temp"), aliases=("temp",)),
     )
     draft_temperature: float | None = attrs.field(
         default=None,
@@ -261,7 +260,7 @@ class Settings:
         default=0.0,
         converter=_real,
         validator=_number(0, 1, remedy="0 and 1 keep all tokens"),
-        metadata=option("P", _FILTERS, common=True),
+        metadata=option("P", _FILTERS),
     )
     min_p: float = attrs.field(
         default=0.0,
@@ -288,15 +287,13 @@ class Settings:
     seed: int | None = attrs.field(
         default=None,
         validator=_integer(0, MAX_SEED, or_none="a fresh seed"),
-        metadata=option("N", _BASIC, aliases=("random_seed",), common=True),
+        metadata=option("N", _BASIC, aliases=("random_seed",)),
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
         converter=_strings_tupled,
         validator=_strings,
-        metadata=option(
-            "TEXT", _ENDS, aliases=("extra_eos_token", "stop_sequences", "stop_strings", "stop_words"), common=True
-        ),
+        metadata=option("TEXT", _ENDS, aliases=("extra_eos_token", "stop_sequences", "stop_strings", "stop_words")),
     )
     stop_tokens: tuple[int, ...] = attrs.field(
         default=(),
@@ -361,7 +358,6 @@ class Settings:
                 *("block_size", "draft_tokens", "draft_max", "gamma", "k", "num_assistant_tokens", "num_draft_tokens"),
                 *("num_speculative_tokens", "spec_k", "spec_tokens", "speculative_num_draft_tokens"),
             ),
-            common=True,
         ),
     )
     prediction: tuple[int, ...] = attrs.field(

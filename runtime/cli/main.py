@@ -65,6 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SIGNAL_STATUS_BASE + signal.SIGINT
 
 
+# The options that people use, by command: what `--help` shows. Those of other commands are few.
+_COMMON = {
+    "generate": "--target --draft --max-tokens --temperature --seed --stop --lookahead --system --json --stats",
+    "chat": "--target --draft --max-tokens --temperature --seed --stop --lookahead --system --no-thinking --stats",
+    "serve": "--target --draft --host --port --api-key --config --memory-limit --max-streams --max-tokens --lookahead",
+    "doctor": "--target --draft --device --kv-bits --max-kv-size --rewind --distributed --blas",
+    "bench": "--target --draft --prompt --prompts --max-tokens --temperature --lookahead --streams --json --plot",
+    "simulate": "--acceptance --cost-ratio --contention --streams --ranks --shape --lookahead --tokens --json --plot",
+}
+
+
 # --- the commands' arguments ----------------------------------------------------------------------
 
 
@@ -74,6 +85,9 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         keywords.setdefault("formatter_class", _Formatter)
         super().__init__(allow_abbrev=False, **keywords)
+        self._common = _COMMON.get(self.prog.rpartition(" ")[2], "").split()
+        if self._common:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # Checked by the parser of each command, so that the usage of the command is shown.
@@ -105,7 +119,18 @@ class _Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def print_help(self, file: Any = None) -> None:
-        print_text(self.format_help())
+        hidden = [action for action in self._actions if self._common and not self._is_common(action)]
+        helps = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        text = self.format_help()
+        for action, said in zip(hidden, helps, strict=True):
+            action.help = said
+        print_text(text)
+
+    def _is_common(self, action: argparse.Action) -> bool:
+        names = action.option_strings
+        return not names or bool({"--help", "--help-all", *self._common} & set(names))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,6 +157,17 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
         return "\n".join(line if line.startswith(" ") else fill(line, width, indent) for line in text.split("\n"))
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of all options."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print_text(parser.format_help())
+        parser.exit()
 
 
 class _Version(argparse.Action):

@@ -254,7 +254,7 @@ def test_the_error_of_a_value_has_its_fields() -> None:
 def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all"])
     text = capfd.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     examples = text.partition("examples:\n")[2].replace("\\\n", " ")

@@ -67,7 +67,7 @@ def test_a_declared_setting_is_a_keyword_and_a_flag_with_help_and_hints(capfd: A
             cli.main(command)
         assert capfd.readouterr().err.rstrip().endswith(hint)
     with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
+        cli.main(["generate", "--help-all"])
     said = " ".join(capfd.readouterr().out.split())
     assert '--top-h BITS keep the likeliest tokens up to this entropy in bits, >= 0; "none" keeps all (' in said
 
