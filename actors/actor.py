@@ -264,11 +264,11 @@ class ModelActor(Actor[S]):
 
     @property
     def is_alive(self) -> bool:
-        """See `Actor.is_alive`. The worker must be alive, too."""
+        """The worker must be alive, too."""
         return self.is_serving and self.worker.is_alive
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """See `Actor.serve`. Closes the prefix cache in the end."""
+        """Closes the prefix cache in the end."""
         try:
             await super().serve(task_status)
         finally:
@@ -383,7 +383,6 @@ class ModelActor(Actor[S]):
 
     @property
     def busy_seconds(self) -> float:
-        """See `Worker.busy_seconds`."""
         return self.worker.busy_seconds
 
 

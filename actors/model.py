@@ -267,14 +267,12 @@ class RecordsNothing:
     """The part of a `CachedSequence` that concerns features, for one that has none."""
 
     def feature_arrays(self) -> list[mx.array]:
-        """See `CachedSequence.feature_arrays`."""
         return []
 
     def record_features(self, wanted: bool) -> None:
         """See `CachedSequence.record_features`."""
 
     def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
         return None
 
 
@@ -290,8 +288,7 @@ class FeedsEach:
         """See `Model.feed_ahead`."""
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`."""
         return None
 
     def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`. Nothing is shared."""
+        """Nothing is shared."""

@@ -171,12 +171,10 @@ class MLXModel:
 
     @property
     def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
         return self._vocab_size
 
     @property
     def context_length(self) -> int | None:
-        """See `Model.context_length`."""
         return context_length_of(getattr(self._model, "args", None))
 
     @property
@@ -189,15 +187,12 @@ class MLXModel:
         return by_name
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """See `Model.feed_together`."""
         return self._shared_passes.feed(feeds)
 
     def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
-        """See `Model.feed_ahead`."""
         self._shared_passes.feed_ahead(tokens)
 
     def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`."""
         self._shared_passes.abandon()
 
     def bounded_batch(self, max_batch: int) -> int:
@@ -208,11 +203,10 @@ class MLXModel:
         return max_batch if self._shared_passes.known_obstacle is None else 1
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
+        """Feeds the model some tokens to find out."""
         return self._shared_passes.obstacle(rewinds_passes=rewinds_passes)
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
-        """See `Model.open_sequence`."""
         return self.open_sequence_of(MLXSequence, beside_another=beside_another)
 
     def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:

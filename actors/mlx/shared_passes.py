@@ -78,7 +78,6 @@ class SharedPasses:
         self._is_probed = self.known_obstacle is not None
 
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """See `Model.feed_together`."""
         rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
         if self._batch.pads_texts:
             others = [text for text in self._rows if text.is_row]
@@ -92,7 +91,6 @@ class SharedPasses:
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
 
     def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
-        """See `Model.feed_ahead`."""
         if self._has_fed_rows and all(isinstance(text, MLXSequence) and text.is_row for text in tokens):
             self._batch.feed_ahead(tokens, _recorder_for(tokens))
 
@@ -139,7 +137,7 @@ class SharedPasses:
     # --- what cannot share ------------------------------------------------------------------------
 
     def obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
+        """Feeds the model some tokens to find out."""
         if rewinds_passes and not self._batch.rewinds_passes:
             return "its rows cannot go back by more than one pass"
         if not self._is_probed:

@@ -23,6 +23,5 @@ class InTurn:
     turn: trio.Lock
 
     async def run(self, job: Job[T]) -> T:
-        """See `Worker.run`."""
         async with self.turn:
             return await self.worker.run(job)

@@ -60,16 +60,13 @@ class CommitSource:
         self.arrivals = stream.arrivals
 
     async def receive(self) -> Sequence[Commit]:
-        """See `Source.receive`."""
         commit = await self.arrivals.receive()
         return () if commit is None else (commit, *self.arrivals.receive_ready())
 
     def drain(self) -> Sequence[Commit]:
-        """See `Source.drain`."""
         return self.arrivals.receive_rest()
 
     def close(self) -> None:
-        """See `Source.close`."""
         self.stream.hang_up()
 
 

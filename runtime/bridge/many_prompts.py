@@ -32,7 +32,6 @@ class MergedSource(Generic[T]):
         self.merged = merged
 
     async def receive(self) -> Sequence[tuple[int, T]]:
-        """See `Source.receive`."""
         # An exception is for the consumer; raised from here, it would end the trio loop.
         try:
             item = await self.merged.next_item()
@@ -42,11 +41,9 @@ class MergedSource(Generic[T]):
         return () if item is None else (item, *self.merged.ready_items())
 
     def drain(self) -> Sequence[tuple[int, T]]:
-        """See `Source.drain`."""
         return ()
 
     def close(self) -> None:
-        """See `Source.close`."""
         self.merged.close()
 
 

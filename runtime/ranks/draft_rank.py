@@ -188,24 +188,20 @@ class _TargetElsewhere:
 
     @property
     def model(self) -> _TargetElsewhere:
-        """See `DraftedTarget.model`."""
         return self
 
     @property
     def module(self) -> Module:
-        """See `DraftedModel.module`."""
         return self._read[0]
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
-        """See `DraftedTarget.tokenizer`."""
         return self._read[1]
 
     @property
     def folder(self) -> Path | None:
-        """See `DraftedTarget.folder`."""
         return folder_of(self._source)
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `DraftedModel.record_features`. The ranks of the target do it, once they are told of the layers."""
+        """The ranks of the target do it, once they are told of the layers."""
         self.feature_layers = None if layer_ids is None else tuple(layer_ids)

@@ -17,11 +17,9 @@ class RecordsEmptyFeatures:
     _num_taken = 0
 
     def feature_arrays(self) -> list[mx.array]:
-        """See `CachedSequence.feature_arrays`."""
         return [mx.zeros((1,))]
 
     def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
         begin, self._num_taken = self._num_taken, max(self._num_taken, end)
         return Features(begin, mx.zeros((end - begin, 1))) if begin < end else None
 
@@ -40,21 +38,17 @@ class ReadsFeatures(FeatureInput):
     _first_stale: int | None = None  # the first token that was read with a hidden state of its own
 
     def give(self, start: int, features: mx.array) -> None:
-        """See `FeatureInput.give`."""
         self._num_given = max(self._num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
-        """See `FeatureInput.give_nothing`."""
         self._num_given = self._num_fresh = num_tokens
 
     @property
     def awaits_features(self) -> bool:
-        """See `FeatureInput.awaits_features`."""
         return self._num_given == 0
 
     @property
     def num_given(self) -> int:
-        """See `FeatureInput.num_given`."""
         return self._num_given
 
     def note_read(self, begin: int, end: int) -> None:

@@ -69,7 +69,6 @@ class _ScriptedSequence(CannotFork, RecordsNothing):
         self._histories = [history]  # by number of tokens
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         histories = self._histories
         history = histories[-1]
         for token in tokens:
@@ -78,37 +77,30 @@ class _ScriptedSequence(CannotFork, RecordsNothing):
         return self._rows(histories, num_logits) if num_logits else None
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`."""
         self._histories.append(_after(self._histories[-1], cast(int, token.item())))
         return self._rows(self._histories, 1)
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         if length >= len(self._histories):
             raise RewindError(f"asked a script for length {length}, it holds {len(self._histories) - 1}")
         del self._histories[length + 1 :]
         return length
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         if length != len(self._histories) - 1:
             raise RewindError(f"a script should hold {length} tokens, it holds {len(self._histories) - 1}")
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         del self._histories[1:]
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return len(self._histories) - 1
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self._histories.clear()
 
     num_bytes = 0  # a list of hashes does not count
@@ -119,11 +111,9 @@ class _ScriptedSequence(CannotFork, RecordsNothing):
         """See `CachedSequence.add_prefix_checkpoint`."""
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         return min(num_common, len(self._histories) - 1)
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         self.rewind(length)
 
 
@@ -131,7 +121,6 @@ class _RecordingSequence(RecordsEmptyFeatures, _ScriptedSequence):
     """One text of a target whose hidden states a drafter reads. The drafter looks only at which have come."""
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         super().forget()
         self.forget_taken()
 
@@ -154,34 +143,28 @@ class _TrainedSequence(ReadsFeatures, _ScriptedSequence):
         return mx.array([self._row(histories[n], n, self.staleness_at(n)) for n in range(first, len(histories))])
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         self.note_read(self._num_read, self._num_read + len(tokens))
         return super().feed(tokens, num_logits)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`."""
         self.note_read(self._num_read, self._num_read + 1)
         return super().feed_lazy(token)
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         remaining = super().rewind(min(length, self.length))
         self.note_rewound(remaining)
         return remaining
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         super().forget()
         self.forget_stale()
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return self.usable_length(self._num_read)
 
     @property
     def staleness(self) -> int:
-        """See `FeatureInput.staleness`."""
         return self.staleness_at(self._num_read)
 
     @property
@@ -200,7 +183,6 @@ class ScriptedTarget(FeedsEach):
         self._records = scenario.stale_acceptance is not None
 
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
-        """See `Model.open_sequence`."""
         kind = _RecordingSequence if self._records else _ScriptedSequence
         return kind(self._rows, _after(0, self._seed))
 
@@ -230,7 +212,6 @@ class ScriptedDraft(FeedsEach):
         self._relative_acceptance = scenario.relative_acceptance
 
     def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
-        """See `Model.open_sequence`."""
         if self._is_trained:
             return _TrainedSequence(self._row, _after(0, self._seed))
         return _ScriptedSequence(self._rows, _after(0, self._seed))
@@ -240,7 +221,6 @@ class ScriptedDraft(FeedsEach):
         return mx.array([self._row(histories[length], length) for length in range(first, len(histories))])
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`."""
         return "a trained drafter reads one text at a time" if self._is_trained else None
 
     def _row(self, history: int, length: int, staleness: int = 0) -> list[float]:
