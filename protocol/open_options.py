@@ -90,21 +90,16 @@ class OpenOptions:
         default=MISSING,
         metadata=option(
             "MODEL",
-            aliases=(
-                *("model", "model_id", "model_name", "model_path", "base_model", "main_model", "target_model"),
-                *("verifier", "verifier_model"),
-            ),
+            aliases="model model_id model_name model_path base_model main_model target_model verifier verifier_model",
         ),
     )
     draft: Any = attrs.field(
         default=None,
         metadata=option(
             "MODEL",
-            aliases=(
-                *("assistant_model", "draft_model", "draft_model_path", "drafter", "drafter_model", "method"),
-                *("model_draft", "prompt_lookup", "prompt_lookup_num_tokens", "speculative_algorithm"),
-                *("speculative_config", "speculative_draft_model_path", "speculative_model", "speculator"),
-            ),
+            aliases="assistant_model draft_model draft_model_path drafter drafter_model method model_draft "
+            "prompt_lookup prompt_lookup_num_tokens speculative_algorithm speculative_config "
+            "speculative_draft_model_path speculative_model speculator",
         ),
     )
     rewind: str = attrs.field(
@@ -118,7 +113,7 @@ class OpenOptions:
     kv_bits: int | None = attrs.field(
         default=None,
         validator=_one_of(2, 3, 4, 5, 6, 8, None, spelled=Message("2, 3, 4, 5, 6, 8 or {none}")),
-        metadata=option("N", _CACHES, aliases=("cache_bits", "kv_cache_bits")),
+        metadata=option("N", _CACHES, aliases="cache_bits kv_cache_bits"),
     )
     kv_group_size: int = attrs.field(
         default=64, validator=_one_of(32, 64, 128, spelled="32, 64 or 128"), metadata=option("N", _CACHES)
@@ -127,13 +122,13 @@ class OpenOptions:
     max_streams: int | Literal["auto"] | None = attrs.field(
         default=None,
         validator=attrs.validators.optional(_integer(1, or_auto=True)),
-        metadata=option("N", aliases=("max_concurrent_requests", "max_num_seqs")),
+        metadata=option("N", aliases="max_concurrent_requests max_num_seqs"),
     )
     max_batch: int = attrs.field(default=MAX_BATCH, validator=_integer(1), metadata=option("N"))
     prefix_cache_bytes: int = attrs.field(
         default=PREFIX_CACHE_BYTES,
         validator=_integer(0),
-        metadata=option("SIZE", _CACHES, aliases=("max_cache_bytes", "prompt_cache_bytes")),
+        metadata=option("SIZE", _CACHES, aliases="max_cache_bytes prompt_cache_bytes"),
     )
     prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
     prefix_cache_dir_bytes: int = attrs.field(
@@ -143,7 +138,7 @@ class OpenOptions:
     chat_template_args: Mapping[str, Any] | None = attrs.field(
         default=None,
         metadata=option(
-            "JSON", _CACHES, flags=("--chat-template-config",), aliases=("chat_template_config", "chat_template_kwargs")
+            "JSON", _CACHES, flags="--chat-template-config", aliases="chat_template_config chat_template_kwargs"
         ),
     )
     trace: Any = attrs.field(default=None, metadata=option("FILE"))

@@ -7,9 +7,10 @@ docstring of the class says what it is. Commands and hints go by the declaration
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from inspect import cleandoc
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 
@@ -33,15 +34,17 @@ class Option:
 
     form: str | None = None
     group: str = ""
-    flags: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    flags: Sequence[str] = ()
+    aliases: Sequence[str] = ()
     in_requests: bool = True
     about: str = ""
 
 
-def option(form: str | None = None, group: str = "", **more: Any) -> dict[str, Option]:
-    """The metadata of an option's field; see `Option`."""
-    return {"option": Option(form, group, **more)}
+def option(
+    form: str | None = None, group: str = "", *, flags: str = "", aliases: str = "", in_requests: bool = True
+) -> dict[str, Option]:
+    """The metadata of an option's field; see `Option`. Flags and aliases are separated by spaces."""
+    return {"option": Option(form, group, flags.split(), aliases.split(), in_requests)}
 
 
 def declared(declaration: T) -> T:

@@ -237,18 +237,15 @@ class Settings:
         metadata=option(
             "N",
             _BASIC,
-            flags=("-m", "--max-new-tokens"),
-            aliases=(
-                *("max_completion_tokens", "max_length", "max_new_tokens", "max_output_tokens"),
-                *("n_predict", "num_predict"),
-            ),
+            flags="-m --max-new-tokens",
+            aliases="max_completion_tokens max_length max_new_tokens max_output_tokens n_predict num_predict",
         ),
     )
     temperature: float = attrs.field(
         default=0.0,
         converter=_real,
         validator=_number(0, remedy="use 0 for greedy decoding"),
-        metadata=option("T", _BASIC, flags=("-t", "--temp"), aliases=("temp",)),
+        metadata=option("T", _BASIC, flags="-t --temp", aliases="temp"),
     )
     draft_temperature: float | None = attrs.field(
         default=None,
@@ -287,19 +284,19 @@ class Settings:
     seed: int | None = attrs.field(
         default=None,
         validator=_integer(0, MAX_SEED, or_none="a fresh seed"),
-        metadata=option("N", _BASIC, aliases=("random_seed",)),
+        metadata=option("N", _BASIC, aliases="random_seed"),
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
         converter=_strings_tupled,
         validator=_strings,
-        metadata=option("TEXT", _ENDS, aliases=("extra_eos_token", "stop_sequences", "stop_strings", "stop_words")),
+        metadata=option("TEXT", _ENDS, aliases="extra_eos_token stop_sequences stop_strings stop_words"),
     )
     stop_tokens: tuple[int, ...] = attrs.field(
         default=(),
         converter=_tupled,
         validator=_ids,
-        metadata=option("IDS", _ENDS, aliases=("eos_token_id", "stop_token_ids")),
+        metadata=option("IDS", _ENDS, aliases="eos_token_id stop_token_ids"),
     )
     ignore_eos: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option("", _ENDS))
     logit_bias: Mapping[int, float] = attrs.field(
@@ -309,12 +306,12 @@ class Settings:
         default=None,
         converter=_real,
         validator=_repetition_penalty,
-        metadata=option("X", _PENALTIES, flags=("--repeat-penalty",), aliases=("repeat_penalty",)),
+        metadata=option("X", _PENALTIES, flags="--repeat-penalty", aliases="repeat_penalty"),
     )
     repetition_context_size: int | None = attrs.field(
         default=20,
         validator=_integer(1, or_none="the whole text"),
-        metadata=option("N", _PENALTIES, aliases=("repeat_last_n",)),
+        metadata=option("N", _PENALTIES, aliases="repeat_last_n"),
     )
     presence_penalty: float | None = attrs.field(
         default=None,
@@ -339,12 +336,12 @@ class Settings:
     )
     sampler: Sampler | None = attrs.field(default=None, validator=_sampler, metadata=option(in_requests=False))
     logprobs: int = attrs.field(
-        default=0, validator=_integer(0, MAX_LOGPROBS), metadata=option("N", aliases=("top_logprobs",))
+        default=0, validator=_integer(0, MAX_LOGPROBS), metadata=option("N", aliases="top_logprobs")
     )
     prefill_step_size: int | Literal["auto"] = attrs.field(
         default="auto",
         validator=_integer(1, or_auto=True),
-        metadata=option("N", _BASIC, aliases=("prefill_chunk_size",), in_requests=False),
+        metadata=option("N", _BASIC, aliases="prefill_chunk_size", in_requests=False),
     )
     acceptance: Acceptance = attrs.field(default="auto", validator=_rule, metadata=option("RULE", _BASIC))
     lookahead: int | Literal["auto"] = attrs.field(
@@ -353,11 +350,9 @@ class Settings:
         metadata=option(
             "N",
             _BASIC,
-            flags=("--num-draft-tokens",),
-            aliases=(
-                *("block_size", "draft_tokens", "draft_max", "gamma", "k", "num_assistant_tokens", "num_draft_tokens"),
-                *("num_speculative_tokens", "spec_k", "spec_tokens", "speculative_num_draft_tokens"),
-            ),
+            flags="--num-draft-tokens",
+            aliases="block_size draft_tokens draft_max gamma k num_assistant_tokens num_draft_tokens "
+            "num_speculative_tokens spec_k spec_tokens speculative_num_draft_tokens",
         ),
     )
     prediction: tuple[int, ...] = attrs.field(

@@ -206,8 +206,9 @@ class Runtime(
 ):
     """A target and a draft model at work, for one asyncio loop; made by `runtime.aio.open`.
 
-    Its methods are those of `runtime.Runtime`. Prompts are checked off the loop, since tokenising a long prompt takes
-    time: `async with`, `TokenStream.opened` or the first `__anext__` raises the `PromptError` of a stream.
+    Its methods are those of `runtime.Runtime`; `Waiting[T]` is a coroutine that returns a T. Prompts are checked off
+    the loop, since tokenising a long prompt takes time: `async with`, `TokenStream.opened` or the first `__anext__`
+    raises the `PromptError` of a stream.
 
     Raises: WrongEventLoopError: a method is called in another loop than the one that the runtime was opened in.
     """
