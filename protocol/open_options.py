@@ -9,9 +9,10 @@ from typing import Any, Literal
 import attrs
 
 from protocol.argument_aliases import MISSING
-from protocol.errors import Message, SettingsError
+from protocol.errors import SettingsError
 from protocol.options import declared, option
 from protocol.validation import check_flag, check_integer, must_be, validator
+from protocol.wording import Message
 
 # Default of the most streams that share one forward pass of the target.
 MAX_BATCH = 32

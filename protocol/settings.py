@@ -11,12 +11,13 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from protocol.argument_aliases import ALIASES, INSTEAD, meant
-from protocol.errors import Message, SettingsError
+from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.open_options import OpenOptions
 from protocol.options import declared, option
 from protocol.reprs import brief, shown
 from protocol.validation import check_flag, check_integer, check_number, is_integer, is_number, must_be, validator
+from protocol.wording import Message
 
 Acceptance = Literal["auto", "match", "rejection"]
 

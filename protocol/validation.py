@@ -12,7 +12,8 @@ from typing import Any, TypeGuard
 
 import attrs
 
-from protocol.errors import Message, OutriderError, SettingsError
+from protocol.errors import OutriderError, SettingsError
+from protocol.wording import Message
 
 _LARGEST = sys.float_info.max
 

@@ -19,8 +19,9 @@ from actors.distributed.connection import Connection
 from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.rank_address import left_out
 from actors.workers.thread_pool import run_on_thread
-from protocol.errors import Message, OutriderError, ProtocolError, RankError, SettingsError
+from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
+from protocol.wording import Message
 
 logger = logging.getLogger("outrider")
 

@@ -20,10 +20,11 @@ from actors.mlx.memory import wired_memory
 from actors.mlx.model import dtypes_of
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, Worker
-from protocol.errors import Message, PromptError, SettingsError
+from protocol.errors import PromptError, SettingsError
 from protocol.open_options import OpenOptions
 from protocol.settings import NGRAM, settings_from
 from protocol.validation import check_integer, must_be, validator
+from protocol.wording import Message
 from runtime.bench.contenders import ONLY_DRAFT, TARGET, AnyModel, EventSwitch, ModelPair
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from protocol.argument_aliases import ALIASES, meant
-from protocol.errors import OutriderError, Wording, worded
+from protocol.errors import OutriderError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
+from protocol.wording import Wording, worded
 
 _ONE_DEVICE = "both models compute on one device: use --device"
 # Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.

@@ -9,9 +9,10 @@ from typing import Any
 
 import attrs
 
-from protocol.errors import Message, ModelError, SettingsError
+from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.validation import check_flag, must_be
+from protocol.wording import Message
 
 # mlx-lm's modes of quantisation, and the bits and group sizes that MLX has kernels for in each.
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)

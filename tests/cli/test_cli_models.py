@@ -15,10 +15,11 @@ from command_line import save_model
 import runtime
 import runtime.engine.opening
 import runtime.server.models.loading
-from protocol.errors import Message, SettingsError
+from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import settings_from
+from protocol.wording import Message
 from runtime.cli import main as cli
 from runtime.cli.arguments.models import OPTIONS
 from runtime.cli.flags import in_flags
