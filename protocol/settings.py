@@ -84,8 +84,11 @@ def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(text, str):
             raise must_be(attribute.name, "texts", text, Message("ids go into {stop_tokens}"), among=True)
         if not 0 < len(text) <= MAX_STOP_LENGTH:
-            raise SettingsError(
-                f"a text in {attribute.name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}"
+            raise SettingsError.of(
+                "a text in {option} must have 1 to {most} characters, got one of {length}",
+                option=attribute.name,
+                most=MAX_STOP_LENGTH,
+                length=len(text),
             )
 
 

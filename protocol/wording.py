@@ -33,8 +33,9 @@ class Message(str):
     """The message of an error, of which some words are fields that each face writes for its readers.
 
     In the template, `{option}` stands for the setting or option that the message is about, `{value}` for the value that
-    was given, and `{name}` for the field of that name; if there is none, for the argument of that name, and `{name=}`
-    for the argument with its value. `{none}`, `{save}` and `{reset}` are words of the `Wording`.
+    was given, and `{option=}` for both. `{name}` stands for the field of that name; if there is none, for the argument
+    of that name, and `{name=}` for the argument with its value. `{none}`, `{save}` and `{reset}` are words of the
+    `Wording`.
     """
 
     template: str
@@ -62,10 +63,13 @@ def _worded(template: str, fields: dict[str, Any], wording: Wording) -> str:
         said.append(text)
         if name is None:
             continue
-        if name.endswith("="):
+        if name == "option=":
+            said.append(wording.assignment(fields["option"], fields["value"]))
+        elif name.endswith("="):
             said.append(wording.assignment(name[:-1], fields[name[:-1]]))
         elif name == "option":
-            said.append(wording.argument(fields[name]))
+            option = fields[name]
+            said.append(worded(option, wording) if isinstance(option, Message) else wording.argument(option))
         elif name == "value":
             said.append(wording.words["none"] if fields[name] is None else shown(fields[name]))
         elif name in wording.words:

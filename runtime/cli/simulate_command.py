@@ -232,7 +232,7 @@ def _scenario(values: dict[str, Any]) -> Scenario:
         table, slope = f"{role}_table", f"{role}_slope"
         if table in values:
             if slope in values:
-                raise SettingsError(f"{table} takes the place of {slope}; give one of the two")
+                raise SettingsError(f"{flag(table)} takes the place of {flag(slope)}; give one of the two")
             values[table] = _table(table, values[table])
     return Scenario(**values)
 
