@@ -58,7 +58,8 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
 
         Raises: what making the source raised.
         """
-        await self._bridge.result(self._bridge_stream.opened)
+        if not self._bridge_stream.opened.done():
+            await self._bridge.result(self._bridge_stream.opened)
         return self._source_once_opened()
 
     def _source_once_opened(self) -> S:

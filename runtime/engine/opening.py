@@ -61,7 +61,7 @@ async def open(
     """Load a target and a draft model, and keep them at work until the block is left.
 
     Args:
-        target, draft, **options: see `OpenOptions`.
+        target, draft, **options: see `protocol.open_options.OpenOptions`.
 
     Yields: a `Runtime`. `runtime.stream` uses it, too, in this task and its children.
 
