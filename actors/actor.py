@@ -231,7 +231,9 @@ class Actor(ABC, Generic[S]):
         tokens: tuple[int, ...] = (),
         commit: Commit | None = None,
     ) -> None:
-        """Report a decision to the trace."""
+        """Report a decision to the trace, if there is one: whoever wants spans alone says so."""
+        if not getattr(self._on_event, "wants_instants", True):
+            return
         round = session.state.round if round is None else round
         self._on_event(Instant(self.name, kind, session.id, self._clock(), round, num_tokens, tokens, commit))
 

@@ -7,7 +7,8 @@ far as its cache allows. All its methods run on the model's own thread.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
@@ -94,6 +95,11 @@ class CachedSequence(Protocol):
 
     def feature_arrays(self) -> list[mx.array]:
         """What `take_features` will read, to be evaluated together with something else."""
+        ...
+
+    @property
+    def records_features(self) -> bool:
+        """Whether the next pass records features of this text."""
         ...
 
     def record_features(self, wanted: bool) -> None:
@@ -230,14 +236,30 @@ class Model(Protocol):
         """
         ...
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
-        """Start the pass that most likely comes next: over one token of each text, which may not be computed yet.
+    @property
+    def widest_row(self) -> int:
+        """Most tokens of one text in a pass that texts share."""
+        ...
 
-        The texts stay as they are until `feed_together` is called with these tokens, and then it takes the logits of
-        this pass. Does nothing if these texts did not share the last pass.
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """Process the first tokens of several texts in one pass, without logits. `sharing_obstacle` must be None.
 
         Args:
-            tokens: one element each.
+            sequences: empty ones of this model.
+            tokens: of each, at least one and at most `widest_row`.
+
+        Raises: whatever the model raises; what they hold is not known then.
+        """
+        ...
+
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
+        """As `feed_together`, of one token each, which may not be computed yet.
+
+        Args:
+            sequences: the texts, at least one.
+            tokens: (n,) ids, one for each text.
+
+        Returns: (n, V) logits, lazy.
         """
         ...
 
@@ -266,6 +288,8 @@ class Model(Protocol):
 class RecordsNothing:
     """The part of a `CachedSequence` that concerns features, for one that has none."""
 
+    records_features = False
+
     def feature_arrays(self) -> list[mx.array]:
         return []
 
@@ -283,9 +307,15 @@ class FeedsEach:
     """
 
     feed_together = staticmethod(feed_each)
+    widest_row = sys.maxsize
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
-        """See `Model.feed_ahead`."""
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        for sequence, read in zip(sequences, tokens, strict=True):
+            sequence.feed(read, 0)
+
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
+        logits = [sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)]
+        return mx.concatenate(logits)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         return None

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+import attrs
+
 from actors.model import CachedSequence
 from actors.workers.worker import Job, RunsJobs
 from protocol.cached_tokens import CachedTokens, FeedPlan
@@ -15,6 +17,63 @@ from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 # Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template that repeats the
 # answer in the next prompt leaves out the tokens that ask for it, such as a tag that begins reasoning.
 CHECKPOINT_DISTANCE = 16
+
+
+@attrs.frozen
+class Chunk:
+    """A part of a prompt, for one pass.
+
+    Attributes:
+        plan: what it feeds.
+        adds_checkpoint: whether a prefix checkpoint stands at its end.
+    """
+
+    plan: FeedPlan
+    adds_checkpoint: bool
+
+    def feed(self, sequence: CachedSequence) -> None:
+        """Feed it; on the model's thread."""
+        sequence.feed(self.plan.feed, 0)
+        if self.adds_checkpoint:
+            sequence.add_prefix_checkpoint()
+
+
+def next_chunk(
+    sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
+) -> Chunk:
+    """The next part of a prompt that was not read to its end.
+
+    Args:
+        chunk_size: of the model; used if the setting is "auto".
+    """
+    num_read = opened.num_read
+    prefix_checkpoints = _prefix_checkpoints(sequence, opened)
+    pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
+    end = _end_of_pass(
+        len(cached_tokens),
+        num_read,
+        chunk_size() if pass_tokens == "auto" else pass_tokens,
+        prefix_checkpoints,
+        is_aligned=pass_tokens != "auto",
+    )
+    return Chunk(cached_tokens.plan(opened.prompt[:end], num_logits=0), end in prefix_checkpoints)
+
+
+def can_read_together(sequence: CachedSequence, opened: Open) -> bool:
+    """Whether the whole prompt may be read in one pass that other texts share."""
+    return (
+        sequence.length == 0
+        and opened.num_read > 0
+        and tokens_per_pass(opened.settings.prefill_step_size, sequence) == "auto"
+        and not _prefix_checkpoints(sequence, opened)
+    )
+
+
+def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
+    """The lengths at which prefix checkpoints are to stand."""
+    if not opened.settings.reuse_prefix or not sequence.needs_prefix_checkpoints:
+        return set()
+    return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
 
 
 async def prefill(
@@ -27,28 +86,12 @@ async def prefill(
 
     Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
     """
-    num_read = opened.num_read
-    prefix_checkpoints = (
-        {num_read - CHECKPOINT_DISTANCE, num_read}
-        if opened.settings.reuse_prefix and sequence.needs_prefix_checkpoints
-        else set()
-    )
-    pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
-    while len(cached_tokens) < num_read:
-        end = _end_of_pass(
-            len(cached_tokens),
-            num_read,
-            chunk_size() if pass_tokens == "auto" else pass_tokens,
-            prefix_checkpoints,
-            is_aligned=pass_tokens != "auto",
-        )
-        plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
-        job = Job(
-            "prefill", partial(_feed, sequence, plan.feed, end in prefix_checkpoints), opened.session, len(plan.feed)
-        )
+    while len(cached_tokens) < opened.num_read:
+        chunk = next_chunk(sequence, cached_tokens, opened, chunk_size)
+        job = Job("prefill", partial(chunk.feed, sequence), opened.session, len(chunk.plan.feed))
         await worker.run(job)
         chunk_size.observe(job.num_tokens, job.seconds)
-        cached_tokens.follow(plan)
+        cached_tokens.follow(chunk.plan)
 
 
 async def prefill_committed(
@@ -96,12 +139,6 @@ def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[i
         num_read,
         *(length for length in prefix_checkpoints if length > begin),
     )
-
-
-def _feed(sequence: CachedSequence, tokens: tuple[int, ...], adds_checkpoint: bool) -> None:
-    sequence.feed(tokens, 0)
-    if adds_checkpoint:
-        sequence.add_prefix_checkpoint()
 
 
 def _rewind_and_feed(sequence: CachedSequence, plan: FeedPlan) -> int:

@@ -15,8 +15,8 @@ import trio
 
 from actors.drafters.draft_steps import TakesSteps
 from actors.model import CachedSequence, Model
-from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
-from actors.target.plain_decoder import PlainDecoder
+from actors.sampling.logits_pipeline import LogitsPipeline
+from actors.target.plain_rows import PlainRow, PlainRows
 from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Job, JobError, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
@@ -97,7 +97,7 @@ async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], pr
         await _time_wide_passes(target[0], target_sequence, target_worker, prices)
     if not prices.plain_decode_s.is_known:
         async with _open_sequence(*target) as target_sequence:
-            await _time_plain_decoding(target_sequence, target_worker, prices)
+            await _time_plain_decoding(target[0], target_sequence, target_worker, prices)
 
 
 async def _time_side_by_side(
@@ -151,15 +151,15 @@ async def _time_wide_passes(model: Model, sequence: CachedSequence, worker: Work
             prices.observe_verify_pass(width, job.began, job.ended)
 
 
-async def _time_plain_decoding(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
+async def _time_plain_decoding(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
     """Time tokens without a drafter, decoded one pass ahead as in a stream."""
-    decoder, plan = PlainDecoder(sequence, _OPENED, LogitsPipeline(_OPENED)), FeedPlan(NUM_TEXT_TOKENS, (0,))
+    rows, row = PlainRows(model), PlainRow(sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
     for i in range(NUM_PLAIN_STEPS):
-        length, began_s = plan.keep + len(plan.feed), worker.clock()
-        await worker.run(Job("warm-up", partial(decoder.step, plan, NO_HISTORY, length, True), None, 1))
+        length, began_s = row.position, worker.clock()
+        await worker.run(Job("warm-up", partial(rows.step, [row], goes_ahead=True), None, 1))
         if i > 0:  # the first step is not a pass ahead
             prices.plain_decode_s.observe(worker.clock() - began_s)
-        plan = FeedPlan(length + 1, ())
+        row.plan = FeedPlan(length + 1, ())
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ synchronisation; log-probabilities, if they are asked for, take a second one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Literal, cast
 
 import attrs
@@ -31,7 +32,9 @@ import mlx.core as mx
 
 from protocol.errors import ProtocolError
 from protocol.messages import Likelihood
-from protocol.randomness import Purpose, key_for, keys_for
+from protocol.randomness import Purpose, keys_for
+
+Rule = Literal["match", "rejection"]
 
 # (seed, absolute position) of each row of some logits, which may be of several texts.
 Decisions = Sequence[tuple[int, int]]
@@ -52,47 +55,139 @@ class Judgement:
 
 
 @attrs.frozen
-class LazyJudgement:
-    """A judgement that may not be computed yet.
+class ProposedRows:
+    """What one text has to be judged: its proposal, and how many rows of logits there are for it.
+
+    Attributes:
+        seed: of the session, in [0, 2**64).
+        start: absolute position of the first drafted token.
+        num_rows: k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token.
+        drafted: (k,) drafted tokens.
+        draft_probs: under the rejection rule, for each drafted token the distribution (W,) that it was drawn from, with
+            W <= V; entries beyond W are zero. None for a token that was not drawn but determined by the text before it:
+            then q is 1 at that token and 0 elsewhere, so that it is accepted with probability p(d), and the recovered
+            token is another one.
+    """
+
+    seed: int
+    start: int
+    num_rows: int
+    drafted: tuple[int, ...] = ()
+    draft_probs: tuple[mx.array | None, ...] = ()
+
+    def check(self, rule: Rule) -> None:
+        """Raises: ProtocolError: the numbers of rows, tokens and distributions do not agree."""
+        num_drafted = len(self.drafted)
+        if self.num_rows not in (num_drafted, num_drafted + 1) or self.num_rows == 0:
+            raise ProtocolError(
+                f"{num_drafted} drafted tokens need {num_drafted} or {num_drafted + 1} rows of logits, at least one, "
+                f"got {self.num_rows}"
+            )
+        if rule == "rejection" and len(self.draft_probs) != num_drafted:
+            raise ProtocolError(f"{num_drafted} drafted tokens need as many distributions, got {len(self.draft_probs)}")
+
+    @property
+    def decisions(self) -> list[tuple[int, int]]:
+        """(seed, position) of each row."""
+        return [(self.seed, self.start + i) for i in range(self.num_rows)]
+
+
+@attrs.frozen
+class LazyJudgements:
+    """The judgements of several texts, which may not be computed yet.
 
     Attributes:
         arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
-        token: returns the token that comes next, an array of one element; None if it depends on what is accepted.
     """
 
     arrays: tuple[mx.array, ...]
-    _read: Callable[[], Judgement]
-    token: Callable[[], mx.array] | None = None
+    _read: Callable[[], list[Judgement]]
 
-    def read(self) -> Judgement:
-        """The judgement. Evaluates the arrays if that was not done yet."""
+    def read(self) -> list[Judgement]:
+        """The judgement of each text. Evaluates the arrays if that was not done yet."""
         return self._read()
 
 
+def judge(
+    logits: mx.array,
+    proposed: Sequence[ProposedRows],
+    rule: Rule,
+    temperature: float,
+    chosen: mx.array | None = None,
+) -> LazyJudgements:
+    """Judge the proposals of several texts, as one set of array operations; each is judged as it is alone.
+
+    Args:
+        logits: (R, V) the target's, of one text after the other.
+        proposed: the texts.
+        rule: of all of them.
+        temperature: of all of them, >= 0, or > 0 under the rejection rule.
+        chosen: (R,) under the match rule, the target's choices, if a user's sampler has made them.
+
+    Raises: ProtocolError: see `ProposedRows.check`.
+    """
+    for each in proposed:
+        each.check(rule)
+    return (_by_match if rule == "match" else _by_rejection)(logits, proposed, temperature, chosen)
+
+
+@attrs.frozen
+class LazyLikelihoods:
+    """The log-probabilities of tokens, and of the likeliest tokens at their positions, which may not be computed yet.
+
+    Attributes:
+        own: (m, 1) log-probabilities of the tokens.
+        ids, best: (m, n) the likeliest tokens, likeliest first, and their log-probabilities.
+    """
+
+    own: mx.array
+    ids: mx.array
+    best: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> LazyLikelihoods:
+        """Of tokens that may not be computed yet, either.
+
+        Args:
+            logits: (m, V) the target's after processors, for the tokens' positions.
+            tokens: (m,) ids.
+            num_top: how many of the likeliest tokens to name, >= 1; V if that is fewer.
+        """
+        rows = logits.astype(mx.float32)
+        total = mx.logsumexp(rows, axis=-1, keepdims=True)
+        own = mx.take_along_axis(rows, tokens[:, None], axis=-1) - total
+        named = mx.sort(_highest(rows, num_top), axis=-1)
+        named_logprobs = mx.take_along_axis(rows, named, axis=-1) - total
+        by_rank = mx.argsort(-named_logprobs, axis=-1)
+        order = mx.take_along_axis(named, by_rank, axis=-1)
+        return cls(own, order, mx.take_along_axis(named_logprobs, by_rank, axis=-1))
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, to be evaluated together with something else."""
+        return [self.own, self.ids, self.best]
+
+    def read(self) -> tuple[Likelihood, ...]:
+        """One for each token. Evaluates the arrays if that was not done yet."""
+        mx.eval(self.arrays())
+        own = cast(list[list[float]], self.own.tolist())
+        ids, best = cast(list[list[int]], self.ids.tolist()), cast(list[list[float]], self.best.tolist())
+        return tuple(
+            Likelihood(logprob, tuple(zip(row_ids, row_best, strict=True)))
+            for (logprob,), row_ids, row_best in zip(own, ids, best, strict=True)
+        )
+
+
 def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[Likelihood, ...]:
-    """The log-probabilities of committed tokens, and of the likeliest tokens at their positions.
+    """The likelihoods of tokens that are known; none if `num_top` is 0. Costs a synchronisation.
 
     Args:
         logits: (n, V) with n >= m, the target's after processors, for the tokens' positions.
-        tokens: (m,) token ids.
-        num_top: how many of the likeliest tokens to name, >= 1; V if that is fewer.
-
-    Returns: one for each token. Costs a synchronisation.
+        tokens: (m,) ids.
+        num_top: see `LazyLikelihoods.of`.
     """
-    rows = logits[: len(tokens)].astype(mx.float32)
-    total = mx.logsumexp(rows, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1) - total
-    named = mx.sort(_highest(rows, num_top), axis=-1)
-    named_logprobs = mx.take_along_axis(rows, named, axis=-1) - total
-    by_rank = mx.argsort(-named_logprobs, axis=-1)
-    order = mx.take_along_axis(named, by_rank, axis=-1)
-    best = mx.take_along_axis(named_logprobs, by_rank, axis=-1)
-    mx.eval(chosen, order, best)
-    ids, tops = cast(list[list[int]], order.tolist()), cast(list[list[float]], best.tolist())
-    return tuple(
-        Likelihood(own, tuple(zip(row_ids, row_tops, strict=True)))
-        for (own,), row_ids, row_tops in zip(cast(list[list[float]], chosen.tolist()), ids, tops, strict=True)
-    )
+    if not num_top or not tokens:
+        return ()
+    return LazyLikelihoods.of(logits[: len(tokens)], mx.array(tuple(tokens)), num_top).read()
 
 
 def _highest(rows: mx.array, num: int) -> mx.array:
@@ -147,9 +242,7 @@ def _gumbel(keys: mx.array, size: int) -> mx.array:
     return noise
 
 
-def choices_together(
-    logits: mx.array, rule: Literal["match", "rejection"], temperature: float, decisions: Decisions
-) -> mx.array:
+def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions: Decisions) -> mx.array:
     """The tokens that several texts choose at each position, as one set of array operations.
 
     Args:
@@ -204,39 +297,24 @@ def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:
     return len(drafted)
 
 
-def judge_by_match(
-    logits: mx.array,
-    drafted: tuple[int, ...],
-    *,
-    temperature: float,
-    seed: int,
-    start: int,
-    chosen: mx.array | None = None,
-) -> LazyJudgement:
-    """Judge a proposal by the match rule.
-
-    Args:
-        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V) if the pass had
-            no row for a bonus token.
-        drafted: (k,) drafted tokens.
-        temperature: >= 0.
-        seed: of the session.
-        start: absolute position of the first drafted token.
-        chosen: (k + 1,) or (k,) the target's choices, if a user's sampler made them.
-
-    Raises: ProtocolError: there are neither k nor k + 1 rows.
-    """
-    _check_rows(logits, drafted)
+def _by_match(
+    logits: mx.array, proposed: Sequence[ProposedRows], temperature: float, chosen: mx.array | None
+) -> LazyJudgements:
     if chosen is None:
-        chosen = choices(logits, temperature, seed, start, logits.shape[1])
+        decisions = [decision for each in proposed for decision in each.decisions] if temperature > 0 else []
+        chosen = choices_together(logits, "match", temperature, decisions)
     choice_of_rows = chosen
 
-    def read() -> Judgement:
-        ids = cast(list[int], choice_of_rows.tolist())
-        num_accepted = count_matches(ids, drafted)
-        return Judgement(num_accepted, ids[num_accepted] if num_accepted < len(ids) else None)
+    def read() -> list[Judgement]:
+        ids, begin, judgements = cast(list[int], choice_of_rows.tolist()), 0, []
+        for each in proposed:
+            own = ids[begin : begin + each.num_rows]
+            begin += each.num_rows
+            num_accepted = count_matches(own, each.drafted)
+            judgements.append(Judgement(num_accepted, own[num_accepted] if num_accepted < each.num_rows else None))
+        return judgements
 
-    return LazyJudgement((choice_of_rows,), read, None if drafted else lambda: choice_of_rows)
+    return LazyJudgements((choice_of_rows,), read)
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -265,14 +343,14 @@ def likeliest_only(logits: mx.array, count: int) -> mx.array:
 
 
 def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array) -> mx.array:
-    """Length of the accepted prefix of one proposal.
+    """Length of the accepted prefix of each of some proposals.
 
     Args:
-        target_probs: (k,) probability of each drafted token under the target.
-        draft_probs: (k,) likewise under the draft, as it was when the token was drawn; > 0.
-        uniforms: (k,) draws in [0, 1).
+        target_probs: (…, k) probability of each drafted token under the target.
+        draft_probs: (…, k) likewise under the draft, as it was when the token was drawn; > 0.
+        uniforms: (…, k) draws in [0, 1).
 
-    Returns: int in [0, k], lazy, shape (); k means that a bonus token is due.
+    Returns: (…) int in [0, k], lazy; k means that a bonus token is due.
     Raises: ProtocolError: the lengths differ.
     Source: Leviathan et al. 2023, arXiv 2211.17192, algorithm 1.
     """
@@ -283,7 +361,7 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
         )
     # Multiply, don't divide: a token to which the target gives zero stays rejected even when u == 0.
     accepted = uniforms * draft_probs < target_probs
-    return mx.cumprod(accepted.astype(mx.int32)).sum()
+    return mx.cumprod(accepted.astype(mx.int32), axis=-1).sum(axis=-1)
 
 
 def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
@@ -300,64 +378,68 @@ def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 
 
-def judge_by_rejection(
-    logits: mx.array,
-    drafted: tuple[int, ...],
-    draft_probs: tuple[mx.array | None, ...],
-    *,
-    temperature: float,
-    seed: int,
-    start: int,
-) -> LazyJudgement:
-    """Judge a proposal by the rejection rule.
-
-    Args:
-        logits: (k + 1, V) the target's logits for each drafted position and the one after; or (k, V) if the pass had
-            no row for a bonus token.
-        drafted: (k,) drafted tokens, each drawn from its row of draft_probs.
-        draft_probs: k arrays (W,) with W <= V; entries beyond W are zero. None for a token that was not drawn but
-            determined by the text before it: then q is 1 at that token and 0 elsewhere, so that it is accepted with
-            probability p(d), and the recovered token is another one.
-        temperature: > 0.
-        seed: of the session.
-        start: absolute position of the first drafted token.
-
-    Raises: ProtocolError: the numbers of rows, tokens and distributions do not agree.
-    """
-    _check_rows(logits, drafted)
-    if len(draft_probs) != len(drafted):
-        raise ProtocolError(f"{len(drafted)} drafted tokens need as many distributions, got {len(draft_probs)}")
+def _by_rejection(
+    logits: mx.array, proposed: Sequence[ProposedRows], temperature: float, _: mx.array | None
+) -> LazyJudgements:
     p = distribution(logits, temperature)
-    if not drafted:
-        token = draw(p[0], key_for(seed, Purpose.RECOVER, start))
-        return LazyJudgement((token,), lambda: Judgement(0, _to_int(token)), lambda: token)
-    q = _draft_rows(drafted, draft_probs, like=p)
-    rows, tokens = mx.arange(len(drafted)), mx.array(drafted)
-    uniforms = mx.stack([mx.random.uniform(key=key_for(seed, Purpose.ACCEPT, start + i)) for i in range(len(drafted))])
-    accepted = count_accepted(p[rows, tokens], q[rows, tokens], uniforms)
-    # Only the device knows from which row the next token is drawn. Index by the lazy number: reading it here would be a
-    # second synchronisation.
-    row = mx.minimum(accepted, logits.shape[0] - 1)
-    keys = mx.stack([key_for(seed, Purpose.RECOVER, start + i) for i in range(logits.shape[0])])
-    token_after = draw(residual(p[row], q[row]), keys[row])
-    num_rows = logits.shape[0]
+    begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
+    num_accepted, q = mx.zeros((len(proposed),), mx.int32), None
+    if longest := max(len(each.drafted) for each in proposed):
+        q = _draft_rows(proposed, begins, like=p)
+        num_accepted = _count_accepted_of(proposed, begins, longest, p, q)
+    # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
+    # a second synchronisation.
+    row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
+    keys = keys_for(Purpose.RECOVER, [decision for each in proposed for decision in each.decisions])[row]
+    left = p[row] if q is None else residual(p[row], q[row])
+    # As `draw`: the largest sum of log-probability and noise.
+    tokens = mx.argmax(mx.log(left) + _gumbel(keys, left.shape[1]), axis=-1)
 
-    def read() -> Judgement:
-        num_accepted = _to_int(accepted)
-        return Judgement(num_accepted, _to_int(token_after) if num_accepted < num_rows else None)
+    def read() -> list[Judgement]:
+        counts, ids = cast(list[int], num_accepted.tolist()), cast(list[int], tokens.tolist())
+        return [
+            Judgement(count, token if count < each.num_rows else None)
+            for count, token, each in zip(counts, ids, proposed, strict=True)
+        ]
 
-    return LazyJudgement((accepted, token_after), read)
+    return LazyJudgements((num_accepted, tokens), read)
 
 
-def _draft_rows(drafted: tuple[int, ...], draft_probs: tuple[mx.array | None, ...], *, like: mx.array) -> mx.array:
-    """The draft's distributions in the shape of the target's, with zeros after the last one; lazy."""
+def _count_accepted_of(
+    proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int, p: mx.array, q: mx.array
+) -> mx.array:
+    """(texts,) lengths of the accepted prefixes; lazy."""
+    # Proposals are filled up to the longest, by tokens that are rejected.
+    rows, tokens, exist, decisions = [], [], [], []
+    for each, begin in zip(proposed, begins, strict=True):
+        missing = longest - len(each.drafted)
+        rows.append([*range(begin, begin + len(each.drafted)), *[begin] * missing])
+        tokens.append([*each.drafted, *[0] * missing])
+        exist.append([True] * len(each.drafted) + [False] * missing)
+        decisions += [(each.seed, each.start + i) for i in range(longest)]
+    row, token = mx.array(rows), mx.array(tokens)
+    keys = keys_for(Purpose.ACCEPT, decisions)
+    uniforms = mx.vmap(lambda key: mx.random.uniform(key=key))(keys).reshape(row.shape)
+    # Where nothing was drafted, a probability of 0 accepts nothing.
+    return count_accepted(mx.where(mx.array(exist), p[row, token], 0.0), q[row, token], uniforms)
+
+
+def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like: mx.array) -> mx.array:
+    """The draft's distributions in the shape of the target's, with zeros where nothing was drafted; lazy."""
     rows = mx.zeros_like(like)
-    drawn = [probs for probs in draft_probs if probs is not None]
-    if drawn:
-        nothing = mx.zeros_like(drawn[0])
-        rows[: len(drafted), : nothing.shape[0]] = mx.stack([nothing if p is None else p for p in draft_probs])
-    if certain := [i for i, probs in enumerate(draft_probs) if probs is None]:
-        rows[mx.array(certain), mx.array([drafted[i] for i in certain])] = 1.0
+    certain, drafted = [], []
+    for each, begin in zip(proposed, begins, strict=True):
+        drawn = [probs for probs in each.draft_probs if probs is not None]
+        if drawn:
+            nothing = mx.zeros_like(drawn[0])
+            stacked = mx.stack([nothing if probs is None else probs for probs in each.draft_probs])
+            rows[begin : begin + len(each.drafted), : nothing.shape[0]] = stacked
+        for i, probs in enumerate(each.draft_probs):
+            if probs is None:
+                certain.append(begin + i)
+                drafted.append(each.drafted[i])
+    if certain:
+        rows[mx.array(certain), mx.array(drafted)] = 1.0
     return rows
 
 
@@ -369,16 +451,3 @@ def _tempered(logits: mx.array, temperature: float) -> mx.array:
 
 # Far below any temperature at which a draw differs from the argmax, and not zero in float32.
 _MIN_TEMPERATURE = 1e-30
-
-
-def _to_int(scalar: mx.array) -> int:
-    return cast(int, scalar.item())
-
-
-def _check_rows(logits: mx.array, drafted: tuple[int, ...]) -> None:
-    rows = logits.shape[0]
-    if rows not in (len(drafted), len(drafted) + 1) or rows == 0:
-        raise ProtocolError(
-            f"{len(drafted)} drafted tokens need {len(drafted)} or {len(drafted) + 1} rows of logits, at least one, "
-            f"got {rows}"
-        )

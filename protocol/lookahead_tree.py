@@ -86,8 +86,12 @@ class Node:
         The decision between the two must not depend on which token was drawn. It does not: under the rejection rule
         the confidence of a draw is the same for every draw from its distribution.
         """
-        eligible = [child for child in self.children.values() if child.guess is not None and child.guess.rank <= 0]
-        return max(eligible, key=lambda child: child.guess.confidence if child.guess else 0.0, default=None)
+        best, best_confidence = None, -1.0
+        for child in self.children.values():
+            guess = child.guess
+            if guess is not None and guess.rank <= 0 and guess.confidence > best_confidence:
+                best, best_confidence = child, guess.confidence
+        return best
 
 
 class LookaheadTree:

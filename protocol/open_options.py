@@ -15,7 +15,7 @@ from protocol.validation import check_flag, check_integer, must_be, validator
 from protocol.wording import Message
 
 # Default of the most streams that share one forward pass of the target.
-MAX_BATCH = 32
+MAX_BATCH = 64
 # Streams at work at once where that is "auto": those that share passes, for the memory of whose caches there is this
 # bound, and those that take turns.
 AUTO_STREAMS, AUTO_TURNS = 16, 4

@@ -98,6 +98,11 @@ def plan_pass(
     return best
 
 
+def best_number(num_texts: int, seconds: PassSeconds) -> int:
+    """How many of some texts without drafts to decode in one pass, for most tokens a second; of equals, the most."""
+    return max(range(1, num_texts + 1), key=lambda number: (number / max(seconds(number), 1e-12), number))
+
+
 def _moments(dues_s: Sequence[float]) -> list[float]:
     """When the pass could begin: now, and then as further rounds become ready."""
     dues_s = sorted(set(dues_s))

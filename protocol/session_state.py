@@ -242,6 +242,41 @@ class SessionState:
             self.close(Close(self.opened.session))
         return commit
 
+    def commit_own(self, token: int) -> Commit:
+        """Commit a token of the target's own, as `apply` does for a verdict on nothing; the fast way of plain decoding.
+
+        For a session in which no message is under way: UNDRAFTED, or RESTING. There must be room for the token.
+        """
+        start, phase = len(self.committed), self.phase
+        if phase is not SessionPhase.UNDRAFTED and phase is not SessionPhase.RESTING:
+            raise ProtocolError(f"session {self.opened.session} is {phase.value}, and cannot commit a token by itself")
+        finish_reason: FinishReason | None = None
+        stop_reason: int | None = None
+        if token in self.opened.stop_tokens:
+            finish_reason = "stop"
+            stop_reason = token if token in self.opened.settings.stop_tokens else None
+        elif start + 1 == self._max_committed:
+            finish_reason = "length"
+        commit = Commit(
+            self.opened.session,
+            self.round,
+            start,
+            (token,),
+            0,
+            resting=phase is SessionPhase.RESTING,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+        self.committed.append(token)
+        self.outstanding = None  # of a drafter that has left
+        self.round += 1
+        if phase is SessionPhase.RESTING and self.round >= self.rests_until:
+            self.phase = SessionPhase.PROPOSING
+        if finish_reason is not None:
+            self.finish_reason = finish_reason
+            self.close(Close(self.opened.session))
+        return commit
+
     def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
         """The commit of a verdict: its tokens, cut at the first stop and at the most that may still be committed."""
         tokens = proposed[: verdict.num_accepted]

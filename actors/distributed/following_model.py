@@ -66,9 +66,15 @@ class FollowingModel:
                 )
                 for number, tokens, *_ in fed:
                     self._ledger.feed(number, tokens)
+            case "read_together", (numbers, tokens):
+                self._model.read_together([self._sequences[n] for n in numbers], [tuple(read) for read in tokens])
+                for number, read in zip(numbers, tokens, strict=True):
+                    self._ledger.feed(number, tuple(read))
             case "feed_ahead", (numbers,):
                 shared = shared_tokens(mx.zeros((len(numbers),), mx.int32), self._group)
-                self._model.feed_ahead({self._sequences[n]: shared[i : i + 1] for i, n in enumerate(numbers)})
+                mx.async_eval(self._model.feed_ahead([self._sequences[n] for n in numbers], shared))
+                for i, number in enumerate(numbers):
+                    self._ledger.feed_later(number, shared[i : i + 1])
             case "abandon_shared", ():
                 self._model.abandon_shared()
             case "sharing_obstacle", ():
@@ -102,10 +108,6 @@ class FollowingModel:
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
                 self._ledger.feed(number, tokens)
-            case "feed_lazy", ():
-                token = shared_tokens(mx.zeros((1,), mx.int32), self._group)
-                sequence.feed_lazy(token)
-                self._ledger.feed_later(number, token)
             case "prepare", (num_tokens, settled):
                 sequence.prepare(num_tokens, settled)
             case "rewind", (length,):

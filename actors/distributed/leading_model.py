@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -144,15 +144,6 @@ class LeadingSequence(MLXSequence):
             logits = super().feed(tokens, num_logits)
             if is_outermost:
                 self._announcer.ledger.feed(self.number, tokens)
-            return logits
-
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        """The token travels through a collective: it may not be computed yet."""
-        announcer = self._announcer
-        with announcer.announced("feed_lazy", self.number, reads=[self.number]):
-            shared = shared_tokens(token.reshape(1), announcer.group)
-            logits = super().feed_lazy(shared)
-            announcer.ledger.feed_later(self.number, shared)
             return logits
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
@@ -297,15 +288,22 @@ class LeadingModel(MLXModel):
                 self._announcer.ledger.feed(number, tokens)
             return logits
 
-    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
-        """The tokens travel through a collective."""
-        if not tokens:
-            return
-        numbers = [_number(sequence) for sequence in tokens]
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        numbers = [_number(sequence) for sequence in sequences]
+        with self._announcer.announced("read_together", None, numbers, list(tokens), reads=numbers):
+            super().read_together(sequences, tokens)
+            for number, read in zip(numbers, tokens, strict=True):
+                self._announcer.ledger.feed(number, read)
+
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
+        """The tokens travel through a collective: they may not be computed yet."""
+        numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
-            stacked = mx.concatenate([token.reshape(1) for token in tokens.values()])
-            shared = shared_tokens(stacked, self._announcer.group)
-            super().feed_ahead({sequence: shared[i : i + 1] for i, sequence in enumerate(tokens)})
+            shared = shared_tokens(tokens, self._announcer.group)
+            logits = super().feed_ahead(sequences, shared)
+            for i, number in enumerate(numbers):
+                self._announcer.ledger.feed_later(number, shared[i : i + 1])
+            return logits
 
     def abandon_shared(self) -> None:
         with self._announcer.announced("abandon_shared"):

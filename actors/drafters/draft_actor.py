@@ -186,7 +186,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
 
     def _queue_slack_s(self, session: DraftSession, now_s: float) -> float:
-        """See `PolicyView.queue_slack_s`."""
         if session.state.phase is not SessionPhase.VERIFYING:
             return self._target_queue.remaining_s(now_s)
         if self._other_sessions_wait(session):

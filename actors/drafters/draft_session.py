@@ -238,7 +238,6 @@ class DraftSession(DrafterSession):
 
     @property
     def _num_to_refresh(self) -> int:
-        """See `PolicyView.num_to_refresh`."""
         sequence, choice = self.sequence, self.tree.root.choice
         if not isinstance(sequence, FeatureInput) or choice is None or not self.tree.is_stale(choice):
             return 0

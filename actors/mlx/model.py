@@ -189,8 +189,15 @@ class MLXModel:
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         return self._shared_passes.feed(feeds)
 
-    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
-        self._shared_passes.feed_ahead(tokens)
+    @property
+    def widest_row(self) -> int:
+        return self._shared_passes.widest_row
+
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        self._shared_passes.read(sequences, tokens)
+
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
+        return self._shared_passes.feed_ahead(sequences, tokens)
 
     def abandon_shared(self) -> None:
         self._shared_passes.abandon()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
@@ -23,27 +22,7 @@ from actors.mlx.row_caches import (
 )
 from actors.trained.features import FeatureRecorder, recording
 from protocol.errors import RewindError
-
-
-@attrs.frozen
-class _PassAhead:
-    """A pass that was started before its tokens were known.
-
-    Attributes:
-        tokens: one element each, by key.
-        logits: (1, V) each, by key; lazy.
-    """
-
-    tokens: Mapping[object, mx.array]
-    logits: Mapping[object, mx.array]
-
-    def has_read(self, tokens: Mapping[object, tuple[int, ...]]) -> bool:
-        """Whether it is a pass over these tokens, and perhaps others of other rows."""
-        return all(key in self.tokens and (self.tokens[key].item(),) == read for key, read in tokens.items())
-
-    def without(self, key: object) -> _PassAhead:
-        """The same, but for a row that goes."""
-        return _PassAhead({other: token for other, token in self.tokens.items() if other != key}, self.logits)
+from protocol.prefill_chunks import MAX_CHUNK_TOKENS
 
 
 class RowBatch:
@@ -75,21 +54,21 @@ class RowBatch:
         self._layer_evaluation = layer_evaluation
         self._is_recurrent = any(_has_state(layer) for layer in self._caches)
         self._keys: list[object] = []
+        self._row_of: dict[object, int] = {}  # by key: its index
         self._lengths: list[int] = []
         # Lengths before the last pass, whose states are kept, and which rows are to go back there.
         self._lengths_before: list[int] = []
         self._goes_back: list[bool] = []
-        self._ahead: _PassAhead | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self._row_of
 
     def length(self, key: object) -> int:
         """Number of tokens in a row."""
-        return self._lengths[self._keys.index(key)]
+        return self._lengths[self._row_of[key]]
 
     @property
     def is_recurrent(self) -> bool:
@@ -102,6 +81,11 @@ class RowBatch:
         return all(can_rewind_passes(layer) for layer in self._caches)
 
     @property
+    def widest_row(self) -> int:
+        """Most tokens of one row in a pass."""
+        return MAX_WIDTH if any(_is_ring(layer) for layer in self._caches) else MAX_CHUNK_TOKENS
+
+    @property
     def pads_texts(self) -> bool:
         """Whether each row takes as much memory as the longest."""
         return any(_is_padded(layer) for layer in self._caches)
@@ -111,6 +95,7 @@ class RowBatch:
         self._settle_states()
         for rows, single in zip(self._caches, caches, strict=True):
             rows.join(single, length)
+        self._row_of[key] = len(self._keys)
         self._keys.append(key)
         self._lengths.append(length)
         self._lengths_before.append(length)
@@ -119,7 +104,7 @@ class RowBatch:
     def leave(self, key: object, caches: Sequence[Any]) -> int:
         """Remove a row, and give its text back to the caches that joined. Returns: the number of its tokens."""
         self._settle_states()
-        row = self._keys.index(key)
+        row = self._row_of[key]
         length = self._lengths[row]
         for rows, single in zip(self._caches, caches, strict=True):
             rows.leave(row, length, single)
@@ -129,16 +114,21 @@ class RowBatch:
     def drop(self, key: object) -> None:
         """Remove a row and its text."""
         self._settle_states()
-        if self._ahead is not None:
-            self._ahead = self._ahead.without(key)
         self._features.pop(key, None)
-        row = self._keys.index(key)
+        row = self._row_of[key]
         for rows in self._caches:
             rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
             del column[row]
+        self._row_of = {other: index for index, other in enumerate(self._keys)}
         for rows in self._caches:
             rows.shrink(max(self._lengths, default=0))
+
+    def read(self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None) -> None:
+        """Process the first tokens of all rows, which are empty, and evaluate their caches; as `feed` otherwise."""
+        self.feed(tokens, recorder)
+        mx.eval([layer.state for layer in self._caches], list(self._features.values()))
+        release_buffers()
 
     def feed(
         self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
@@ -146,48 +136,48 @@ class RowBatch:
         """Process tokens of several rows in one pass.
 
         Args:
-            tokens: by key, at least one id for each row that takes part, at most `MAX_WIDTH`. The other rows stay as
+            tokens: by key, at least one id for each row that takes part, at most `widest_row`. The other rows stay as
                 they are. The model reads an id beyond its vocabulary as its last id, as `MLXSequence` has it.
             recorder: of the features that a trained drafter reads; None if nobody reads any.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
         """
-        if self._ahead is not None and self._ahead.has_read(tokens):
-            logits_ahead = self._ahead.logits
-            self._settle(keep=tokens)
-            self._count([int(key in tokens) for key in self._keys])
-            return {key: logits_ahead[key] for key in tokens}
         self._settle()
         last_id = self._vocab_size - 1
         fed = [tuple(min(token, last_id) for token in tokens.get(key, ())) for key in self._keys]
         widths = [len(row) for row in fed]
         width = max(widths)
-        assert 0 < width <= MAX_WIDTH
+        assert 0 < width <= self.widest_row
         padded = mx.array([row + (0,) * (width - len(row)) for row in fed])
         with evaluating(self._layer_evaluation):
             logits = self._forward(padded, widths, recorder)
         self._count(widths)
         return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
-    def feed_ahead(self, tokens: Mapping[object, mx.array], recorder: FeatureRecorder | None = None) -> None:
-        """Start a pass over one token of several rows, which stay as they are until `feed` is called with these tokens.
+    def feed_ahead(self, keys: Sequence[object], tokens: mx.array, recorder: FeatureRecorder | None = None) -> mx.array:
+        """Process one token of several rows, which may not be computed yet.
 
         Args:
-            tokens: by key, one element each, which may not be computed yet.
+            keys: the rows.
+            tokens: (n,) ids.
             recorder: as for `feed`.
+
+        Returns: (n, V) logits, lazy.
         """
         self._settle()
-        widths = [int(key in tokens) for key in self._keys]
-        none = mx.zeros((1,), mx.uint32)
-        fed = mx.concatenate([tokens[key].reshape(1) if key in tokens else none for key in self._keys])
+        rows = [self._row_of[key] for key in keys]
+        are_all = rows == list(range(len(self)))
+        fed, widths = tokens, [1] * len(rows)
+        if not are_all:
+            fed = mx.zeros((len(self),), tokens.dtype)
+            fed[mx.array(rows)] = tokens
+            widths = [0] * len(self)
+            for row in rows:
+                widths[row] = 1
         # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
-        logits = self._forward(mx.minimum(fed.astype(mx.int32), self._vocab_size - 1)[:, None], widths, recorder)
-        mx.async_eval(logits)
-        # The states from before the pass before are kept no longer.
-        self._lengths_before = list(self._lengths)
-        self._ahead = _PassAhead(
-            tokens, {key: logits[row, :1] for row, key in enumerate(self._keys) if widths[row] > 0}
-        )
+        logits = self._forward(mx.minimum(fed.astype(mx.int32), self._vocab_size - 1)[:, None], widths, recorder)[:, 0]
+        self._count(widths)
+        return logits if are_all else logits[mx.array(rows)]
 
     def _forward(self, tokens: mx.array, widths: Sequence[int], recorder: FeatureRecorder | None) -> mx.array:
         """(B, W, V) logits of a pass over (B, W) ids, of which `widths` are not padding; lazy."""
@@ -214,11 +204,10 @@ class RowBatch:
 
     def rewind(self, key: object, length: int) -> int:
         """Drop a row's tokens until at most the first `length` are left. See `CachedSequence.rewind`."""
-        row = self._keys.index(key)
+        row = self._row_of[key]
         if length > self._lengths[row]:
             raise RewindError(f"asked to rewind to {length} tokens a row that holds {self._lengths[row]}")
         if length < self._lengths[row]:
-            self._discard_ahead()
             if not self._is_recurrent:
                 self._lengths[row] = length
             elif length >= self._lengths_before[row]:
@@ -229,23 +218,15 @@ class RowBatch:
                 )
         return self._lengths[row]
 
-    def _discard_ahead(self, keep: Container[object] = ()) -> None:
-        """Undo a pass ahead, but for the rows to keep."""
-        if self._ahead is not None:
-            for row, key in enumerate(self._keys):
-                self._goes_back[row] |= key in self._ahead.tokens and key not in keep
-            self._ahead = None
-
-    def _settle(self, keep: Container[object] = ()) -> None:
-        """Put back the states of the rows that were rewound, or are only ahead; not of those to keep."""
-        self._discard_ahead(keep)
+    def _settle(self) -> None:
+        """Put back the states of the rows that were rewound."""
         if any(self._goes_back):
             for rows in self._caches:
                 rows.restore(self._goes_back)
             self._goes_back = [False] * len(self)
 
     def _settle_states(self) -> None:
-        """Settle if rows have states. A pass ahead has only written behind the lengths of the others."""
+        """Settle if rows have states."""
         if self._is_recurrent:
             self._settle()
 
@@ -259,6 +240,12 @@ def _is_padded(layer: Any) -> bool:
     if isinstance(layer, RowCacheList):
         return any(_is_padded(inner) for inner in layer.caches)
     return isinstance(layer, RowKVCache) and not isinstance(layer, RowRingCache)
+
+
+def _is_ring(layer: Any) -> bool:
+    if isinstance(layer, RowCacheList):
+        return any(_is_ring(inner) for inner in layer.caches)
+    return isinstance(layer, RowRingCache)
 
 
 def _has_state(layer: Any) -> bool:

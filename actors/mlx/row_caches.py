@@ -44,7 +44,10 @@ class RowCache(Protocol):
         ...
 
     def join(self, single: Any, length: int) -> None:
-        """Add a row: the text of a cache that holds one, and which keeps no reference to it."""
+        """Add a row: the text of a cache that holds one, and which keeps no reference to it.
+
+        An empty text joins only where all are empty.
+        """
         ...
 
     def leave(self, row: int, length: int, single: Any) -> None:
@@ -102,15 +105,15 @@ class RowKVCache:
         self._end = 0
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        assert self.keys is not None
         self.offset = mx.array(tuple(lengths), mx.int32)
         self._end = max(lengths) + max(widths)
-        self._reserve(self._end)
+        if self.keys is not None:
+            self._reserve(self._end)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write behind each row's length: (B, heads, W, width of a head). Returns: all slots that the pass may see."""
-        assert self.keys is not None
-        assert self.values is not None
+        if self.keys is None or self.values is None:  # all texts are empty
+            self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
         slots = self._slots(keys.shape[2])[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
         self.values = mx.put_along_axis(self.values, slots, values, axis=2)
@@ -129,9 +132,10 @@ class RowKVCache:
         """A smaller length is enough."""
 
     def join(self, single: Any, length: int) -> None:
-        self.keys = self._joined(self.keys, single.keys[:, :, :length])
-        self.values = self._joined(self.values, single.values[:, :, :length])
-        single.keys = single.values = None
+        if length > 0:
+            self.keys = self._joined(self.keys, single.keys[:, :, :length])
+            self.values = self._joined(self.values, single.values[:, :, :length])
+            single.keys = single.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
         assert self.keys is not None
@@ -151,9 +155,22 @@ class RowKVCache:
             self.values = mx.contiguous(self.values[:, :, :num_slots])
 
     @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        """The arrays of all rows, to be evaluated."""
+        return self.keys, self.values
+
+    @property
     def nbytes(self) -> int:
         """Memory of all rows."""
         return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
+
+    def _zeros_like(self, written: mx.array) -> mx.array:
+        """A buffer for what (B, heads, W, width of a head) is the first part of."""
+        num_rows, heads, _, width = written.shape
+        return mx.zeros((num_rows, heads, self._num_slots_for(self._end), width), written.dtype)
+
+    def _num_slots_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // STEP) * STEP
 
     def _slots(self, width: int) -> mx.array:
         """(B, width) slots that a pass writes."""
@@ -171,7 +188,7 @@ class RowKVCache:
 
     def _joined(self, buffer: mx.array | None, text: mx.array) -> mx.array:
         """The buffer with one more row, which holds `text` (1, heads, tokens, width of a head)."""
-        num_slots = max(-(-text.shape[2] // STEP) * STEP, 0 if buffer is None else buffer.shape[2])
+        num_slots = max(self._num_slots_for(text.shape[2]), 0 if buffer is None else buffer.shape[2])
         row = _grown(text, num_slots - text.shape[2])
         if buffer is None:
             return row
@@ -206,6 +223,9 @@ class RowRingCache(RowKVCache):
         return mask[:, None]
 
     def join(self, single: Any, length: int) -> None:
+        if length == 0:
+            self._first_held.append(0)
+            return
         keys, values, *_ = single.state
         self.keys = self._joined(self.keys, self._ring(keys, length))
         self.values = self._joined(self.values, self._ring(values, length))
@@ -227,6 +247,9 @@ class RowRingCache(RowKVCache):
 
     def shrink(self, longest: int) -> None:
         """A ring has the slots that it needs."""
+
+    def _num_slots_for(self, num_tokens: int) -> int:
+        return self._num_slots
 
     def _slots(self, width: int) -> mx.array:
         return super()._slots(width) % self._num_slots
@@ -271,6 +294,8 @@ class RowArraysCache(ArraysCache):
             ]
 
     def join(self, single: Any, length: int) -> None:
+        if length == 0:
+            return
         self.cache = [
             state if rows is None else mx.concatenate([rows, state])
             for rows, state in zip(self.cache, single.cache, strict=True)
@@ -281,7 +306,7 @@ class RowArraysCache(ArraysCache):
         single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]
 
     def remove(self, row: int) -> None:
-        self.cache = [_without(state, row) for state in self.cache]
+        self.cache = [None if state is None else _without(state, row) for state in self.cache]
 
     def shrink(self, longest: int) -> None:
         """States have one size."""

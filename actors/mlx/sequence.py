@@ -88,8 +88,13 @@ class MLXSequence(RecordsFeatures):
             and all(can_take_rows(layer) and not layer.empty() for layer in self.cache)
         )
 
+    def is_row_of(self, batch: RowBatch) -> bool:
+        """Whether the text is a row of this batch."""
+        return self._batch is batch
+
     def join(self, batch: RowBatch) -> None:
-        """Become a row of a batch. `can_be_row` must be true."""
+        """Become a row of a batch. `can_be_row` must be true, or the text empty."""
+        self.leave_batch()
         self.check_caches(self._length)
         batch.join(self, self.cache, self._length)
         self._batch = batch

@@ -80,7 +80,7 @@ class SharedPasses:
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
         rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
         if self._batch.pads_texts:
-            others = [text for text in self._rows if text.is_row]
+            others = [text for text in self._rows if text.is_row_of(self._batch)]
             fitting = _fitting({text: text.length for text in (*others, *rows)})
             rows = {text: feed for text, feed in rows.items() if text in fitting}
         if len(rows) < 2:
@@ -90,22 +90,43 @@ class SharedPasses:
         logits = self._feed_rows(rows) if rows else {}
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
 
-    def feed_ahead(self, tokens: Mapping[Any, mx.array]) -> None:
-        if self._has_fed_rows and all(isinstance(text, MLXSequence) and text.is_row for text in tokens):
-            self._batch.feed_ahead(tokens, _recorder_for(tokens))
+    @property
+    def widest_row(self) -> int:
+        return self._batch.widest_row
+
+    def read(self, sequences: Sequence[MLXSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`. The texts are rows of a batch of their own, until they join others."""
+        batch = self._new_batch(sequences[0].layer_evaluation)
+        for text in sequences:
+            text.join(batch)
+        batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
+        for text in sequences:
+            text.count_row()
+        if not any(text.is_row_of(self._batch) for text in self._rows):
+            self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
+
+    def feed_ahead(self, sequences: Sequence[MLXSequence], tokens: mx.array) -> mx.array:
+        if len(sequences) > 1 and all(text.is_row_of(self._batch) for text in sequences):
+            self._has_fed_rows = True
+            logits = self._batch.feed_ahead(sequences, tokens, _recorder_for(sequences))
+            for text in sequences:
+                text.count_row()
+            return logits
+        logits_of_each = [text.feed_lazy(tokens[i : i + 1]) for i, text in enumerate(sequences)]
+        return logits_of_each[0] if len(sequences) == 1 else mx.concatenate(logits_of_each)
 
     def abandon(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
         if not self._has_fed_rows:
             return
         for text in self._rows:
-            if text.is_row:
+            if text.is_row_of(self._batch):
                 text.forget()
         self._rows = {}
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
 
     def _feed_rows(self, rows: dict[Any, Feed]) -> dict[object, mx.array]:
-        self._rows = {text: missed for text, missed in self._rows.items() if text.is_row}
+        self._rows = {text: missed for text, missed in self._rows.items() if text.is_row_of(self._batch)}
         for text, missed in list(self._rows.items()):
             if text not in rows and missed >= MAX_PASSES_MISSED:
                 text.leave_batch()
@@ -172,27 +193,28 @@ class SharedPasses:
     def _probed_alone(self) -> list[mx.array]:
         logits = []
         for length, widths in _PROBES:
-            caches = self._prefilled(length)
+            caches = self._options.make_cache(self._model)
+            self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
             for begin, end in _passes(length, widths):
                 logits.append(self._model(mx.array([_PROBE_TOKENS[begin:end]]), cache=caches)[0])
         return logits
 
     def _probed_together(self) -> list[mx.array]:
         batch = self._new_batch(LayerEvaluation.WHOLE)
-        for length, _ in _PROBES:
-            batch.join(length, self._prefilled(length), length)
         lengths = [length for length, _ in _PROBES]
-        passes = zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True)
-        fed = [
-            batch.feed({length: _PROBE_TOKENS[begin:end] for length, (begin, end) in zip(lengths, each, strict=True)})
-            for each in passes
-        ]
+        caches = {length: self._options.make_cache(self._model) for length in lengths}
+        for length in lengths:
+            batch.join(length, caches[length], 0)
+        batch.read({length: _PROBE_TOKENS[:length] for length in lengths})
+        fed = []
+        for each in zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True):
+            tokens: dict[object, tuple[int, ...]] = {}
+            for length, (begin, end) in zip(lengths, each, strict=True):
+                tokens[length] = _PROBE_TOKENS[begin:end]
+            fed.append(batch.feed(tokens))
+            # It leaves, and joins again with what it has read.
+            batch.join(lengths[0], caches[lengths[0]], batch.leave(lengths[0], caches[lengths[0]]))
         return [logits[length] for length in lengths for logits in fed]
-
-    def _prefilled(self, length: int) -> list[Any]:
-        caches = self._options.make_cache(self._model)
-        self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
-        return caches
 
 
 def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:

@@ -7,7 +7,7 @@ least one is finite. That is one reduction, which is evaluated together with the
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import mlx.core as mx
@@ -16,49 +16,40 @@ from protocol.errors import NotANumberError, OutriderError, ProcessorError
 
 
 @attrs.define
-class SharedValues:
-    """The values of a lazy array (n,), of which several texts read parts. It is read back once."""
-
-    array: mx.array
-    _values: list[Any] | None = attrs.field(default=None, init=False)
-
-    def part(self, rows: slice) -> list[Any]:
-        """Some of the values. Evaluates the array if that was not done yet."""
-        if self._values is None:
-            self._values = cast(list[Any], self.array.tolist())
-        return self._values[rows]
-
-
-@attrs.frozen
 class LogitCheck:
     """The largest logit of each row, lazy.
 
     Attributes:
         own: (n,) of the model's own logits.
         processed: (n,) of the processed logits; None if no processor changed them.
-        rows: which of them are this text's.
     """
 
-    own: SharedValues
-    processed: SharedValues | None = None
-    rows: slice = slice(None)
+    own: mx.array
+    processed: mx.array | None = None
+    _values: list[tuple[float, ...]] | None = attrs.field(default=None, init=False)
 
     @classmethod
     def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
         """The check of the model's rows (n, V), and of the processed rows, which may be the same object."""
-        own = SharedValues(mx.max(logits, axis=-1))
-        return cls(own, None if processed is logits else SharedValues(mx.max(processed, axis=-1)))
+        return cls(mx.max(logits, axis=-1), None if processed is logits else mx.max(processed, axis=-1))
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together with something else."""
-        return [self.own.array] if self.processed is None else [self.own.array, self.processed.array]
+        return [self.own] if self.processed is None else [self.own, self.processed]
+
+    def are_sound(self) -> list[bool]:
+        """Whether a token can be chosen from each row."""
+        return [all(map(math.isfinite, row)) for row in self._read()]
 
     def num_sound(self) -> int:
         """How many rows come before the first one from which no token can be chosen."""
-        own = self.own.part(self.rows)
-        processed = own if self.processed is None else self.processed.part(self.rows)
-        maxima = zip(own, processed, strict=True)
-        return next((i for i, row in enumerate(maxima) if not all(map(math.isfinite, row))), len(own))
+        sound = self.are_sound()
+        return sound.index(False) if False in sound else len(sound)
+
+    def _read(self) -> list[tuple[float, ...]]:
+        if self._values is None:
+            self._values = list(zip(*(cast(list[float], each.tolist()) for each in self.arrays()), strict=True))
+        return self._values
 
     def check(self, row: int, position: int, role: str) -> None:
         """Raise an error if no token can be chosen from a row.
@@ -72,25 +63,30 @@ class LogitCheck:
             NotANumberError: the model's own logits are not numbers.
             ProcessorError: processors, penalties or `logit_bias` left no finite logit.
         """
-        if (error := self._error(row, position, role)) is not None:
+        if (error := self.error(row, position, role)) is not None:
             raise error
 
-    def _error(self, row: int, position: int, role: str) -> OutriderError | None:
-        own = self.own.part(self.rows)[row]
+    def error(self, row: int, position: int, role: str) -> OutriderError | None:
+        """What `check` would raise."""
+        own, *processed = self._read()[row]
         if not math.isfinite(own):
-            return NotANumberError(
-                f"the {role} model gave {_named(own)} for the token at position {position}; usually numbers have "
-                "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it "
-                "again"
-            )
-        if self.processed is None or math.isfinite(processed := self.processed.part(self.rows)[row]):
+            return not_a_number(own, position, role)
+        if not processed or math.isfinite(processed[0]):
             return None
         return ProcessorError.of(
             "logits processors, penalties and {logit_bias} leave {maximum} for the token at position {position}; "
             "forbid tokens with -inf, and leave at least one logit finite",
-            maximum=_named(processed),
+            maximum=_named(processed[0]),
             position=position,
         )
+
+
+def not_a_number(largest: float, position: int, role: str) -> NotANumberError:
+    """The error of a row of a model's own logits whose largest is not finite; see `LogitCheck.check`."""
+    return NotANumberError(
+        f"the {role} model gave {_named(largest)} for the token at position {position}; usually numbers have "
+        "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it again"
+    )
 
 
 def _named(maximum: float) -> str:

@@ -51,7 +51,11 @@ _NO_TOKENS = mx.array([], dtype=mx.int32)
 
 
 class LogitsPipeline:
-    """The processors and filters of one session's settings."""
+    """The processors and filters of one session's settings.
+
+    Attributes:
+        kind: what texts must have in common to be judged together; None for one that is judged by itself.
+    """
 
     def __init__(self, opened: Open) -> None:
         """Make the pipeline of one session.
@@ -72,23 +76,16 @@ class LogitsPipeline:
         # How many tokens before a position the processors need; None for all.
         sizes = [size for _, size in self._penalties]
         self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
+        # Processors see a text, and XTC draws for it.
+        self.kind: Hashable | None = None
+        if not (self.runs_user_code or self.needs_text or self._bias or settings.xtc_probability > 0):
+            shapes = settings.top_p, settings.min_p, settings.min_tokens_to_keep, settings.top_k
+            self.kind = (settings.rule, settings.temperature, *(shapes if self._filters else ()))
 
     @property
     def runs_user_code(self) -> bool:
         """Whether there is a user's processor or sampler. It is called with evaluated arrays and evaluated at once."""
         return len(self._own) > 0 or self._sampler is not None
-
-    @property
-    def kind(self) -> Hashable | None:
-        """What texts must have in common to be judged together; None for one that is judged by itself.
-
-        Processors see a text, and XTC draws for it.
-        """
-        settings = self._settings
-        if self.runs_user_code or self.needs_text or self._bias or settings.xtc_probability > 0:
-            return None
-        shapes = (settings.top_p, settings.min_p, settings.min_tokens_to_keep, settings.top_k) if self._filters else ()
-        return settings.rule, settings.temperature, *shapes
 
     @property
     def needs_text(self) -> bool:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
-import outcome
 import trio
 
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_committed
 from actors.target.drafter_link import DrafterLink
-from actors.target.rounds import Round, plain_step, verdict_of, verdict_of_step, verdict_so_far
+from actors.target.parts import Part, next_part, stays_plain, verdict_of, verdict_so_far
+from actors.target.plain_rows import PlainRow, PlainRows
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
-from actors.target.verify import Verified, verify
+from actors.target.verify import verify
 from actors.workers.shared_jobs import Suspects
 from actors.workers.worker import Job, JobError, Worker, job_error
 from protocol.backoff import Backoff, SharingLimit
+from protocol.cached_tokens import FeedPlan
 from protocol.errors import OutriderError, ProtocolError
 from protocol.messages import Verdict
 from protocol.prefill_chunks import PrefillChunkSize
@@ -28,8 +30,6 @@ from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Share
-
-Outcomes = list[outcome.Outcome[Verified]]
 
 # Every so many passes of texts without drafts, one is not started ahead, so that it shows what such a pass costs.
 MEASURED_EVERY = 32
@@ -56,7 +56,7 @@ class RoundJobs:
         max_batch: int,
         *,
         look_at: Callable[[TargetSession], None],
-        on_commit: Callable[[TargetSession, Verdict, Commit], None],
+        on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
         """Of one target.
@@ -70,7 +70,7 @@ class RoundJobs:
             chunk_size: of passes that read a text again.
             max_batch: most rounds in one pass, >= 1.
             look_at: called with each session whose state has changed; must not wait.
-            on_commit: called with each commit and its verdict; must not wait.
+            on_commit: called with each commit; must not wait.
             on_rewind: called with a session and the number of tokens, >= 1, that its cache was rewound by.
         """
         self._model = model
@@ -87,7 +87,10 @@ class RoundJobs:
         self.pass_began_s = 0.0
         self.num_shared = max_batch
         self._limit = SharingLimit()
+        self._plain_rows = PlainRows(model)
         self._num_ahead = 0  # passes in succession that were started ahead
+        # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one.
+        self._last_plain: tuple[float, float] | None = None
         self._pass_over = trio.Event()
 
     @property
@@ -102,8 +105,12 @@ class RoundJobs:
 
     def begin_round(self, session: TargetSession) -> None:
         """Begin a session's next round."""
-        session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
+        self.begin_clock(session)
         self._look_at(session)
+
+    def begin_clock(self, session: TargetSession) -> None:
+        """Note when a session's round begins."""
+        session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
 
     def deliver(self) -> None:
         """Hand the consumers the commits of the last pass. Never waits."""
@@ -118,24 +125,23 @@ class RoundJobs:
         session.failure = error
         session.text_over.set()
 
-    def _begin_job(self, rounds: Sequence[Round]) -> None:
-        self.running = {round.session for round in rounds}
+    def _begin_job(self, sessions: Collection[TargetSession]) -> None:
+        self.running = sessions
         self._pass_over = trio.Event()
-        self._target_queue.begin([round.session.id for round in rounds], self._worker.clock())
+        self._target_queue.begin([session.id for session in sessions], self._worker.clock())
 
-    def _end_job(self, rounds: Sequence[Round]) -> None:
+    def _end_job(self, sessions: Collection[TargetSession]) -> None:
         now_s = self._worker.clock()
-        for round in rounds:
-            self._target_queue.leave(round.session.id, now_s)
+        for session in sessions:
+            self._target_queue.leave(session.id, now_s)
         self.running = ()
         self._pass_over.set()
 
     # --- the jobs -----------------------------------------------------------------------------------
 
-    async def read_again(self, round: Round, sequence: CachedSequence) -> None:
+    async def read_again(self, session: TargetSession, sequence: CachedSequence) -> None:
         """Feed some of what a cache has lost of its text, in one pass of bounded size."""
-        session = round.session
-        self._begin_job([round])
+        self._begin_job({session})
         to_feed = (*session.state.committed, *session.accepted)[:-1]
         try:
             await prefill_committed(
@@ -145,108 +151,204 @@ class RoundJobs:
         except JobError as error:
             self.fail(session, error)
         finally:
-            self._end_job([round])
+            self._end_job({session})
         self._look_at(session)
 
-    async def decode_alone(self, round: Round, *, is_alone: bool) -> None:
-        """A step of a text's own decoder."""
-        session = round.session
-        self._begin_job([round])
-        try:
-            step = plain_step(session, is_alone=is_alone)
-            job = Job("decode", step.call, session.id, 1, session.state.round)
-            decoded = await self._worker.run(job, meanwhile=self.deliver)
-            session.last_pass_s, session.pass_rounds, session.pass_rows = job.seconds, 0, 0
-            session.shared.counts.wait(job.began - round.since_s)
-            verdict = verdict_of_step(session, step, decoded)
-            self._end_job([round])
-            self._apply(session, verdict)
-        except JobError as error:
-            if not isinstance(error.__cause__, CacheLostError):
-                self.fail(session, error)
-        except Exception as error:  # of any kind: it ends this text, and the others go on
-            self.fail(session, error)
-        finally:
-            self._end_job([round])
-        self._look_at(session)
-
-    async def run_pass(self, rounds: list[Round]) -> bool:
+    async def run_pass(self, parts: list[Part]) -> bool:
         """A pass that texts share. Returns: whether a drafter has heard of verdicts, and may propose at once."""
         self.pass_began_s = self._worker.clock()
-        was_ahead = self._num_ahead > 0
-        goes_ahead = (
-            len(rounds) > 1
-            and len(rounds) == len(self.texts)
-            and all(round.request.goes_on for round in rounds)
-            and self._num_ahead < MEASURED_EVERY
-        )
-        self._num_ahead = self._num_ahead + 1 if goes_ahead else 0
-        self._begin_job(rounds)
+        taken = list(parts)
+        self._last_plain = None
+        self._begin_job({part.session for part in taken})
         self._limit.count_job()
-        job: Job[Outcomes] = Job(
-            "verify", partial(self._verify, rounds, goes_ahead), count=lambda results: sum(_widths(rounds, results))
-        )
-        job.prepare = partial(self._prepare, rounds, job)
-        taken = list(rounds)
-        outcomes: Outcomes | None = None
+        job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
+        job.prepare = partial(self._prepare, parts, job)
+        has_failed = False
         try:
-            outcomes = await self._worker.run(job, meanwhile=self.deliver)
+            await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
-            self._failed(rounds, error)
+            has_failed = True
+            self._failed(parts, error)
         finally:
-            self._end_job(taken)
-        for round in taken:
-            if round not in rounds:  # texts of this model cannot share passes
-                self.num_shared = self._target_queue.max_batch = 1
-                self._look_at(round.session)
-        if outcomes is not None:
-            self._judged(rounds, job, outcomes, is_typical=not was_ahead)
-        return any(round.session.state.phase is SessionPhase.PROPOSING for round in rounds)
+            self._end_job({part.session for part in taken})
+        for part in taken:
+            if part not in parts:  # texts of this model cannot share passes
+                self._look_at(part.session)
+        if not has_failed:
+            self._judged(parts, job)
+        return any(part.session.state.phase is SessionPhase.PROPOSING for part in parts)
+
+    async def run_plain_pass(self, sessions: Sequence[TargetSession], *, goes_ahead: bool) -> list[TargetSession]:
+        """A pass over texts that nobody drafts for.
+
+        Args:
+            sessions: at least one, and one where `num_shared` is 1; `is_plain` is true of each.
+            goes_ahead: whether the next such pass may be started ahead.
+
+        Returns: those of them that can have another such pass at once, in order.
+        """
+        num_texts = len(sessions)
+        goes_ahead = goes_ahead and self._num_ahead < MEASURED_EVERY and all(map(stays_plain, sessions))
+        was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if goes_ahead else 0
+        rows, shares = [], []
+        for session in sessions:
+            row, state = plain_row(session), session.state
+            rows.append(row)
+            shares.append(Share(session.id, state.round, max(1, len(row.plan.feed))))
+            self._target_queue.enter(session.id, shares[-1].num_tokens)
+        num_tokens, ready_s = sum([share.num_tokens for share in shares]), self._worker.clock()
+        step = partial(self._step, rows, goes_ahead)
+        if num_texts == 1:
+            job = Job("decode", step, sessions[0].id, num_tokens, sessions[0].state.round)
+        else:
+            job = Job("verify", step, num_tokens=num_tokens)
+            job.prepare = partial(self.share, rows, shares, job)
+        self._begin_job(set(sessions))
+        self._limit.count_job()
+        results = None
+        try:
+            results = await self._worker.run(job, meanwhile=self.deliver)
+        except JobError as error:
+            self._failed([next_part(session, self._prices, self._worker.clock()) for session in sessions], error)
+        finally:
+            self._end_job(sessions)
+        if results is None:
+            self._last_plain, self._num_ahead = None, 0
+            return []
+        for session in sessions[len(rows) :]:  # texts of this model cannot share passes
+            self._look_at(session)
+        num_texts = len(rows)
+        width = max([share.num_tokens for share in shares])
+        # A text's cache is copied when it shares a pass for the first time.
+        is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in sessions))
+        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=is_typical)
+        going_on = []
+        for session, row, result in zip(sessions, rows, results, strict=False):
+            session.shared.counts.wait(job.began - ready_s)
+            session.verify_seconds += job.seconds / num_texts
+            session.was_plain = True
+            session.has_shared = session.has_shared or num_texts > 1
+            if isinstance(result, CacheLostError):
+                self._look_at(session)
+            elif isinstance(result, Exception):
+                self.fail(session, job_error(job, result))
+            else:
+                fed = (*row.plan.feed, result) if row.is_ahead else row.plan.feed
+                session.cached_tokens.follow(FeedPlan(row.plan.keep, fed))
+                if session.id in self.texts and session.state.phase is not SessionPhase.CLOSED:
+                    try:
+                        if self._commit_own(session, row, result):
+                            going_on.append(session)
+                    except Exception as error:  # of any kind: it ends this text, and the others go on
+                        self.fail(session, error)
+        return going_on
+
+    def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
+        """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
+        if is_typical:
+            self._prices.observe_verify_pass(num_rows, job.began, job.ended)
+        last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
+        if last is not None and num_rows == num_texts:
+            ended_s, busy_s = last
+            # Without the time that went into other jobs.
+            idle_s = max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
+            pass_s = job.seconds if is_typical else self._prices.verify(num_rows)
+            seconds = (job.seconds + idle_s) / num_texts
+            self._prices.observe_plain_round(seconds, pass_s / num_texts, num_texts=num_texts)
+
+    def _commit_own(self, session: TargetSession, row: PlainRow, token: int) -> bool:
+        """Commit a token of the target's own. Returns: whether another may follow in the same way at once."""
+        state, shared = session.state, session.shared
+        if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED and not row.likelihoods:
+            commit = state.commit_own(token)
+            self._on_commit(session, commit)
+        else:
+            is_resting = state.phase is SessionPhase.RESTING
+            place = session.id, state.round, state.next_position
+            verdict = Verdict(*place, 0, token, likelihoods=row.likelihoods, features=row.features)
+            verdict = session.with_stop(verdict)
+            commit = self._commit(session, verdict)
+            if is_resting:
+                self._tell_drafter(session, verdict)
+        shared.unsent = commit
+        shared.deliver_nowait()
+        if commit.finish_reason is not None:
+            session.text_over.set()
+        elif shared.unsent is not None:
+            session.is_blocked = True
+        elif state.phase is SessionPhase.PROPOSING:
+            self.begin_round(session)
+        else:
+            return True
+        return False
+
+    def _commit(self, session: TargetSession, verdict: Verdict) -> Commit:
+        """Commit the tokens of a verdict."""
+        commit = session.state.apply(verdict)
+        if commit is None:
+            raise ProtocolError(f"the target's own {verdict!r} was stale")
+        self._on_commit(session, commit)
+        return commit
+
+    def _tell_drafter(self, session: TargetSession, verdict: Verdict, *, has_proposed: bool = False) -> None:
+        self._drafter.send(verdict)
+        # Not while a late drafter has something to propose: it may be late because of what it drew.
+        if session.decodes_alone and not has_proposed:
+            self._drafter.leave_behind(session)
 
     # --- on the worker's thread -------------------------------------------------------------------
 
-    def _prepare(self, rounds: list[Round], job: Job[Outcomes]) -> None:
-        if len(rounds) > 1 and self._model.sharing_obstacle() is not None:
-            del rounds[1:]
-        shares = tuple(Share(round.session.id, round.request.proposal.round, round.num_tokens) for round in rounds)
-        job.num_tokens = sum(share.num_tokens for share in shares)
+    def _prepare(self, parts: list[Part], job: Job[Any]) -> None:
+        self.share(parts, [Share(part.session.id, part.proposal.round, part.num_tokens) for part in parts], job)
+
+    def _step(self, rows: Sequence[PlainRow], goes_ahead: bool) -> list[int | Exception]:
+        """Returns: of each text the token, or the error that concerns it alone."""
+        return self._plain_rows.step(rows, goes_ahead=goes_ahead)
+
+    def share(self, parts: list[Any], shares: list[Share], job: Job[Any]) -> None:
+        """Name the sessions of a job that begins: all, or the first if texts of the model cannot share passes."""
+        if len(parts) > 1 and self._model.sharing_obstacle() is not None:
+            self.num_shared = self._target_queue.max_batch = 1
+            del parts[1:], shares[1:]
+        job.num_tokens = sum([share.num_tokens for share in shares])
         if len(shares) == 1:
             job.session, job.round = shares[0].session, shares[0].round
         else:
-            job.shares = shares
+            job.shares = tuple(shares)
 
-    def _verify(self, rounds: Sequence[Round], goes_ahead: bool) -> Outcomes:
-        return verify(self._model, [round.request for round in rounds], goes_ahead=goes_ahead and len(rounds) > 1)
+    def _verify(self, parts: Sequence[Part]) -> list[Exception | None]:
+        """Returns: of each part, the error that concerns its text alone, if there is one."""
+        verify(self._model, parts)
+        return [part.error for part in parts]
 
     # --- what comes of it -------------------------------------------------------------------------
 
-    def _judged(self, rounds: Sequence[Round], job: Job[Outcomes], outcomes: Outcomes, *, is_typical: bool) -> None:
+    def _judged(self, parts: Sequence[Part], job: Job[Any]) -> None:
         """Apply the verdicts of a pass."""
-        num_rounds = len(rounds)
-        num_rows = num_rounds * max(_widths(rounds, outcomes))
+        num_parts = len(parts)
+        num_rows = num_parts * max([part.num_tokens for part in parts])
         # A text's cache is copied when it shares a pass for the first time.
-        is_typical = num_rounds == 1 or (is_typical and all(round.session.has_shared for round in rounds))
+        is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
-        for round, result in zip(rounds, outcomes, strict=True):
-            session = round.session
-            session.shared.counts.wait(job.began - round.since_s)
-            session.last_pass_s = job.seconds / num_rounds
-            session.pass_rounds, session.pass_rows, session.pass_is_typical = num_rounds, num_rows, is_typical
+        for part in parts:
+            session = part.session
+            session.shared.counts.wait(job.began - part.since_s)
+            session.last_pass_s = job.seconds / num_parts
+            session.pass_rounds, session.pass_rows = num_parts, num_rows
             session.pass_s = job.seconds
-            session.ended_s, session.last_ready = job.ended, round.ready
-            session.has_shared = session.has_shared or num_rounds > 1
-            if isinstance(result, outcome.Error):
-                if not isinstance(result.error, CacheLostError):
-                    self.fail(session, job_error(job, result.error))
-            elif isinstance(result, outcome.Value):
+            session.ended_s, session.last_ready = job.ended, part.ready
+            session.has_shared = session.has_shared or num_parts > 1
+            if part.error is None:
                 session.verify_seconds += session.last_pass_s
-                self._acquit(round)
+                self._acquit(part)
                 try:
-                    if (verdict := verdict_of(round, result.value, self._on_rewind)) is not None:
+                    if (verdict := verdict_of(part, self._on_rewind)) is not None:
                         self._apply(session, verdict)
                 except Exception as error:  # of any kind: it ends this text, and the others go on
                     self.fail(session, error)
+            elif not isinstance(part.error, CacheLostError):
+                self.fail(session, job_error(job, part.error))
             self._look_at(session)
 
     def _apply(self, session: TargetSession, verdict: Verdict) -> None:
@@ -256,16 +358,10 @@ class RoundJobs:
         proposal, is_drafted = session.state.outstanding, session.state.phase is not SessionPhase.UNDRAFTED
         verdict = session.with_stop(verdict)
         round_s = self._round_seconds(session)
-        commit = session.state.apply(verdict)
-        if commit is None:
-            raise ProtocolError(f"the target's own {verdict!r} was stale")
+        commit = self._commit(session, verdict)
         session.shared.unsent, session.round_failure = commit, None
-        self._on_commit(session, verdict, commit)
         if is_drafted:
-            self._drafter.send(verdict)
-            # Not while a late drafter has something to propose: it may be late because of what it drew.
-            if session.decodes_alone and (proposal is None or not proposal.tokens):
-                self._drafter.leave_behind(session)
+            self._tell_drafter(session, verdict, has_proposed=proposal is not None and bool(proposal.tokens))
         if commit.round > 0:  # the first round waits for the drafter's prefill
             if proposal is not None:
                 self._prices.observe_round(len(commit.tokens), round_s)
@@ -281,66 +377,70 @@ class RoundJobs:
         return session.last_pass_s + idle_s / len(self.texts)
 
     def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
-        if session.pass_rounds == 0:
-            self._prices.observe_plain_round(round_s, session.last_pass_s)
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
-        elif session.pass_rows == session.pass_rounds:
-            # A pass that was started ahead has worked between the jobs, too.
-            pass_s = session.pass_s if session.pass_is_typical else self._prices.verify(session.pass_rows)
-            self._prices.observe_plain_round(round_s, pass_s / session.pass_rounds, num_texts=session.pass_rounds)
+        if session.pass_rows == session.pass_rounds:
+            num_texts = session.pass_rounds
+            self._prices.observe_plain_round(round_s, session.pass_s / num_texts, num_texts=num_texts)
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _failed(self, rounds: Sequence[Round], error: JobError) -> None:
+    def _failed(self, parts: Sequence[Part], error: JobError) -> None:
         """Have the rounds of a pass that failed computed again, or end the one that has failed alone."""
-        if len(rounds) == 1:
-            self._failed_alone(rounds[0], error)
+        if len(parts) == 1:
+            self._failed_alone(parts[0], error)
             return
-        with_drafts = [round for round in rounds if round.request.feeds_drafted]
-        suspected = with_drafts or rounds
-        suspects = Suspects(len(suspected), partial(self._limit.halve, len(rounds)))
-        for round in rounds:
-            session = round.session
+        with_drafts = [part for part in parts if part.feeds_drafted]
+        suspected = with_drafts or parts
+        suspects = Suspects(len(suspected), partial(self._limit.halve, len(parts)))
+        for part in parts:
+            session = part.session
             failure = session.round_failure = session.round_failure or RoundFailure()
-            if round.request.feeds_drafted:
-                session.suspects, failure.one_by_one = suspects, OneByOne(round.request.proposal)
+            if part.feeds_drafted:
+                session.suspects, failure.one_by_one = suspects, OneByOne(part.proposal)
             else:
                 # If drafted tokens of others were the cause, those are left out now.
                 failure.goes_alone = failure.has_failed or not with_drafts
                 failure.suspects, failure.has_failed = None if with_drafts else suspects, True
             self._look_at(session)
 
-    def _failed_alone(self, round: Round, error: JobError) -> None:
-        session, request = round.session, round.request
-        failure = session.round_failure
+    def _failed_alone(self, part: Part, error: JobError) -> None:
+        session, failure = part.session, part.session.round_failure
         # Errors of ours would be the same without drafted tokens.
-        if request.feeds_drafted and not isinstance(error.__cause__, OutriderError):
+        if part.feeds_drafted and not isinstance(error.__cause__, OutriderError):
             session.suspects = Suspects(0, _ignore)
             session.drafts.fail()
-            session.round_failure = RoundFailure(OneByOne(request.proposal))
+            session.round_failure = RoundFailure(OneByOne(part.proposal))
         elif failure is not None and failure.one_by_one is not None and session.accepted:
-            self._apply(session, verdict_so_far(session, failure.one_by_one, len(session.accepted)))
+            self._apply(session, verdict_so_far(failure.one_by_one, len(session.accepted)))
         else:
             self.fail(session, error)
         self._look_at(session)
 
-    def _acquit(self, round: Round) -> None:
+    def _acquit(self, part: Part) -> None:
         """Note that a pass has not failed, after one that has."""
-        session, failure = round.session, round.session.round_failure
+        session, failure = part.session, part.session.round_failure
         if failure is not None and failure.suspects is not None:
             failure.suspects.acquit()
             failure.suspects = None
-        if round.request.feeds_drafted and session.suspects is not None:
+        if part.feeds_drafted and session.suspects is not None:
             session.suspects.acquit()
             session.suspects, session.drafts = None, Backoff()
 
 
-def _widths(rounds: Sequence[Round], results: Outcomes) -> list[int]:
-    """Tokens of each round that went through the model. What the proposals of failed rounds did to it is not known."""
-    return [
-        result.value.width if isinstance(result, outcome.Value) else round.num_tokens
-        for round, result in zip(rounds, results, strict=True)
-    ]
+def plain_row(session: TargetSession) -> PlainRow:
+    """A text as it takes part in a pass without drafts; `is_plain` must be true."""
+    assert session.sequence is not None
+    shared, committed = session.shared, session.state.committed
+    if (row := session.plain_row) is None or row.sequence is not session.sequence:
+        row = session.plain_row = PlainRow(session.sequence, shared.opened, shared.logits_pipeline)
+    row.plan = session.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
+    if shared.logits_pipeline.needs_text:
+        row.history = shared.logits_pipeline.history(committed)
+    return row
+
+
+def _num_tokens(parts: Sequence[Part]) -> int:
+    return sum([part.num_tokens for part in parts])
 
 
 def _ignore() -> None:

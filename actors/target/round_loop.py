@@ -15,12 +15,12 @@ import trio
 
 from actors.model import Model
 from actors.target.drafter_link import DrafterLink
+from actors.target.parts import Part, has_lost_tokens, is_plain, next_part
+from actors.target.reading import Reading
 from actors.target.round_jobs import RoundJobs
-from actors.target.rounds import Round, has_lost_tokens, next_round
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Worker
-from protocol.messages import Verdict
-from protocol.pass_plan import ReadyRound, plan_pass
+from protocol.pass_plan import ReadyRound, best_number, plan_pass
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -34,11 +34,7 @@ ANSWER_TURNS = 3
 
 
 class RoundLoop:
-    """The rounds of all texts of one target.
-
-    Attributes:
-        turn: held while the worker is used for more than a moment, so that a pass is decided on when it can begin.
-    """
+    """The prompts and rounds of all texts of one target."""
 
     def __init__(
         self,
@@ -50,8 +46,7 @@ class RoundLoop:
         chunk_size: PrefillChunkSize,
         max_batch: int,
         *,
-        num_sessions: Callable[[], int],
-        on_commit: Callable[[TargetSession, Verdict, Commit], None],
+        on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
         """Make a loop without texts.
@@ -62,13 +57,11 @@ class RoundLoop:
             prices: of both models.
             target_queue: shows the drafter which passes wait and run.
             drafter: whose proposals are waited for.
-            num_sessions: returns how many sessions the target has, those that read their prompts included.
         """
         self._worker = worker
         self._prices = prices
         self._target_queue = target_queue
         self._drafter = drafter
-        self._num_sessions = num_sessions
         self._jobs = RoundJobs(
             model,
             worker,
@@ -81,15 +74,39 @@ class RoundLoop:
             on_commit=on_commit,
             on_rewind=on_rewind,
         )
-        self.turn = trio.Lock()
+        self._reading = Reading(model, worker, chunk_size, lambda: self._jobs.num_shared, self._jobs.share)
         self._changed: dict[TargetSession, None] = {}
-        self._ready: dict[TargetSession, Round] = {}  # in the order in which they became ready
+        # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
+        self._ready: dict[TargetSession, Part] = {}
+        self._plain: dict[TargetSession, None] = {}
         self._hurried: set[TargetSession] = set()
         self._hurried_until_s = -math.inf
         self._waits_until_s = math.inf  # for further rounds, before the pass that could begin
         self._wakeup = trio.Event()
 
     # --- what others tell it ----------------------------------------------------------------------
+
+    async def read(self, session: TargetSession, length: int) -> None:
+        """Read a session's prompt up to a length, as far as it is not cached; the tokens to score with their scores.
+
+        Cancellation: waits for the pass that reads some of it.
+
+        Raises: JobError: the pass has failed because of this prompt, or of the model; the error is the cause.
+        """
+        if length <= len(session.cached_tokens):
+            return
+        session.reads_until, session.prompt_is_read = length, trio.Event()
+        self._reading.prompts[session] = None
+        self._wakeup.set()
+        try:
+            await session.prompt_is_read.wait()
+        finally:
+            self._reading.prompts.pop(session, None)
+            with trio.CancelScope(shield=True):
+                while session in self._reading.running:
+                    await self._reading.pass_over.wait()
+        if session.failure is not None:
+            raise session.failure
 
     async def decode(self, session: TargetSession) -> None:
         """Run the rounds of a text whose prompt was read, until it is over.
@@ -121,6 +138,7 @@ class RoundLoop:
     def _forget(self, session: TargetSession) -> None:
         del self._jobs.texts[session.id]
         self._changed.pop(session, None)
+        self._plain.pop(session, None)
         if self._ready.pop(session, None) is not None:
             self._target_queue.leave(session.id, self._worker.clock())
         self._hurried.discard(session)
@@ -136,18 +154,24 @@ class RoundLoop:
         Cancellation: after the running pass.
         """
         while True:
+            if self._reading.wanted:
+                await self._reading.run_pass()
             wait_s = self._wait_s()
+            if wait_s > 0.0 and self._reading.wanted:
+                continue
             if wait_s > 0.0:
                 self._jobs.deliver()
                 with trio.move_on_after(wait_s):
                     await self._wakeup.wait()
                 continue
-            # Each of these has one turn before others use the worker again, also where each has a job for itself. Those
-            # that become ready meanwhile may share their passes.
+            if group := self._plain_group():
+                await self._decode_plainly(group)
+                continue
+            # Each of these has one turn before another prompt is read, also where each has a job for itself. Those that
+            # become ready meanwhile may share their passes.
             due = set(self._ready)
-            async with self.turn:
-                while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
-                    due.difference_update(await self._work())
+            while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
+                due.difference_update(await self._work())
 
     def _wait_s(self) -> float:
         """Seconds until there may be something for the worker to do, unless something changes; 0 for now."""
@@ -157,11 +181,15 @@ class RoundLoop:
         deadline_s = self._time_out(now_s)
         if self._changed:
             self._take_in()
+        if self._plain_group():
+            return 0.0
+        for session in list(self._plain):
+            self._make_round(session)
         if not self._ready:
             self._waits_until_s = math.inf
             return deadline_s - now_s
         first = next(iter(self._ready.values()))
-        if first.request.alone or len(self._jobs.texts) == 1 or self._goes_by_itself(first):
+        if first.alone or len(self._jobs.texts) == 1 or self._jobs.num_shared == 1 or _must_read_again(first):
             return 0.0
         return self._wait_for_more_s(now_s)
 
@@ -171,6 +199,7 @@ class RoundLoop:
         for session in changed:
             if session in self._jobs.running or session in self._ready or session.text_over.is_set():
                 continue
+            self._plain.pop(session, None)
             was_blocked, session.is_blocked = session.is_blocked, session.shared.is_blocked
             if session.state.phase is SessionPhase.CLOSED:
                 session.text_over.set()
@@ -192,22 +221,47 @@ class RoundLoop:
         session.proposal_due_s = session.awaits_proposal_since_s + self._drafter.timeout_s(session)
 
     def _make_ready(self, session: TargetSession) -> None:
-        now_s = self._worker.clock()
         session.awaits_proposal_since_s = None
         self._hurried.discard(session)
         assert session.sequence is not None
         session.sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
+        if is_plain(session):
+            self._plain[session] = None
+        else:
+            self._make_round(session)
+
+    def _plain_group(self) -> list[TargetSession]:
+        """The texts that have the next pass without drafts; none if the next pass is another one."""
+        texts = list(self._plain)
+        if self._all_are_plain:
+            if self._jobs.num_shared == 1:
+                return texts[:1]
+            if len(texts) <= self._jobs.most_rounds and best_number(len(texts), self._prices.verify) == len(texts):
+                return texts
+        # Those that are a pass ahead have its tokens before they take part in another.
+        return [text for text in texts if text.plain_row is not None and text.plain_row.is_ahead]
+
+    @property
+    def _all_are_plain(self) -> bool:
+        """Whether all texts that can go on do so without drafts."""
+        if not self._plain or self._ready:
+            return False
+        return len(self._plain) == sum(not text.is_blocked for text in self._jobs.texts.values())
+
+    def _make_round(self, session: TargetSession) -> None:
+        now_s = self._worker.clock()
+        self._plain.pop(session, None)
         self._prices.num_texts = max(1, min(len(self._jobs.texts), self._jobs.most_rounds))
         try:
-            round = next_round(session, self._prices, now_s)
+            part = next_part(session, self._prices, now_s)
         except Exception as error:  # of any kind: it ends this text, and the others go on
             self._jobs.fail(session, error)
             return
         if session.ended_s is not None:
             session.turnaround_s.observe(now_s - session.ended_s)
             session.ended_s = None
-        self._ready[session] = round
-        self._target_queue.enter(session.id, round.ready.max_width)
+        self._ready[session] = part
+        self._target_queue.enter(session.id, part.ready.max_width)
 
     def _time_out(self, now_s: float) -> float:
         """Give up waiting for proposals that are due. Returns: when the next one is."""
@@ -225,20 +279,6 @@ class RoundLoop:
                 next_s = min(next_s, session.proposal_due_s)
         return next_s
 
-    def _goes_by_itself(self, round: Round) -> bool:
-        """Whether a round has a step of the decoder, or a job that reads its text again, instead of a pass."""
-        session = round.session
-        sequence = session.sequence
-        assert sequence is not None
-        return has_lost_tokens(session, sequence) or self._is_decoded_alone(session)
-
-    def _is_decoded_alone(self, session: TargetSession) -> bool:
-        """Whether a round without a proposal is decoded a pass ahead, instead of in a pass that others may share."""
-        if session.state.outstanding is not None or session.round_failure is not None:
-            return False
-        is_ahead = session.decoder is not None and session.decoder.is_ahead
-        return is_ahead or self._num_sessions() == 1 or self._jobs.num_shared == 1
-
     # --- which rounds share the next pass ---------------------------------------------------------
 
     def _wait_for_more_s(self, now_s: float) -> float:
@@ -250,9 +290,9 @@ class RoundLoop:
         coming = self._coming(now_s)
         if not coming:
             return 0.0
-        rounds = self._sharing()
+        parts = self._sharing()
         plan = plan_pass(
-            [*(round.ready for round in rounds), *coming.values()],
+            [*(part.ready for part in parts), *coming.values()],
             self._prices.verify,
             self._jobs.most_rounds,
             max_wait_s=self._waits_until_s - now_s,
@@ -260,7 +300,7 @@ class RoundLoop:
         if plan.wait_s > 0.0:
             return plan.wait_s
         sessions = list(coming)
-        hurried = {sessions[i - len(rounds)] for i in plan.num_drafted if i >= len(rounds)} - self._hurried
+        hurried = {sessions[i - len(parts)] for i in plan.num_drafted if i >= len(parts)} - self._hurried
         if not hurried:
             return 0.0
         for session in hurried:
@@ -289,51 +329,63 @@ class RoundLoop:
                 )
         return coming
 
-    def _sharing(self) -> list[Round]:
-        """The rounds that could share the next pass, the first of those that are ready at the front."""
-        return [round for round in self._ready.values() if not round.request.alone and not self._goes_by_itself(round)]
+    def _sharing(self) -> list[Part]:
+        """The parts that could share the next pass, the first of those that are ready at the front."""
+        return [part for part in self._ready.values() if not part.alone and not _must_read_again(part)]
 
-    def _chosen(self) -> list[Round]:
-        """The rounds of the pass that begins now, cut to the drafted tokens that they feed."""
+    def _chosen(self) -> list[Part]:
+        """The parts of the pass that begins now, cut to the drafted tokens that they feed."""
         first = next(iter(self._ready.values()))
-        if first.request.alone:
+        if first.alone or self._jobs.num_shared == 1:
             return [first]
-        rounds = self._sharing()
-        if len(rounds) == 1:
+        parts = self._sharing()
+        if len(parts) == 1:
             # A text's own policy has decided what its pass is worth.
-            return rounds
-        plan = plan_pass([round.ready for round in rounds], self._prices.verify, self._jobs.most_rounds)
-        chosen = []
-        for index, round in enumerate(rounds):
-            if index in plan.num_drafted:
-                round.cut(plan.num_drafted[index])
-                chosen.append(round)
-        return chosen
+            return parts
+        plan = plan_pass([part.ready for part in parts], self._prices.verify, self._jobs.most_rounds)
+        for index, num_drafted in plan.num_drafted.items():
+            parts[index].cut(num_drafted)
+        return [parts[index] for index in plan.num_drafted]
 
     # --- the work ---------------------------------------------------------------------------------
+
+    async def _decode_plainly(self, group: list[TargetSession]) -> None:
+        """Passes over texts that nobody drafts for, until there is something else to do."""
+        goes_ahead = self._all_are_plain
+        others = [text for text in self._plain if text not in group]
+        self._plain = {}
+        while group:
+            going_on = await self._jobs.run_plain_pass(group, goes_ahead=goes_ahead)
+            group = [text for text in going_on if text.id in self._jobs.texts]
+            if not goes_ahead or others or self._changed or self._reading.wanted:
+                break
+        for text in group:
+            self._jobs.begin_clock(text)
+        self._plain = dict.fromkeys(text for text in (*others, *group) if text.id in self._jobs.texts)
 
     async def _work(self) -> list[TargetSession]:
         """Run the next job. Returns: the sessions that had a part in it."""
         first = next(iter(self._ready.values()))
-        sequence = first.session.sequence
-        assert sequence is not None
+        session = first.session
         self._waits_until_s = math.inf
-        rounds = [first]
-        if has_lost_tokens(first.session, sequence):
-            del self._ready[first.session]
-            await self._jobs.read_again(first, sequence)
-        elif self._is_decoded_alone(first.session):
-            del self._ready[first.session]
-            await self._jobs.decode_alone(first, is_alone=self._num_sessions() == 1 or self._jobs.num_shared == 1)
+        parts = [first]
+        if _must_read_again(first):
+            del self._ready[session]
+            await self._jobs.read_again(session, first.sequence)
         else:
-            rounds = self._chosen()
-            for round in rounds:
-                del self._ready[round.session]
-            is_drafted = await self._jobs.run_pass(rounds)
-            for round in self._ready.values():
-                if round.since_s < self._jobs.pass_began_s:
-                    round.pass_over()
+            parts = self._chosen()
+            for part in parts:
+                del self._ready[part.session]
+            is_drafted = await self._jobs.run_pass(parts)
+            for part in self._ready.values():
+                if part.since_s < self._jobs.pass_began_s:
+                    part.pass_over()
             if is_drafted and len(self._jobs.texts) > 1:
                 for _ in range(ANSWER_TURNS):
                     await trio.lowlevel.checkpoint()
-        return [round.session for round in rounds]
+        return [part.session for part in parts]
+
+
+def _must_read_again(part: Part) -> bool:
+    """Whether a text has a job that reads it again, instead of a pass."""
+    return has_lost_tokens(part.session, part.sequence)

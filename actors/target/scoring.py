@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 
 from actors.model import CachedSequence
 from actors.prefill import tokens_per_pass
 from actors.sampling.logit_check import LogitCheck
-from actors.target.target_session import TargetSession
-from actors.workers.worker import Job, RunsJobs
-from protocol.messages import Close
+from protocol.cached_tokens import CachedTokens, FeedPlan
+from protocol.messages import Open
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.scores import TokenScore, token_scores
 
@@ -18,31 +17,28 @@ from protocol.scores import TokenScore, token_scores
 _MAX_LOGITS = 2**24
 
 
-async def score_prompt(
-    worker: RunsJobs, sequence: CachedSequence, session: TargetSession, chunk_size: PrefillChunkSize, vocab_size: int
-) -> None:
-    """After prefill, in a session that scores: feed the tokens to be scored, and close the session.
+def next_scored_chunk(
+    sequence: CachedSequence,
+    cached_tokens: CachedTokens,
+    opened: Open,
+    chunk_size: PrefillChunkSize,
+    vocab_size: int,
+) -> tuple[FeedPlan, Callable[[], tuple[TokenScore, ...]]]:
+    """The next part of the tokens to score, once the tokens before them were read.
 
     Args:
-        chunk_size: of passes that score; updated.
-        vocab_size: width of its logits.
+        chunk_size: of passes that score.
+        vocab_size: width of the logits.
 
-    Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
+    Returns: what it feeds, and a call for the model's thread that feeds it and scores the tokens that follow each.
     """
-    opened, cached_tokens = session.shared.opened, session.cached_tokens
-    if opened.num_scored == 0:
-        return
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
-    while (begin := len(cached_tokens)) < len(opened.prompt) - 1:
-        size = min(chunk_size() if pass_tokens == "auto" else pass_tokens, max(1, _MAX_LOGITS // vocab_size))
-        end = min(begin + size, len(opened.prompt) - 1)
-        plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
-        call = partial(_score, sequence, plan.feed, opened.prompt[begin + 1 : end + 1], opened.settings.logprobs, begin)
-        job: Job[Iterable[TokenScore]] = Job("prefill", call, opened.session, len(plan.feed))
-        session.shared.scores += await worker.run(job)
-        chunk_size.observe(job.num_tokens, job.seconds)
-        cached_tokens.follow(plan)
-    session.state.close(Close(session.id))
+    size = min(chunk_size() if pass_tokens == "auto" else pass_tokens, max(1, _MAX_LOGITS // vocab_size))
+    begin = len(cached_tokens)
+    end = min(begin + size, len(opened.prompt) - 1)
+    plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
+    scored = opened.prompt[begin + 1 : end + 1]
+    return plan, partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
 
 
 def _score(

@@ -9,19 +9,15 @@ import trio
 
 from actors.actor import ModelActor
 from actors.model import CachedSequence, Model
-from actors.prefill import prefill
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
 from actors.target.round_loop import RoundLoop
-from actors.target.scoring import score_prompt
 from actors.target.target_session import TargetSession
-from actors.workers.in_turn import InTurn
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, StreamFailedError
-from protocol.messages import Close, Message, PromptFeatures, Verdict
+from protocol.messages import Close, Message, PromptFeatures
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
-from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
@@ -69,12 +65,9 @@ class TargetActor(ModelActor[TargetSession]):
             self.drafter,
             self.chunk_size,
             max_batch,
-            num_sessions=lambda: len(self._sessions),
             on_commit=self._note_commit,
             on_rewind=self._note_rewind,
         )
-        # A pass that scores costs more than one that only reads.
-        self._score_size = PrefillChunkSize()
 
     async def _serve_beside(self) -> None:
         await self._rounds.serve()
@@ -95,11 +88,12 @@ class TargetActor(ModelActor[TargetSession]):
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
                 sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
-                in_turn = InTurn(self.worker, self._rounds.turn)
-                await prefill(in_turn, sequence, session.cached_tokens, opened, self.chunk_size)
+                await self._rounds.read(session, opened.num_read)
                 await self._give_prompt_features(session, sequence)
                 await self._hand_on(session, sequence)
-                await score_prompt(in_turn, sequence, session, self._score_size, self.model.vocab_size)
+                if opened.num_scored > 0:
+                    await self._rounds.read(session, len(opened.prompt) - 1)
+                    session.state.close(Close(session.id))
                 await self._rounds.decode(session)
                 # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
                 shared.deliver_nowait()
@@ -156,8 +150,8 @@ class TargetActor(ModelActor[TargetSession]):
         failure.__cause__ = error
         session.shared.end(failure)
 
-    def _note_commit(self, session: TargetSession, verdict: Verdict, commit: Commit) -> None:
-        self._note(session, "verdict", round=verdict.round, num_tokens=verdict.num_accepted, commit=commit)
+    def _note_commit(self, session: TargetSession, commit: Commit) -> None:
+        self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
 
     def _note_rewind(self, session: TargetSession, num_tokens: int) -> None:
         self._note(session, "rewind", num_tokens=num_tokens)

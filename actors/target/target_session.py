@@ -7,7 +7,7 @@ import trio
 
 from actors.actor import ActorSession
 from actors.session import Session
-from actors.target.plain_decoder import PlainDecoder
+from actors.target.plain_rows import PlainRow
 from actors.workers.shared_jobs import Suspects
 from protocol.backoff import Backoff
 from protocol.errors import ProtocolError
@@ -70,11 +70,14 @@ class TargetSession(ActorSession):
     """The state of one session at the target.
 
     Attributes:
-        decoder: of rounds that the text has for itself without a proposal; made for the first of them.
+        plain_row: of rounds without a proposal; made for the first of them.
         replay: tracks when replayed tokens are fed for good.
         verify_seconds: spent on verify passes so far.
+        reads_until: length of the part of the prompt that is to be read.
+        prompt_is_read: set once it was read, or cannot be.
+        reads_alone: whether no other prompt may be read in its passes.
         text_over: set once the rounds are over.
-        failure: the error that ended them, if one did.
+        failure: the error that ended the reading, or the rounds, if one did.
         is_blocked: whether a slow consumer keeps the next round from beginning.
         awaits_proposal_since_s: since when a proposal is waited for, in seconds on the worker's clock; None if none is.
         proposal_due_s: until when.
@@ -83,8 +86,7 @@ class TargetSession(ActorSession):
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
         round_began_s, busy_before_s: when the round began, and what the worker had worked by then, in seconds.
         last_pass_s: seconds of the last pass, over the texts that shared it.
-        pass_s, pass_rounds, pass_rows, pass_is_typical: of the last pass that others could share: its seconds, rounds
-            and rows, and whether it shows what such a pass costs. No rounds for a step of the decoder.
+        pass_s, pass_rounds, pass_rows: of the last pass that others could share: its seconds, rounds and rows.
         ended_s: when the last shared pass ended, until the next round is ready.
         last_ready: the round that had a part in it.
         turnaround_s: mean time from the end of a pass until the next round is ready.
@@ -100,9 +102,12 @@ class TargetSession(ActorSession):
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
-        self.decoder: PlainDecoder | None = None
+        self.plain_row: PlainRow | None = None
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
+        self.reads_until = 0
+        self.prompt_is_read = trio.Event()
+        self.reads_alone = False
         self.text_over = trio.Event()
         self.failure: Exception | None = None
         self.is_blocked = False
@@ -114,7 +119,6 @@ class TargetSession(ActorSession):
         self.round_began_s = self.busy_before_s = 0.0
         self.last_pass_s = self.pass_s = 0.0
         self.pass_rounds = self.pass_rows = 0
-        self.pass_is_typical = False
         self.ended_s: float | None = None
         self.last_ready = ReadyRound(1)
         self.turnaround_s = Mean(memory=8.0)

@@ -107,6 +107,10 @@ class RecordsFeatures:
     def feature_arrays(self) -> list[mx.array]:
         return self.features.arrays()
 
+    @property
+    def records_features(self) -> bool:
+        return self.features.recorder is not None
+
     def record_features(self, wanted: bool) -> None:
         self.features.want(wanted)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
@@ -54,7 +54,6 @@ class TranslatedModel:
         return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """See `MLXModel.evaluating_layers`."""
         return self._model.evaluating_layers()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
@@ -69,8 +68,17 @@ class TranslatedModel:
             for feed, reading, rows in zip(feeds, readings, all_rows, strict=True)
         ]
 
-    def feed_ahead(self, tokens: Mapping[CachedSequence, mx.array]) -> None:
-        """Does nothing: only the target decodes ahead."""
+    @property
+    def widest_row(self) -> int:
+        return self._model.widest_row
+
+    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
+        """See `Model.read_together`. One after another: texts of another vocabulary differ in length."""
+        for sequence, read in zip(sequences, tokens, strict=True):
+            sequence.feed(read, 0)
+
+    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
+        return mx.concatenate([sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)])
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         return self._model.sharing_obstacle(rewinds_passes=rewinds_passes)

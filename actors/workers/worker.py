@@ -146,9 +146,7 @@ class JobError(OutriderError):
 class RunsJobs(Protocol):
     """Runs jobs, perhaps after others."""
 
-    async def run(self, job: Job[T]) -> T:
-        """See `Worker.run`."""
-        ...
+    async def run(self, job: Job[T]) -> T: ...
 
 
 class Worker(Protocol):

@@ -20,8 +20,8 @@ from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.stream import S
 from runtime.bridge.trio_thread import BridgeFuture
 from runtime.engine.runtime import Runtime as TrioRuntime
-from runtime.generation.consumers import AwaitableCompletions
 from runtime.generation.conversation import Conversation as TrioConversation
+from runtime.generation.many_prompts import AwaitableCompletions
 from runtime.generation.merged_streams import Merged
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion

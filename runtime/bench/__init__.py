@@ -1,9 +1,8 @@
-"""Benchmarks: contenders decode the same prompts with the same models, timed alike.
+"""Benchmarks: contenders that decode the same prompts with the same models, on the kernel `runtime.measuring`.
 
-`one_stream` and `many_streams` each have a plan, the loop that measures, and the figures. `contenders` and
-`many_stream_contenders` know how mlx-lm and this runtime decode; `timing` times their tokens. `setup` loads the models;
-`tables` and `plot` show the figures.
+`contenders` knows how mlx-lm and this runtime decode. `benchmark` has what the benchmarks share; `one_stream`,
+`many_streams` and `overhead` have each a plan, contenders, figures and a report. `plot` draws them.
 
-A new contender is a value of `Contender` (or `StreamsContender`) that `ContenderRunner.run` can decode with, and an
-entry in `Plan.contenders` (or `StreamsPlan.contenders`).
+A new contender is a value of `Contender` that `ContenderRunner.run` can decode with, in the contenders of a plan. A new
+figure is a `Figure` in the list of a benchmark, with a counter in `Run` if it needs one.
 """

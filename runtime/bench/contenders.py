@@ -1,203 +1,225 @@
-"""Contenders of the benchmark: ways to decode one prompt with the same two models, by mlx-lm or by this runtime."""
+"""Contenders of the benchmarks: ways to decode prompts with the same models, by mlx-lm or by this runtime."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
+import outcome
 import trio
 from mlx.nn.layers.base import Module
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
-from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.model import MLXModel
-from actors.trained.drafter_model import TrainedDrafter
-from actors.translated.translated_model import TranslatedModel
-from actors.warm_up import warm_up
-from actors.workers.core_sharing import CORES
-from actors.workers.worker import Job, JobError, Worker
+from actors.mlx.memory import begin_peak, peak_memory
+from actors.workers.worker import Job
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
-from protocol.prices import Prices
-from protocol.settings import NGRAM
+from protocol.statistics import Statistics
 from protocol.trace import Event, Span
-from runtime.bench.timing import TimedToken, busy_seconds, count_rounds, take_until_cancelled, timing_window
 from runtime.engine.events import Events
-from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.loading import blas
-from runtime.ranks.leading import ending_all
+from runtime.measuring.loaded_models import TARGET, LoadedModels
+from runtime.measuring.timing import (
+    TimedToken,
+    TimingWindow,
+    busy_seconds,
+    count_rounds,
+    take_until_cancelled,
+    timing_window,
+)
 
 # An idle BLAS thread spins before it sleeps; those of OpenBLAS spin for 0.1 s.
 BLAS_IDLE_S = 0.2
 
-Engine = Literal["mlx-lm", "outrider"]
 Lookahead = int | Literal["auto"]
+Kind = Literal["one after another", "in turns", "at once", "batched"]
+Prompts = Sequence[tuple[int, ...]]
 
 
 @attrs.frozen
 class Contender:
-    """One way to decode a prompt.
+    """One way to decode prompts.
 
     Attributes:
         engine: whose decoding it is.
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
-        max_batch: most streams that share a pass, for this runtime.
+        kind: how several prompts are decoded. "in turns" and "at once" are streams of this runtime that all begin
+            together; those "in turns" have passes of their own each (`max_batch=1`). "batched" is mlx-lm's
+            `BatchGenerator`, which decodes all prompts in one pass a token, and cannot speculate.
         draft: the name of its drafter, if the benchmark has several; else empty.
+        named: its name in tables, if that does not follow from the rest.
     """
 
-    engine: Engine
+    engine: Literal["mlx-lm", "outrider"]
     lookahead: Lookahead
-    max_batch: int = MAX_BATCH
+    kind: Kind = "one after another"
     draft: str = ""
+    named: str = ""
 
     @property
     def name(self) -> str:
         """Its name in tables."""
+        if self.named:
+            return self.named
         if self.lookahead == 0:
             return "mlx-lm plain" if self.engine == "mlx-lm" else "outrider lookahead 0"
         name = f"{self.engine} {'speculative' if self.engine == 'mlx-lm' else 'lookahead'} {self.lookahead}"
         return f"{name}, {self.draft}" if self.draft else name
 
+    @property
+    def max_batch(self) -> int:
+        """Most streams that share a pass, for this runtime."""
+        return 1 if self.kind == "in turns" else MAX_BATCH
+
+    @property
+    def runtime(self) -> tuple[Lookahead, int, str]:
+        """What its runtime is found by: contenders with the same share one, and so have the same prices."""
+        return self.lookahead, self.max_batch, self.draft
+
 
 PLAIN = Contender("mlx-lm", 0)
 # Of a target that is sharded over ranks, which mlx-lm's decoding would have to run on all at once.
 PLAIN_ON_RANKS = Contender("outrider", 0)
+BATCHED = Contender("mlx-lm", 0, "batched", named="mlx-lm BatchGenerator")
 
 
 @attrs.frozen
 class Run:
-    """One prompt, decoded once.
+    """Some prompts, decoded once.
 
     Attributes:
-        tokens: the ids.
-        num_timed: number of tokens after the first round.
-        seconds: time that those took.
-        rounds: number of the target's forward passes that committed tokens.
+        texts: token ids, by prompt.
+        seconds: length of the timed part. It begins with the call, or when the first round of an only prompt has ended.
+        num_timed: number of tokens in the timed part.
+        first_tokens: time from the call to the first token, by prompt, in seconds; with prompts one after another it
+            includes the earlier ones.
+        longest_wait: longest time between two tokens of one text, in seconds.
+        peak_bytes: most memory that MLX held at once, beyond what it held before the call.
+        rounds: number of rounds that committed tokens, each of one text; None for mlx-lm's batches, as the next two.
         proposed, accepted: number of drafted tokens that were verified, and that were accepted.
         rejected_stale, accepted_stale: of those rejected and accepted, the stale ones; see `Statistics`.
-        hits, misses: those of the lookahead; None for mlx-lm, as all that follows.
+        passes: number of the target's forward passes that verified or decoded; streams may share one. None for mlx-lm,
+            as all that follows.
+        pass_rows: number of parts that streams had in these passes.
+        hits, misses: number of verdicts whose text had been drafted ahead, and of the others.
+        drafted: number of draft steps.
         verify_seconds: part of `seconds` in which the target verified or decoded.
         target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
         estimates: the runtime's estimates of prices at the end of the run.
     """
 
-    tokens: tuple[int, ...]
-    num_timed: int
+    texts: tuple[tuple[int, ...], ...]
     seconds: float
-    rounds: int
-    proposed: int
-    accepted: int
+    num_timed: int
+    first_tokens: tuple[float, ...] = ()
+    longest_wait: float = 0.0
+    peak_bytes: int = 0
+    rounds: int | None = None
+    proposed: int | None = None
+    accepted: int | None = None
     rejected_stale: int = 0
     accepted_stale: int = 0
+    passes: int | None = None
+    pass_rows: int | None = None
     hits: int | None = None
     misses: int | None = None
+    drafted: int | None = None
     verify_seconds: float | None = None
     target_seconds: float | None = None
     draft_seconds: float | None = None
     estimates: dict[str, Any] | None = None
 
-
-# Any of the models of a benchmark.
-AnyModel = MLXModel | TranslatedModel | TrainedDrafter
-# The names of the target and of an only drafter among the models of a benchmark.
-TARGET, ONLY_DRAFT = "target", "draft"
-
-
-@attrs.frozen
-class ModelPair:
-    """A target with one drafter or several, and their workers.
-
-    Attributes:
-        models, workers: by name: `TARGET`, `ONLY_DRAFT`, or `Contender.draft` if there are several. Each model was made
-            on its worker's thread. A drafter that is missing here drafts by prompt lookup.
-        events: receives the spans of the workers.
-        cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
-        default_draft: the name of the drafter that contenders without a name for theirs have.
-        group: the ranks that the target is sharded over; None for one machine. mlx-lm cannot decode with it there.
-    """
-
-    models: dict[str, AnyModel]
-    workers: dict[str, Worker]
-    events: EventSwitch
-    cache_options: CacheOptions = attrs.field(factory=CacheOptions)
-    default_draft: str = ONLY_DRAFT
-    group: RankGroup | None = None
-
     @property
-    def target(self) -> MLXModel:
-        """The target."""
-        target = self.models[TARGET]
-        assert isinstance(target, MLXModel)
-        return target
+    def num_tokens(self) -> int:
+        """Number of tokens of all texts."""
+        return sum(map(len, self.texts))
 
-    def draft_of(self, contender: Contender) -> tuple[AnyModel, Worker] | None:
-        """The drafter that a contender has, and its worker; None for prompt lookup."""
-        name = contender.draft or self.default_draft
-        return (self.models[name], self.workers[name]) if name in self.models else None
+
+def window_of(texts: Sequence[Sequence[TimedToken]], began: float, *, with_prompts: bool) -> TimingWindow:
+    """The timed part of a run: from the call to the last token of all, or without the prompt of an only text."""
+    if with_prompts:
+        return TimingWindow(0, began, max(text[-1].at for text in texts))
+    (text,) = texts
+    return timing_window(text)
+
+
+def run_of(texts: Sequence[Sequence[TimedToken]], began: float, window: TimingWindow, **counts: Any) -> Run:
+    """The run that tokens and their times describe.
+
+    Args:
+        texts: tokens by prompt; at least one of each.
+        began: time of the call, on the clock of the tokens.
+        window: the timed part.
+        counts: further attributes of the run.
+    """
+    waits = (b.at - a.at for text in texts for a, b in itertools.pairwise(text))
+    return Run(
+        texts=tuple(tuple(token.token for token in text) for text in texts),
+        seconds=window.ended - window.began,
+        num_timed=sum(map(len, texts)) - window.first,
+        first_tokens=tuple(text[0].at - began for text in texts),
+        longest_wait=max(waits, default=0.0),
+        **counts,
+    )
 
 
 class ContenderRunner:
-    """Runs contenders, one at a time, on one pair of models.
+    """Runs contenders, one at a time, on the same models.
 
     All work of one contender is over before the next begins.
     """
 
-    def __init__(self, pair: ModelPair) -> None:
+    def __init__(self, models: LoadedModels) -> None:
         """A runner without runtimes yet."""
-        self._pair = pair
-        self._events = pair.events
-        self._runtimes: dict[Contender, tuple[Runtime, Events]] = {}
+        self._models = models
+        self._runtimes: dict[object, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # those of the current run
 
     async def open_runtimes(
         self, stack: AsyncExitStack, contenders: Iterable[Contender], *, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
     ) -> None:
-        """Open a runtime for each contender that needs one, so that none learns from another's streams.
+        """Open the runtimes that contenders need, so that none learns from another's streams.
 
         Args:
             stack: closes the runtimes on exit.
             contenders: the contenders; those of mlx-lm are skipped.
             prefix_cache_bytes: see `runtime.open`.
         """
-        with self._evaluating_layers():
+        models = self._models
+        with models.evaluating_layers():
             for contender in contenders:
-                if contender.engine == "outrider":
+                if contender.engine == "outrider" and contender.runtime not in self._runtimes:
                     events = Events()
-                    self._events.listener = events
-                    events.listen(self._record)
-                    target = self._pair.target, self._pair.workers[TARGET]
-                    draft = self._pair.draft_of(contender)
-                    self._record_features(contender)
-                    prices = Prices(core_hold_s=CORES.hold_s)
-                    if draft is not None:
-                        # As `runtime.open` does. What fails here fails again in a run, where the contender is known.
-                        with suppress(JobError):
-                            await warm_up(target, draft, prices)
-                    runtime = await stack.enter_async_context(
-                        running(
-                            target,
-                            draft or NGRAM,
-                            events=events,
-                            prices=prices,
-                            max_batch=self._pair.target.bounded_batch(contender.max_batch),
-                            prefix_cache_bytes=prefix_cache_bytes,
-                        )
+                    events.listen(self._record, only_spans=True)
+                    runtime = await models.open_runtime(
+                        stack,
+                        contender.draft,
+                        events=events,
+                        max_batch=contender.max_batch,
+                        prefix_cache_bytes=prefix_cache_bytes,
                     )
-                    if self._pair.group is not None:
-                        stack.enter_context(ending_all(self._pair.group, runtime._sessions.fail))
-                    self._runtimes[contender] = (runtime, events)
+                    self._runtimes[contender.runtime] = (runtime, events)
             await self._wait_until_idle()
 
-    async def run(self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float) -> Run:
-        """Decode a prompt.
+    async def run(
+        self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float = 0.0, *, with_prompts: bool
+    ) -> Run:
+        """Decode some prompts.
+
+        Args:
+            contender: its runtime is open.
+            prompts: at least one.
+            max_tokens, temperature: see `Plan`.
+            with_prompts: whether the time of the prompts counts; without, there is one prompt.
 
         Raises:
             JobError: mlx-lm raised.
@@ -206,18 +228,17 @@ class ContenderRunner:
         Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
-        await wait_for_blas()
+        # Threads of a BLAS that the last contender has used take no time of a core any more.
+        if blas.shares_cores():
+            await trio.sleep(BLAS_IDLE_S)
+        held = begin_peak()
         if contender.engine == "mlx-lm":
-            return await self._run_mlx_lm(contender, prompt, max_tokens, temperature)
-        self._record_features(contender)
-        with self._evaluating_layers():
-            return await self._run_outrider(contender, prompt, max_tokens, temperature)
-
-    def _record_features(self, contender: Contender) -> None:
-        """Have the target record what the contender's drafter reads, in texts that begin from now on."""
-        draft = self._pair.draft_of(contender)
-        model = None if draft is None else draft[0]
-        self._pair.target.record_features(model.feature_layers if isinstance(model, TrainedDrafter) else None)
+            run = await self._run_mlx_lm(contender, prompts, max_tokens, temperature, with_prompts)
+        else:
+            self._models.record_for(self._models.drafter(contender.draft))
+            with self._models.evaluating_layers():
+                run = await self._run_outrider(contender, prompts, max_tokens, temperature, with_prompts)
+        return attrs.evolve(run, peak_bytes=max(0, peak_memory() - held))
 
     def _record(self, event: Event) -> None:
         if isinstance(event, Span):
@@ -226,35 +247,38 @@ class ContenderRunner:
     # --- this runtime -----------------------------------------------------------------------------
 
     async def _run_outrider(
-        self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float
+        self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float, with_prompts: bool
     ) -> Run:
-        runtime, events = self._runtimes[contender]
+        runtime, self._models.events.listener = self._runtimes[contender.runtime]
         spans: list[Span] = []
-        tokens: list[TimedToken] = []
-        self._events.listener, self._spans = events, spans
-        stream = runtime.stream(
-            prompt, max_tokens=max_tokens, temperature=temperature, lookahead=contender.lookahead, ignore_eos=True
-        )
-        async with stream:
-            async for token in stream:
-                tokens.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
+        self._spans = spans
+        texts: list[list[TimedToken]] = [[] for _ in prompts]
+        settings = {"max_tokens": max_tokens, "temperature": temperature, "lookahead": contender.lookahead}
+        read = partial(_read, runtime, settings)
+        began = time.perf_counter()
+        if contender.kind == "one after another":
+            statistics = [await read(*each) for each in zip(prompts, texts, strict=True)]
+        else:
+            statistics = await _read_at_once(read, prompts, texts)
         await self._wait_until_idle()
-        statistics = stream.statistics()
-        window = timing_window(tokens)
+        window = window_of(texts, began, with_prompts=with_prompts)
         busy = {role: [span for span in spans if span.actor == role] for role in ("target", "draft")}
         passes = [span for span in busy["target"] if span.kind in ("verify", "decode")]
-        estimates = getattr(statistics, "estimates", None)
-        return Run(
-            tokens=tuple(token.token for token in tokens),
-            num_timed=len(tokens) - window.first,
-            seconds=window.ended - window.began,
-            rounds=statistics.rounds,
-            proposed=statistics.proposed,
-            accepted=statistics.accepted,
-            rejected_stale=statistics.rejected_stale,
-            accepted_stale=statistics.accepted_stale,
-            hits=statistics.lookahead_hits,
-            misses=statistics.lookahead_misses,
+        estimates = getattr(statistics[-1], "estimates", None)
+        return run_of(
+            texts,
+            began,
+            window,
+            rounds=sum(each.rounds for each in statistics),
+            proposed=sum(each.proposed for each in statistics),
+            accepted=sum(each.accepted for each in statistics),
+            rejected_stale=sum(each.rejected_stale for each in statistics),
+            accepted_stale=sum(each.accepted_stale for each in statistics),
+            passes=sum(bool(span.sessions) for span in passes),
+            pass_rows=sum(len(span.sessions) for span in passes),
+            hits=sum(each.lookahead_hits for each in statistics),
+            misses=sum(each.lookahead_misses for each in statistics),
+            drafted=sum(span.kind == "draft" for span in busy["draft"]),
             verify_seconds=busy_seconds(passes, window),
             target_seconds=busy_seconds(busy["target"], window),
             draft_seconds=busy_seconds(busy["draft"], window),
@@ -268,66 +292,71 @@ class ContenderRunner:
             await trio.lowlevel.checkpoint()
         # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
-            for worker in self._pair.workers.values():
+            for worker in self._models.workers.values():
                 await worker.run(Job("close", _do_nothing))
-
-    @contextmanager
-    def _evaluating_layers(self) -> Iterator[None]:
-        """Evaluate layer by layer inside the block. Only for this runtime: mlx-lm runs the models as they are."""
-        with ExitStack() as stack:
-            for model in self._pair.models.values():
-                stack.enter_context(model.evaluating_layers())
-            yield
 
     # --- mlx-lm -----------------------------------------------------------------------------------
 
     async def _run_mlx_lm(
-        self, contender: Contender, prompt: tuple[int, ...], max_tokens: int, temperature: float
+        self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float, with_prompts: bool
     ) -> Run:
-        draft = self._pair.draft_of(contender)
-        steps = partial(
-            mlx_lm_steps,
-            self._pair.target.module,
-            None if contender.lookahead == 0 or draft is None else draft[0].module,
-            prompt,
-            int(contender.lookahead),
-            max_tokens,
-            temperature,
-            self._pair.cache_options,
-        )
-        tokens = await take_until_cancelled(self._pair.workers[TARGET], steps)
-        window = timing_window(tokens)
-        rounds, proposed = count_rounds([token.from_draft for token in tokens], int(contender.lookahead), max_tokens)
-        return Run(
-            tokens=tuple(token.token for token in tokens),
-            num_timed=len(tokens) - window.first,
-            seconds=window.ended - window.began,
-            rounds=rounds,
-            proposed=proposed,
-            accepted=sum(token.from_draft for token in tokens),
-        )
-
-
-async def wait_for_blas() -> None:
-    """Wait until threads of a BLAS that the last contender has used take no time of a core any more."""
-    if blas.shares_cores():
-        await trio.sleep(BLAS_IDLE_S)
-
-
-class EventSwitch:
-    """Passes the workers' events to the runtime of the current contender."""
-
-    def __init__(self) -> None:
-        self.listener: Callable[[Event], None] | None = None
-
-    def __call__(self, event: Event) -> None:
-        """Pass on an event."""
-        if self.listener is not None:
-            self.listener(event)
+        models, num_draft_tokens = self._models, int(contender.lookahead)
+        texts: list[list[TimedToken]] = [[] for _ in prompts]
+        counts: dict[str, int] = {}
+        began = time.perf_counter()
+        if contender.kind == "batched":
+            owners: list[int] = []
+            steps = partial(_batched, models.target.module, prompts, max_tokens, temperature, owners)
+            taken = await take_until_cancelled(models.workers[TARGET], steps)
+            for owner, token in zip(owners, taken, strict=True):
+                texts[owner].append(token)
+        else:
+            draft = models.drafter(contender.draft)
+            module = None if num_draft_tokens == 0 or draft is None else draft[0].module
+            for prompt, text in zip(prompts, texts, strict=True):
+                options = prompt, num_draft_tokens, max_tokens, temperature, models.cache_options
+                steps = partial(mlx_lm_steps, models.target.module, module, *options)
+                text += await take_until_cancelled(models.workers[TARGET], steps)
+            flags = [[token.from_draft for token in text] for text in texts]
+            rounds = [count_rounds(each, num_draft_tokens, max_tokens) for each in flags]
+            counts = {
+                "rounds": sum(number for number, _ in rounds),
+                "proposed": sum(proposed for _, proposed in rounds),
+                "accepted": sum(map(sum, flags)),
+            }
+        return run_of(texts, began, window_of(texts, began, with_prompts=with_prompts), **counts)
 
 
 def _do_nothing() -> None:
     """An empty job, to wait for the ones before it."""
+
+
+async def _read(
+    runtime: Runtime, settings: dict[str, Any], prompt: tuple[int, ...], text: list[TimedToken]
+) -> Statistics:
+    """Read a stream to its end, and append its tokens and their times to `text`."""
+    stream = runtime.stream(prompt, ignore_eos=True, **settings)
+    async with stream:
+        async for token in stream:
+            text.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
+    return stream.statistics()
+
+
+async def _read_at_once(
+    read: Callable[[tuple[int, ...], list[TimedToken]], Awaitable[Statistics]],
+    prompts: Prompts,
+    texts: Sequence[list[TimedToken]],
+) -> list[Statistics]:
+    done: list[outcome.Outcome[Statistics]] = []
+
+    async def read_one(prompt: tuple[int, ...], text: list[TimedToken]) -> None:
+        # Captured, since the nursery would wrap an exception in a group.
+        done.append(await outcome.acapture(read, prompt, text))
+
+    async with trio.open_nursery() as nursery:
+        for each in zip(prompts, texts, strict=True):
+            nursery.start_soon(read_one, *each)
+    return [each.unwrap() for each in done]
 
 
 # --- on the target's thread -----------------------------------------------------------------------
@@ -359,3 +388,22 @@ def mlx_lm_steps(
     )
     for token, _, from_draft in speculative:
         yield cast(int, token), from_draft
+
+
+def _batched(
+    target: Module, prompts: Prompts, max_tokens: int, temperature: float, owners: list[int]
+) -> Iterator[tuple[int, bool]]:
+    """(token, False) of each token of mlx-lm's batch; appends the index of its prompt to `owners`."""
+    # All prompts are in one batch, in prefill too.
+    generator = BatchGenerator(
+        target,
+        sampler=make_sampler(temp=temperature),
+        completion_batch_size=len(prompts),
+        prefill_batch_size=len(prompts),
+    )
+    with closing(generator):
+        ids = generator.insert([list(prompt) for prompt in prompts], max_tokens=[max_tokens] * len(prompts))
+        while responses := generator.next_generated():
+            for response in responses:
+                owners.append(ids.index(response.uid))
+                yield response.token, False

@@ -1,52 +1,54 @@
 """The benchmark of one stream: mlx-lm and this runtime decode the same prompts with the same models, in turn.
 
-Every contender runs every prompt in every repeat, in an order that changes each time, so that disturbances of the
-machine hit all contenders alike. Compare only ratios within one such benchmark.
+Compare only ratios within one such benchmark.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.model import MLXModel
-from actors.workers.worker import JobError
-from protocol.errors import ModelError, SettingsError
+from protocol.errors import SettingsError
+from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.contenders import (
-    ONLY_DRAFT,
-    PLAIN,
-    PLAIN_ON_RANKS,
-    TARGET,
-    Contender,
-    ContenderRunner,
-    Lookahead,
-    Run,
-)
-from runtime.bench.setup import (
-    BenchmarkCircumstances,
-    BenchmarkRequest,
-    load_models,
-    ratio,
-    running_order,
-    time_left,
-    total,
+from runtime.bench.benchmark import (
+    BUSY,
+    FAILURE,
+    HIT_RATE,
+    LABEL,
+    LOOKAHEAD,
+    SAME_TEXTS,
+    TOKENS_PER_ROUND,
+    Benchmark,
+    Entry,
+    Plan,
+    Progress,
+    about_models,
+    failures,
+    share,
+    spread_figures,
     without_repeats,
 )
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Lookahead, Prompts, Run
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
+from runtime.measuring.contest import Contest
+from runtime.measuring.figures import Figure, Record, ratio, table_of
+from runtime.measuring.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
+from runtime.measuring.reports import Report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
 
 
 @attrs.frozen(kw_only=True)
-class Plan(BenchmarkRequest):
+class OneStreamPlan(Plan):
     """What to measure.
 
     Raises: SettingsError: something is out of its range.
@@ -67,7 +69,6 @@ class Plan(BenchmarkRequest):
         converter=without_repeats,
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
-
     drafts: tuple[str, ...] = ("",)
     mlx_lm_drafts: tuple[str, ...] = ("",)
     is_on_ranks: bool = False
@@ -93,189 +94,136 @@ class Plan(BenchmarkRequest):
         return tuple(dict.fromkeys((self.plain, *of_mlx_lm, *ours)))
 
 
-# --- results --------------------------------------------------------------------------------------
+def _proposed_stale(entry: Entry) -> float:
+    return (entry.total("accepted_stale") or 0) + (entry.total("rejected_stale") or 0)
 
 
-@attrs.frozen
-class ContenderRow:
-    """The figures of one contender.
-
-    Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat.
-
-    Attributes:
-        name, engine, lookahead: see `Contender`.
-        draft: the drafter, by its name or path; None for plain decoding.
-        speeds: one a repeat.
-        median, low, high: median, minimum and maximum of `speeds`; None without speeds.
-        vs_plain: median over that of plain decoding, the first row.
-        vs_best_speculative: median over the best median of mlx-lm's speculative decoding, chosen in hindsight.
-        acceptance: accepted / proposed; None if nothing was proposed.
-        fresh_acceptance, stale_acceptance: see `Statistics`.
-        tokens_per_round: tokens per forward pass of the target.
-        hit_rate: fraction of verdicts whose text had been drafted ahead; None for mlx-lm.
-        target_busy, draft_busy: fraction of the time in which the model's thread worked; None for mlx-lm.
-        limit: tokens per second if drafting were free, that is if the target's passes followed each other without a
-            gap; None for mlx-lm.
-        of_limit: speed / limit.
-        same_texts, num_texts: number of texts equal to those of plain decoding, the first row, and of all texts. In low
-            precision a pass of another width may decide a near-tie differently. None above temperature 0.
-        estimates: the runtime's estimates of prices after the last run, by name; None for mlx-lm.
-        failure: why the contender could not run; None if it could.
-    """
-
-    name: str
-    engine: str
-    draft: str | None
-    lookahead: Lookahead
-    speeds: tuple[float, ...]
-    median: float | None
-    low: float | None
-    high: float | None
-    vs_plain: float | None
-    vs_best_speculative: float | None
-    acceptance: float | None
-    fresh_acceptance: float | None
-    stale_acceptance: float | None
-    tokens_per_round: float | None
-    hit_rate: float | None
-    target_busy: float | None
-    draft_busy: float | None
-    limit: float | None
-    of_limit: float | None
-    same_texts: int | None
-    num_texts: int
-    estimates: dict[str, Any] | None
-    failure: str | None
+def _fresh_acceptance(entry: Entry) -> float | None:
+    accepted, proposed = entry.total("accepted") or 0, entry.total("proposed") or 0
+    return ratio(accepted - (entry.total("accepted_stale") or 0), proposed - _proposed_stale(entry))
 
 
-@attrs.frozen
-class Benchmark:
-    """The results of a benchmark, and its circumstances.
-
-    Attributes:
-        target, draft: the models, by name.
-        dtypes: those of their weights, by role.
-        machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
-        num_prompts, max_tokens, temperature: see `Plan`.
-        repeats: number of repeats that were requested.
-        repeats_done: number of repeats in the figures; the last may have some of the prompts only.
-        is_complete: whether everything was measured.
-        best_speculative: name of mlx-lm's fastest speculative row; None if there is none.
-        rows: one for each contender, in the order of `Plan.contenders`.
-        num_ranks: that the target is sharded over. On several, mlx-lm's decoding is left out.
-    """
-
-    target: str
-    draft: str
-    dtypes: dict[str, tuple[str, ...]]
-    machine: dict[str, str]
-    num_prompts: int
-    max_tokens: int
-    temperature: float
-    repeats: int
-    repeats_done: int
-    is_complete: bool
-    best_speculative: str | None
-    rows: tuple[ContenderRow, ...]
-    num_ranks: int = 1
+def best_speculative(entry: Entry) -> Contender | None:
+    """mlx-lm's fastest speculative decoding of the same turns, chosen in hindsight."""
+    contenders = [each for each in entry.benchmark.contest.contenders if each.engine == "mlx-lm" and each != PLAIN]
+    medians = {each: entry.by(each).spread.median or 0.0 for each in contenders}
+    best = max(medians, key=lambda each: medians[each], default=None)
+    return best if best is not None and medians[best] else None
 
 
-@attrs.define
-class Measured(BenchmarkCircumstances):
-    """The measurements so far; `result` may be called at any time.
+def _accepted(row: Record) -> str:
+    stale = "" if row.stale_acceptance is None else f" ({row.stale_acceptance:.0%})"
+    return "–" if row.acceptance is None else f"{row.acceptance:.0%}{stale}"
 
-    Attributes:
-        plan: what to measure.
-        turns: runs of the contenders, by (repeat, prompt); a turn that was interrupted lacks some.
-        failures: why a contender cannot run.
-    """
 
-    plan: Plan
-    turns: dict[tuple[int, int], dict[Contender, Run]] = attrs.field(factory=dict)
-    failures: dict[Contender, str] = attrs.field(factory=dict)
+class OneStream(Benchmark[OneStreamPlan]):
+    """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat."""
 
-    def result(self) -> Benchmark:
-        """The figures, from the turns in which every contender ran; incomplete turns would favour some."""
-        running = [contender for contender in self.plan.contenders if contender not in self.failures]
-        turns = {key: turn for key, turn in self.turns.items() if all(contender in turn for contender in running)}
-        # The text to compare with is the same in all repeats.
-        texts = {prompt: turn[self.plan.plain].tokens for (_, prompt), turn in reversed(turns.items())}
-        rows = [self._row(contender, turns, texts) for contender in self.plan.contenders]
-        plain = rows[0].median
-        best = max((row for row in rows[1:] if row.engine == "mlx-lm" and row.median), key=_median, default=None)
-        rows = [
-            attrs.evolve(
-                row,
-                vs_plain=ratio(row.median, plain),
-                vs_best_speculative=None if best is None else ratio(row.median, best.median),
-            )
-            for row in rows
-        ]
-        return Benchmark(
-            target=self.target,
-            draft=self.draft,
-            dtypes=self.dtypes,
-            machine=self.machine,
+    with_prompts = False
+    prefix_cache_bytes = PREFIX_CACHE_BYTES
+    figures = (
+        LABEL,
+        Figure("engine", lambda entry: entry.contender.engine),
+        # The drafter, by its name or path; None for plain decoding.
+        Figure("draft", lambda entry: entry.benchmark.draft_of(entry.contender)),
+        LOOKAHEAD,
+        *spread_figures("speeds", "tokens/s"),
+        Figure("vs_plain", lambda entry: entry.versus(entry.benchmark.plan.plain), "× plain", ".2f"),
+        Figure("vs_best_speculative", lambda entry: entry.versus(best_speculative(entry)), "× best", ".2f"),
+        Figure("acceptance", share("accepted", "proposed"), "accepted", _accepted),
+        Figure("fresh_acceptance", _fresh_acceptance),
+        Figure("stale_acceptance", lambda entry: ratio(entry.total("accepted_stale"), _proposed_stale(entry))),
+        TOKENS_PER_ROUND,
+        HIT_RATE,
+        *BUSY,
+        # Tokens per second if drafting were free, that is if the target's passes followed each other without a gap.
+        Figure("limit", share("num_timed", "verify_seconds")),
+        Figure("of_limit", share("verify_seconds", "seconds"), "of limit", ".2f"),
+        *SAME_TEXTS,
+        # The runtime's estimates of prices after the last run.
+        Figure("estimates", lambda entry: next((run.estimates for run in reversed(entry.runs.values())), None)),
+        FAILURE,
+    )
+
+    def _contest(self) -> Contest[Contender, int, Run]:
+        plan = self.plan
+        return Contest(plan.contenders, range(len(plan.prompts)), plan.repeats, warm_up=[0])
+
+    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
+        return [prompts[case]]
+
+    def _described(self, case: int) -> str:
+        return f"prompt {case + 1} of {len(self.plan.prompts)}"
+
+    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
+        """The plain text, which is the same in all repeats."""
+        return next(turn[self.plan.plain].texts for (_, other), turn in entry.complete.items() if other == case)
+
+    def draft_of(self, contender: Contender) -> str | None:
+        """The drafter of a contender."""
+        return None if contender.lookahead == 0 else contender.draft or self.about.draft
+
+    def result(self) -> Record:
+        best = best_speculative(self.entries(self.contest.cases)[0])
+        return Record(
+            **self._facts_of_models(),
             num_prompts=len(self.plan.prompts),
-            max_tokens=self.plan.max_tokens,
-            temperature=self.plan.temperature,
-            repeats=self.plan.repeats,
-            repeats_done=len({repeat for repeat, _ in turns}),
-            is_complete=len(turns) == self.plan.repeats * len(self.plan.prompts),
+            num_ranks=self.about.num_ranks,
             best_speculative=None if best is None else best.name,
-            rows=tuple(rows),
-            num_ranks=self.num_ranks,
+            rows=self.rows(self.contest.cases),
         )
 
-    def _row(
+    def report(self, result: Record) -> Report:
+        return Report(
+            table_of(self.figures, result.rows, is_bold=lambda row: _stands_out(row, result)),
+            about=[("bench", list(about_models(result, result.num_prompts)))],
+            notes=[*_notes(result), *failures(result)],
+            details=[(f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)],
+        )
+
+    def plot(self, result: Record) -> Drawing:
+        from runtime.bench.plot import draw
+
+        return draw(result)
+
+    async def measure(
         self,
-        contender: Contender,
-        turns: dict[tuple[int, int], dict[Contender, Run]],
-        texts: dict[int, tuple[int, ...]],
-    ) -> ContenderRow:
-        runs = {key: turn[contender] for key, turn in turns.items() if contender in turn}
-        by_repeat: dict[int, list[Run]] = {}
-        for (repeat, _), run in runs.items():
-            by_repeat.setdefault(repeat, []).append(run)
-        speeds = [ratio(total(part, "num_timed"), total(part, "seconds")) for part in by_repeat.values()]
-        known = tuple(speed for speed in speeds if speed is not None)
-        every = list(runs.values())
-        seconds, hits = total(every, "seconds"), total(every, "hits")
-        accepted, accepted_stale = total(every, "accepted") or 0, total(every, "accepted_stale") or 0
-        proposed, proposed_stale = total(every, "proposed") or 0, accepted_stale + (total(every, "rejected_stale") or 0)
-        same = sum(run.tokens == texts[prompt] for (_, prompt), run in runs.items())
-        return ContenderRow(
-            name=contender.name,
-            engine=contender.engine,
-            draft=None if contender.lookahead == 0 else contender.draft or self.draft,
-            lookahead=contender.lookahead,
-            speeds=known,
-            median=statistics.median(known) if known else None,
-            low=min(known, default=None),
-            high=max(known, default=None),
-            vs_plain=None,
-            vs_best_speculative=None,
-            acceptance=ratio(accepted, proposed),
-            fresh_acceptance=ratio(accepted - accepted_stale, proposed - proposed_stale),
-            stale_acceptance=ratio(accepted_stale, proposed_stale),
-            tokens_per_round=ratio(sum(len(run.tokens) for run in every), total(every, "rounds")),
-            hit_rate=None if hits is None else ratio(hits, hits + (total(every, "misses") or 0)),
-            target_busy=ratio(total(every, "target_seconds"), seconds),
-            draft_busy=ratio(total(every, "draft_seconds"), seconds),
-            limit=ratio(total(every, "num_timed"), total(every, "verify_seconds")),
-            of_limit=ratio(total(every, "verify_seconds"), seconds),
-            same_texts=None if self.plan.temperature > 0 else same,
-            num_texts=len(every),
-            estimates=every[-1].estimates if every else None,
-            failure=self.failures.get(contender),
-        )
+        target: Source,
+        draft: Source | list[Source],
+        *,
+        group: RankGroup | None = None,
+        on_progress: Progress = lambda _: None,
+    ) -> Record:
+        """Have all contenders decode all prompts, in turn.
 
+        Args:
+            target, draft: as for `runtime.open`; or a list of drafters, to compare them. With prompt lookup, a trained
+                drafter or another vocabulary, mlx-lm decodes plainly only.
+            group: the ranks that the target is sharded over, as for `runtime.open`. mlx-lm's decoding is left out then:
+                it would have to run on all ranks at once, and does not speculate there.
+            on_progress: called with a description of each step before it starts.
 
-def _median(row: ContenderRow) -> float:
-    return row.median or 0.0
+        Raises:
+            SettingsError: a dtype was given for models that are loaded already, or for ranks; or the group cannot be
+                led.
+            PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
+            ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
+            VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
+            RankError: a rank has ended, hangs, differs or fails before anything is measured; it is named. Later it is
+                the cause of a `RuntimeBrokenError`.
 
+        Cancellation: takes effect after the current forward passes; `result` has what was measured.
+        """
+        named = named_drafts(draft) if isinstance(draft, list) else {}
+        drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
+        return await self._measure(target, drafts, on_progress, group)
 
-# --- measuring ------------------------------------------------------------------------------------
+    def _note_models(self, models: LoadedModels) -> None:
+        names = tuple(models.drafts) if len(models.drafts) > 1 else ("",)
+        of_mlx_lm = tuple(name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel))
+        is_on_ranks = models.group is not None
+        self.plan = attrs.evolve(self.plan, drafts=names, mlx_lm_drafts=of_mlx_lm, is_on_ranks=is_on_ranks)
+        self.contest = self._contest()
 
 
 def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
@@ -293,80 +241,48 @@ def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
     return dict(zip(names, drafts, strict=True))
 
 
-async def measure(
-    target: Source,
-    draft: Source | list[Source],
-    plan: Plan | None = None,
-    *,
-    measured: Measured | None = None,
-    group: RankGroup | None = None,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> Benchmark:
-    """Have all contenders decode all prompts, in turn.
+# --- the report -----------------------------------------------------------------------------------
 
-    Args:
-        target, draft: as for `runtime.open`; or a list of drafters, to compare them. With prompt lookup, a trained
-            drafter or another vocabulary, mlx-lm decodes plainly only.
-        plan: what to measure; None for the defaults.
-        measured: collects the measurements; made from the same plan. It stays usable after a cancellation.
-        group: the ranks that the target is sharded over, as for `runtime.open`. mlx-lm's decoding is left out then: it
-            would have to run on all ranks at once, and does not speculate there.
-        on_progress: called with a description of each step before it starts.
 
-    Raises:
-        SettingsError: a dtype was given for models that are loaded already, or for ranks; or the group cannot be led.
-        PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
-        ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
-        VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
-        RankError: a rank has ended, hangs, differs or fails before anything is measured; it is named. Later it is the
-            cause of a `RuntimeBrokenError`.
+def _stands_out(row: Record, result: Record) -> bool:
+    return bool(row.name == result.best_speculative or (row.engine == "outrider" and row.lookahead == "auto"))
 
-    Cancellation: takes effect after the current forward passes.
-    """
-    measured = measured or Measured(plan or Plan())
-    named = named_drafts(draft) if isinstance(draft, list) else {}
-    drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
-    async with AsyncExitStack() as stack:
-        pair, prompts = await load_models(stack, target, drafts, measured.plan, measured, on_progress, group)
-        names = tuple(named) if len(named) > 1 else ("",)
-        of_mlx_lm = tuple(name for name in names if isinstance(pair.models.get(name or ONLY_DRAFT), MLXModel))
-        measured.plan = attrs.evolve(
-            measured.plan, drafts=names, mlx_lm_drafts=of_mlx_lm, is_on_ranks=group is not None
+
+def _notes(result: Record) -> Iterator[str]:
+    if result.num_ranks > 1:
+        yield (
+            "mlx-lm's own decoding is left out: on a target that is sharded over ranks it would have to run on all of "
+            "them at once, and it does not speculate there. × plain is over this runtime's plain decoding."
         )
-        runner = ContenderRunner(pair)
-        await runner.open_runtimes(stack, measured.plan.contenders)
-        await _run_all(runner, prompts, measured, on_progress)
-    return measured.result()
+    yield (
+        "Speeds are medians over repeats, timed from the end of the first round, with the slowest and the fastest. "
+        "× best: over mlx-lm's fastest speculative row, chosen in hindsight"
+        + (f" ({result.best_speculative})." if result.best_speculative else " (there is none).")
+    )
+    yield (
+        "busy: share of the time in which the target's and the drafter's threads worked. of limit: speed over what "
+        "the target's passes alone would give if drafting were free. same: texts equal to "
+        + ("the plain greedy ones." if result.num_ranks > 1 else "mlx-lm's plain greedy ones.")
+    )
+    if any(row.stale_acceptance is not None for row in result.rows):
+        yield (
+            "accepted: in brackets, of the tokens that a trained drafter had drafted ahead, without hidden states that "
+            "the target had given by the time they were proposed."
+        )
 
 
-async def _run_all(
-    runner: ContenderRunner, prompts: Sequence[tuple[int, ...]], measured: Measured, on_progress: Callable[[str], None]
-) -> None:
-    plan = measured.plan
-    num_runs = len(plan.contenders) * (1 + plan.repeats * len(prompts))
-    began, done = time.perf_counter(), 0
+def _rows_with_estimates(result: Record) -> list[Record]:
+    """The rows whose estimates are shown: those with the automatic lookahead, else the last row that has any."""
+    rows = [row for row in result.rows if row.estimates]
+    return [row for row in rows if row.lookahead == "auto"] or rows[-1:]
 
-    async def run(contender: Contender, prompt: tuple[int, ...], when: str) -> Run | None:
-        nonlocal done
-        done += 1
-        if contender in measured.failures:
-            return None
-        on_progress(f"{when}: {contender.name} ({done} of {num_runs} runs{time_left(began, done - 1, num_runs)})")
-        try:
-            return await runner.run(contender, prompt, plan.max_tokens, plan.temperature)
-        except JobError as error:
-            if contender == PLAIN:
-                raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
-            measured.failures[contender] = str(error.__cause__)
-            return None
 
-    # The first run of each contender builds kernels and buffers, and measures its first prices.
-    for contender in plan.contenders:
-        await run(contender, prompts[0], "warming up")
-    for repeat in range(plan.repeats):
-        for number, prompt in enumerate(prompts):
-            turn = measured.turns.setdefault((repeat, number), {})
-            when = f"repeat {repeat + 1} of {plan.repeats}, prompt {number + 1} of {len(prompts)}"
-            for contender in running_order(plan.contenders, repeat * len(prompts) + number):
-                if (result := await run(contender, prompt, when)) is not None:
-                    turn[contender] = result
+def _estimates(row: Record) -> Iterator[tuple[str, str]]:
+    for name, value in (row.estimates or {}).items():
+        if isinstance(value, tuple):
+            text = ", ".join(f"{seconds * 1e3:.2f} ms for {width}" for width, seconds in value)
+        elif "seconds" in name and "per_second" not in name:
+            text = f"{value * 1e3:.2f} ms"
+        else:
+            text = f"{value:.3g}"
+        yield name.replace("_seconds", "").replace("_", " "), text

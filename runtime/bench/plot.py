@@ -5,26 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.errors import SettingsError
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from runtime.bench.many_streams import StreamsBenchmark
-    from runtime.bench.one_stream import Benchmark
+    from runtime.measuring.figures import Record
 
 _COLOURS = {"mlx-lm": "#9aa0a6", "outrider": "#2563eb"}
 
 
-def draw(result: Benchmark, path: Path) -> None:
-    """Draw a bar for each contender: median, slowest and fastest repeat, and the limit of free drafting.
-
-    Args:
-        result: has at least one repeat.
-        path: the file; its suffix names the format.
-
-    Raises: SettingsError: the file cannot be written.
-    """
+def draw(result: Record) -> Figure:
+    """A bar for each contender: median, slowest and fastest repeat, and the limit of free drafting."""
     # Without pyplot, which would look for a display.
     from matplotlib.figure import Figure
 
@@ -32,9 +22,6 @@ def draw(result: Benchmark, path: Path) -> None:
     figure = Figure(figsize=(8, 1.6 + 0.32 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for position, row in enumerate(rows):
-        assert row.median is not None
-        assert row.low is not None
-        assert row.high is not None
         axes.barh(position, row.median, color=_COLOURS[row.engine], height=0.7)
         axes.errorbar(
             row.median, position, xerr=[[row.median - row.low], [row.high - row.median]], color="black", capsize=3, lw=1
@@ -54,17 +41,14 @@ def draw(result: Benchmark, path: Path) -> None:
         axes.axvline(plain, color="black", lw=0.8, ls=":")
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_xlabel("tokens per second: median, slowest and fastest repeat; orange: if drafting were free")
-    axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
+    axes.set_title(_title(result))
     axes.margins(x=0.2)
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    return figure
 
 
-def draw_streams(result: StreamsBenchmark, path: Path) -> None:
-    """Draw tokens per second over the number of streams: one line a contender, with its slowest and fastest repeat.
-
-    Args, Raises: as `draw`.
-    """
+def draw_streams(result: Record) -> Figure:
+    """Tokens per second over the number of streams: one line a contender, with its slowest and fastest repeat."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.8), layout="constrained")
@@ -73,13 +57,10 @@ def draw_streams(result: StreamsBenchmark, path: Path) -> None:
         rows = [row for row in result.rows if row.name == name and row.median is not None]
         if not rows:
             continue
-        medians = [row.median or 0.0 for row in rows]
-        below = [median - (row.low or 0.0) for row, median in zip(rows, medians, strict=True)]
-        above = [(row.high or 0.0) - median for row, median in zip(rows, medians, strict=True)]
         axes.errorbar(
             [row.streams for row in rows],
-            medians,
-            yerr=[below, above],
+            [row.median for row in rows],
+            yerr=[[row.median - row.low for row in rows], [row.high - row.median for row in rows]],
             label=name,
             color=_COLOURS["mlx-lm" if rows[0].kind == "batched" else "outrider"],
             linestyle={"one after another": "--", "in turns": ":"}.get(rows[0].kind, "-"),
@@ -91,14 +72,11 @@ def draw_streams(result: StreamsBenchmark, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("streams")
     axes.set_ylabel("tokens of all streams per second")
-    axes.set_title(f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}")
+    axes.set_title(_title(result))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, path)
+    return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise SettingsError(f"cannot write the plot to {path}: {error.strerror}") from error
+def _title(result: Record) -> str:
+    return f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}"

@@ -25,18 +25,16 @@ from runtime.bridge.many_prompts import copy_prompt, prepare_generations
 from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.engine.runtime import Health
-from runtime.generation.consumers import StreamState
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message, turn_settings
 from runtime.generation.many_prompts import ManyPrompt
 from runtime.generation.merged_streams import Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
-from runtime.generation.token_stream import Completion, SessionFile, completion_of, warn_unread
+from runtime.generation.token_stream import Completion, SessionFile, StreamState, completion_of, warn_unread
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.generation.tool_calls.function_caller import MAX_TOOL_ROUNDS, FunctionCaller
-from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, FunctionCaller, Functions
 from runtime.generation.tool_calls.messages import calls_without_results
 from runtime.generation.tool_calls.tools import StreamArguments, split_tools
 from runtime.loading.model_sources import Source

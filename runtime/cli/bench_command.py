@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
 from protocol.errors import PromptError, SettingsError
-from protocol.reprs import shown
 from runtime.cli.arguments.models import Models
+from runtime.measuring.reports import check_plot, save_plot
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
 from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
-    from runtime.bench.many_streams import StreamsMeasured, StreamsPlan
-    from runtime.bench.one_stream import Measured, Plan
-    from runtime.bench.overhead import OverheadMeasured, OverheadPlan
+    from runtime.bench.benchmark import Benchmark
     from runtime.loading.model_sources import Source
-
-    AnyPlan = Plan | StreamsPlan | OverheadPlan
-    AnyMeasured = Measured | StreamsMeasured | OverheadMeasured
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
 
@@ -115,31 +110,42 @@ def _list(text: str) -> list[int | float | str]:
     return [] if text == "none" else [_number(part.strip()) for part in text.split(",")]
 
 
-def _plan(arguments: argparse.Namespace) -> AnyPlan:
-    """The plan that the arguments describe.
+def _benchmark(
+    arguments: argparse.Namespace, models: Models, draft: Source
+) -> tuple[Benchmark[Any], Callable[..., Awaitable[Any]]]:
+    """The benchmark that the arguments describe, and the function that measures it and reports its progress.
 
     Raises: SettingsError, PromptError: something is out of its range, or cannot be read.
     """
-    from runtime.bench.many_streams import StreamsPlan
-    from runtime.bench.one_stream import Plan
-    from runtime.bench.overhead import OverheadPlan
+    from runtime.bench.many_streams import ManyStreams, StreamsPlan
+    from runtime.bench.one_stream import OneStream, OneStreamPlan
+    from runtime.bench.overhead import Overhead, OverheadPlan
 
-    kind: type[AnyPlan] = OverheadPlan if arguments.overhead else Plan if arguments.streams is None else StreamsPlan
-    names = {field.name for field in attrs.fields(kind)}
-    given = {name: value for name, value in vars(arguments).items() if name in names and name != "prompts"}
+    streams: dict[str, Any] = {} if arguments.streams is None else {"streams": _list(arguments.streams)}
     if arguments.overhead:
         _check_for_overhead(arguments)
-    elif arguments.prompt is not None:
+        overhead = Overhead(OverheadPlan(**_given(arguments, {"max_tokens", "repeats"}), **streams))
+        return overhead, overhead.measure
+    kind = StreamsPlan if streams else OneStreamPlan
+    given = _given(arguments, {field.name for field in attrs.fields(kind)} - {"prompts", "streams"}) | streams
+    if arguments.prompt is not None:
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
         given["prompts"] = read_prompts(Path(arguments.prompts))
-    if arguments.streams is not None:
-        given["streams"] = _list(arguments.streams)
-        if not arguments.overhead and "num_draft_tokens" in vars(arguments):
-            raise SettingsError(
-                "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
-            )
-    return kind(**given)
+    if not streams:
+        one = OneStream(OneStreamPlan(**given))
+        drafts: list[Source] = [draft, *models.more_drafts]
+        return one, partial(one.measure, models.target, drafts, group=models.options.get("group"))
+    if "num_draft_tokens" in vars(arguments):
+        raise SettingsError(
+            "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
+        )
+    many = ManyStreams(StreamsPlan(**given))
+    return many, partial(many.measure, models.target, draft)
+
+
+def _given(arguments: argparse.Namespace, names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def _check_for_overhead(arguments: argparse.Namespace) -> None:
@@ -164,22 +170,6 @@ def read_prompts(path: Path) -> list[str]:
     if not found:
         raise PromptError(f"there is no prompt in {path}; give one a line")
     return found
-
-
-def _check_plot(file: str | None) -> Path | None:
-    """The path of the plot, checked before anything is measured.
-
-    Raises: SettingsError: a plot cannot be written there.
-    """
-    if file is None:
-        return None
-    path = Path(file)
-    if path.suffix not in PLOT_FORMATS:
-        raise SettingsError(f"plot must be a file that ends in {', '.join(PLOT_FORMATS)}, got {shown(file)}")
-    check_place("plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError('plot needs matplotlib, which is not installed; pip install "outrider[plot]"')
-    return path
 
 
 def check_for_ranks(arguments: argparse.Namespace) -> None:
@@ -208,72 +198,34 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """
     if models.draft is None:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
-    plot = _check_plot(arguments.plot)
-    plan = _plan(arguments)
+    if (plot := check_plot(arguments.plot, PLOT_FORMATS)) is not None:
+        check_place("plot", plot)
     if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(
             f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
         )
-    measured, measuring = _measuring(plan, models, models.draft)
+    benchmark, measure = _benchmark(arguments, models, models.draft)
     models.use_device()
     outcome = CommandOutcome()
 
     async def work() -> None:
         try:
-            await measuring(display.show_activity)
+            await measure(on_progress=display.show_activity)
         finally:
-            if measured.result().is_complete:
+            if benchmark.contest.is_complete:
                 outcome.finish_reason = "length"
 
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, work)
-    _show(measured, outcome, arguments.json, plot)
-    return outcome
-
-
-def _measuring(
-    plan: AnyPlan, models: Models, draft: Source
-) -> tuple[AnyMeasured, Callable[[Callable[[str], None]], Awaitable[object]]]:
-    """The collector of the figures, and the function that measures into it and reports its progress."""
-    from runtime.bench import many_streams, one_stream, overhead
-
-    if isinstance(plan, overhead.OverheadPlan):
-        runtimes_own = overhead.OverheadMeasured(plan)
-        return runtimes_own, lambda on_progress: overhead.measure_overhead(runtimes_own, on_progress=on_progress)
-    if isinstance(plan, many_streams.StreamsPlan):
-        streams = many_streams.StreamsMeasured(plan)
-        return streams, lambda on_progress: many_streams.measure_streams(
-            models.target, draft, measured=streams, on_progress=on_progress
-        )
-    measured = one_stream.Measured(plan)
-    return measured, lambda on_progress: one_stream.measure(
-        models.target,
-        [draft, *models.more_drafts],
-        measured=measured,
-        group=models.options.get("group"),
-        on_progress=on_progress,
-    )
-
-
-def _show(measured: AnyMeasured, outcome: CommandOutcome, as_json: bool, plot: Path | None) -> None:
-    from runtime.bench import plot as bench_plot
-    from runtime.bench.many_streams import StreamsBenchmark as OfStreams
-    from runtime.bench.overhead import Overhead
-    from runtime.bench.tables import print_many_streams, print_one_stream, print_overhead
-
-    result = measured.result()
-    if as_json:
+    result = benchmark.result()
+    if arguments.json:
         if outcome.failure is None or result.repeats_done:
-            print_text(json.dumps(attrs.asdict(result)) + "\n")
+            print_text(json.dumps(result.as_json()) + "\n")
     elif result.repeats_done:
-        if isinstance(result, Overhead):
-            print_overhead(result)
-        elif isinstance(result, OfStreams):
-            print_many_streams(result)
-        else:
-            print_one_stream(result)
+        benchmark.report(result).print()
     if not result.repeats_done:
         if outcome.signal is not None:
             print_message("nothing was measured yet")
-    elif plot is not None and not isinstance(result, Overhead):
-        bench_plot.draw_streams(result, plot) if isinstance(result, OfStreams) else bench_plot.draw(result, plot)
+    elif plot is not None:
+        save_plot(benchmark.plot(result), plot, error_type=SettingsError)
+    return outcome

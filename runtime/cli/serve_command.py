@@ -26,8 +26,16 @@ from runtime.cli.arguments.settings import add_defaults, defaults_of, parse_size
 from runtime.cli.flags import flag
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.model_spec import ModelSpec
-from runtime.server.connections.address import KEY_VARIABLE, ServerError, api_key, bind, check_origin, network, url
-from runtime.server.connections.file_limit import make_room_for_connections
+from runtime.server.connections.address import (
+    KEY_VARIABLE,
+    ServerError,
+    api_key,
+    bind,
+    check_origin,
+    make_room_for_connections,
+    network,
+    url,
+)
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -203,12 +211,11 @@ async def _open_and_serve(server: _Server) -> None:
     """
     arguments = server.arguments
     from actors.mlx.memory import active_memory
-    from runtime.server.access_log import AccessLog
     from runtime.server.app import Service, application
     from runtime.server.connections.listener import ConnectionLimits, serve
-    from runtime.server.generation_endpoints import Limits
-    from runtime.server.middleware import ForwardedClients
-    from runtime.server.models.loading import free_memory, open_model
+    from runtime.server.context import Limits
+    from runtime.server.middleware import AccessLog, ForwardedClients
+    from runtime.server.models.loaded_model import free_memory, open_model
     from runtime.server.models.pool import model_pool
 
     limits = Limits(

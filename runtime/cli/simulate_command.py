@@ -7,96 +7,38 @@ mlx before the arguments are checked.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer, must_be
 from runtime.cli.flags import flag
-from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, Comparison, compare
-from runtime.simulation.ranks_comparison import RanksComparison, compare_ranks
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.sharding import ALL_REDUCES, MAX_RANKS, SHAPES, Sharding
-from runtime.simulation.streams_comparison import (
-    MAX_STREAMS,
+from runtime.measuring.reports import check_plot
+from runtime.simulation.comparison import (
+    LOOKAHEADS,
+    NUM_TOKENS,
     STREAM_LOOKAHEADS,
     STREAM_TOKENS,
+    Comparison,
+    RanksComparison,
     StreamsComparison,
+    TextComparison,
+    compare,
+    compare_ranks,
     compare_streams,
 )
-from runtime.simulation.tables import print_comparison, print_ranks_comparison, print_streams_comparison
+from runtime.simulation.scenario import MAX_STREAMS, Scenario
+from runtime.simulation.sharding import MAX_RANKS, SHAPES, Sharding, options_of
 from runtime.terminal.display import Display, Output, warnings_at_the_end
 
-PLOT_SUFFIXES = (".svg", ".png")
+PLOT_FORMATS = (".svg", ".png")
 
-# Options that are fields of a `Scenario`: help text, type and placeholder of each.
-_SCENARIO: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "acceptance": ("probability that the draft's first choice is the target's token, in [0, 1]", float, "A"),
-    "cost_ratio": ("time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0", float, "C"),
-    "contention": (
-        "share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate hardware "
-        "(default: 0)",
-        float,
-        "K",
-    ),
-    "verify_slope": ("verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0 (default: 0.06)", float, "S"),
-    "draft_slope": (
-        "the same for a draft pass over m tokens, in draft steps (default: that of --verify-slope)",
-        float,
-        "S",
-    ),
-    "verify_table": (
-        "instead of a slope, measured times of a target pass over 1, 2, 3, … tokens, in any unit, such as "
-        "12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5. With --streams, a width is all rows of a "
-        "pass",
-        str,
-        "TIMES",
-    ),
-    "draft_table": ("the same for a draft pass", str, "TIMES"),
-    "overhead": ("time added to each forward pass, in T_v(1), >= 0 (default: 0)", float, "T"),
-    "second_choice": (
-        "probability that the draft's second choice is right where its first is wrong, in [0, 1] (default: 0.45)",
-        float,
-        "P",
-    ),
-    "stale_acceptance": (
-        "for a drafter that was trained for the target: what the acceptance comes down to, in [0, A], as more and more "
-        "of the hidden states that it reads are its own, because the target has not given them yet (default: a draft "
-        "model, which reads none)",
-        float,
-        "P",
-    ),
-    "spread": (
-        "concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when it "
-        "is right (default: 1.3)",
-        float,
-        "B",
-    ),
-    "overconfidence": (
-        "how far the draft overstates its confidence, >= 0; 0 is calibrated (default: 0)",
-        float,
-        "O",
-    ),
-    "seed": ("seed of the text and of the drafts (default: 0)", int, "N"),
-}
-
-# Options that are fields of a `Sharding`, but for the ranks.
-_SHARDING: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "pass_time": ("milliseconds in which one machine decodes a token, or would: T_v(1)", float, "MS"),
-    "link_latency": ("microseconds that a small message takes from one rank to the next", float, "US"),
-    "link_bandwidth": ("gigabits per second of a link, in each direction", float, "GBIT"),
-    "all_reduce": (f"how parts are added up: {', '.join(ALL_REDUCES)} (default: ring)", str, "KIND"),
-    "layers": ("layers of the target", int, "N"),
-    "hidden_size": ("numbers in its hidden state", int, "N"),
-}
-_NEEDED = ("pass_time", "link_latency", "link_bandwidth", "layers", "hidden_size")
+_SCENARIO = options_of(Scenario)
+_SHARDING = options_of(Sharding)
 
 
 def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -121,17 +63,7 @@ the times of a pair of models.""",
     )
     parser.set_defaults(command=simulate)
     scenario = parser.add_argument_group("scenario")
-    for name, (text, kind, metavar) in _SCENARIO.items():
-        required = name in ("acceptance", "cost_ratio")
-        scenario.add_argument(
-            flag(name),
-            metavar=metavar,
-            type=kind,
-            # `Scenario` has the defaults, and checks the bounds.
-            default=argparse.SUPPRESS,
-            required=required,
-            help=text,
-        )
+    _add_options(scenario, _SCENARIO, needs_those_without_default=True)
     sharding = parser.add_argument_group("a target over several machines")
     sharding.add_argument(
         "--ranks",
@@ -145,8 +77,7 @@ the times of a pair of models.""",
         help=f"layers and hidden size of a known model: {', '.join(SHAPES)}",
         metavar="MODEL",
     )
-    for name, (text, kind, metavar) in _SHARDING.items():
-        sharding.add_argument(flag(name), metavar=metavar, type=kind, default=argparse.SUPPRESS, help=text)
+    _add_options(sharding, _SHARDING, needs_those_without_default=False)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--tokens",
@@ -172,6 +103,27 @@ the times of a pair of models.""",
     output.add_argument("--plot", metavar="FILE", help="write a plot, as .svg or .png (needs matplotlib)")
 
 
+def _add_options(
+    group: argparse._ArgumentGroup, fields: dict[str, attrs.Attribute[Any]], *, needs_those_without_default: bool
+) -> None:
+    """Add fields as options. The class has the defaults, and checks the bounds."""
+    for name, field in fields.items():
+        has_default = field.default is not attrs.NOTHING
+        default = "" if not has_default or field.default in (None, ()) else f" (default: {_as_typed(field.default)})"
+        group.add_argument(
+            flag(name),
+            metavar=field.metadata["metavar"],
+            type=field.metadata["kind"],
+            default=argparse.SUPPRESS,
+            required=needs_those_without_default and not has_default,
+            help=field.metadata["help"] + default,
+        )
+
+
+def _as_typed(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
 def simulate(arguments: argparse.Namespace) -> int:
     """The command `simulate`.
 
@@ -186,14 +138,14 @@ def simulate(arguments: argparse.Namespace) -> int:
     lookaheads = _lookaheads(arguments.lookahead, STREAM_LOOKAHEADS if several else LOOKAHEADS)
     if several:
         check_integer("streams", arguments.streams, 1, MAX_STREAMS)
-    plot = None if arguments.plot is None else _plot_file(arguments.plot)
+    plot = check_plot(arguments.plot, PLOT_FORMATS)
     scenario = _scenario({name: value for name, value in vars(arguments).items() if name in _SCENARIO})
     ranks, sharding = _sharding(arguments)
     scenario = attrs.evolve(scenario, sharding=sharding)
     if len(ranks) > 1 and (several or plot is not None):
         other = "--streams" if several else "--plot"
         raise SettingsError(f"--ranks must be one number with {other}, got {len(ranks)}; run the command for each")
-    comparison: Comparison | StreamsComparison | RanksComparison
+    comparison: TextComparison | StreamsComparison | RanksComparison
     with warnings_at_the_end(), Display() as display:
         if len(ranks) > 1:
             comparison = compare_ranks(scenario, ranks, num_tokens, lookaheads, on_progress=display.show_activity)
@@ -206,16 +158,12 @@ def simulate(arguments: argparse.Namespace) -> int:
     if plot is not None:
         from runtime.simulation.plot import draw
 
-        assert not isinstance(comparison, RanksComparison)
+        assert isinstance(comparison, Comparison)
         draw(comparison, plot)
     if arguments.json:
         Output().write_now(json.dumps(comparison.as_json(), indent=2) + "\n")
-    elif isinstance(comparison, StreamsComparison):
-        print_streams_comparison(comparison)
-    elif isinstance(comparison, RanksComparison):
-        print_ranks_comparison(comparison)
     else:
-        print_comparison(comparison)
+        comparison.report().print()
     return 0
 
 
@@ -251,7 +199,8 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
         if extra := [flag(name) for name in ("layers", "hidden_size") if name in given]:
             raise SettingsError(f"--shape says the layers and the hidden size; leave out {' and '.join(extra)}")
         given["layers"], given["hidden_size"] = SHAPES[arguments.shape]
-    if missing := [flag(name) for name in _NEEDED if name not in given]:
+    needed = [name for name, field in _SHARDING.items() if field.default is attrs.NOTHING]
+    if missing := [flag(name) for name in needed if name not in given]:
         shape = "; --shape gives the last two" if {"--layers", "--hidden-size"} <= set(missing) else ""
         raise SettingsError(f"--ranks needs {', '.join(missing)}, too{shape}")
     ranks = []
@@ -307,16 +256,3 @@ def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
             )
         values.add(int(part))
     return sorted(values)
-
-
-def _plot_file(name: str) -> Path:
-    path = Path(name).expanduser()
-    if path.suffix.lower() not in PLOT_SUFFIXES:
-        raise SettingsError(f"plot must name a file that ends in {' or '.join(PLOT_SUFFIXES)}, got {shown(name)}")
-    if not path.parent.is_dir():
-        raise SettingsError(
-            f"plot must name a file in a directory that exists, and {shown_path(str(path.parent))} does not"
-        )
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError("plot needs matplotlib, which is not installed: pip install 'outrider[plot]'")
-    return path

@@ -1,6 +1,6 @@
 """The doctor: examines a model or a pair on this machine, and says what speed to expect.
 
-`report` measures (with `pass_times`) and describes, `conclusion` says what follows, and `draft_suggestions` finds draft
-models that fit, with the table in `draft_families`. `ranks` examines the ranks of a sharded target. A new finding is a
+`report` examines (with `runtime.measuring.pass_times`) and describes, `conclusion` says what follows, and
+`draft_suggestions` finds draft models that fit. `ranks` examines the ranks of a sharded target. A new finding is a
 field of `Diagnosis`, which `examine` measures and `report` shows. A new remedy goes into `conclusion`.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
@@ -15,18 +15,17 @@ from actors.distributed.exchange import Exchange
 from actors.distributed.leading_model import LeadingModel
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.model import Anatomy, MLXModel
+from actors.mlx.model import Anatomy, MLXModel, dtypes_of
 from actors.model import RewindMode
+from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.thread_worker import ThreadWorker
-from actors.workers.worker import Job, JobError
+from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, RankError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
 from protocol.settings import MTP
 from protocol.trace import Actor
 from runtime.doctor.conclusion import Findings, conclude
 from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
-from runtime.doctor.pass_times import REPEATS, WIDTHS, Passes, time_passes
-from runtime.doctor.trained_drafters import ExaminedDrafter, described, examine_drafter
 from runtime.loading.blas import blas_in_use
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
@@ -36,10 +35,12 @@ from runtime.loading.model_sources import (
     check_draft_source,
     check_source,
     folder_of_trained_drafter,
+    load_draft_onto,
     load_onto,
 )
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.vocabularies import vocabulary_map
+from runtime.measuring.pass_times import REPEATS, WIDTHS, Passes, time_passes
 from runtime.ranks.leading import check_group, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
 
@@ -66,6 +67,41 @@ class ExaminedModel:
         if self.exchange is None:
             return None
         return {width: statistics.median(exchange.seconds) for width, exchange in self.exchange.items()}
+
+
+@attrs.frozen
+class ExaminedDrafter:
+    """One trained drafter.
+
+    Attributes:
+        kind: such as "EAGLE-3".
+        feature_layers: of the target, whose inputs it reads; the number of layers stands for what the last one gives.
+        num_layers: of the target.
+        num_draft_tokens, vocab_size: how many tokens it can propose, and how many the target has.
+        num_bytes: memory of its weights; what it shares with the target does not count.
+        dtypes: number formats of its weights.
+        passes: of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target.
+    """
+
+    kind: str
+    feature_layers: tuple[int, ...]
+    num_layers: int
+    num_draft_tokens: int
+    vocab_size: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+    passes: Passes
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The rows (name, finding) of the report."""
+        return [
+            ("kind", self.kind),
+            ("reads", _read(self.feature_layers, self.num_layers)),
+            ("proposes", f"{self.num_draft_tokens:,} of the target's {self.vocab_size:,} tokens"),
+            ("weights", f"{_size(self.num_bytes)}, {', '.join(self.dtypes)}"),
+            *self.passes.rows("T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}"),
+        ]
 
 
 @attrs.frozen
@@ -131,7 +167,7 @@ async def examine(
                 stack.enter_context(leading(ranks, worker))
             on_progress(f"loading the {role}")
             if role == "draft" and await _is_trained(worker, source):
-                trained = await examine_drafter(worker, source, options, loaded["target"])
+                trained = await _examine_drafter(worker, source, options, loaded["target"])
                 continue
             loaded[role] = await _load(worker, role, source, options, ranks)
             on_progress(f"timing the {role}")
@@ -187,6 +223,19 @@ async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
     return source == MTP or await folder_of_trained_drafter(worker, source) is not None
 
 
+async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:
+    """Load a trained drafter on a worker's thread, and time it.
+
+    Raises: ModelError: it cannot be loaded, or was trained for another target.
+    """
+    drafter = await load_draft_onto(worker, source, options, target)
+    target.model.record_features(None)  # the target is timed as it is
+    assert isinstance(drafter.model, TrainedDrafter)
+    assert drafter.kind is not None
+    sizes = len(target.model.module.layers), target.model.vocab_size
+    return await worker.run(Job("load", partial(_examine_trained, drafter.model, drafter.kind, *sizes)))
+
+
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
     try:
         return await worker.run(Job("load", partial(_examine, model)))
@@ -226,6 +275,19 @@ def _examine(model: MLXModel) -> ExaminedModel:
     return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
 
 
+def _examine_trained(drafter: TrainedDrafter, kind: str, num_layers: int, vocab_size: int) -> ExaminedDrafter:
+    return ExaminedDrafter(
+        kind=kind,
+        feature_layers=drafter.feature_layers,
+        num_layers=num_layers,
+        num_draft_tokens=drafter.num_draft_tokens,
+        vocab_size=vocab_size,
+        num_bytes=drafter.num_bytes,
+        dtypes=dtypes_of(drafter.module),
+        passes=time_passes(drafter),
+    )
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -233,7 +295,7 @@ def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     """The report: sections, each a title and rows of (name, finding)."""
     sections = [("target", [*_rows(diagnosis.target, "T_v"), _sharing(diagnosis.target.anatomy)])]
     if isinstance(diagnosis.draft, ExaminedDrafter):
-        sections.append(("draft", described(diagnosis.draft, _size)))
+        sections.append(("draft", diagnosis.draft.rows))
         sections.append(("pair", [_cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)]))
     elif diagnosis.draft is not None:
         sections.append(("draft", _rows(diagnosis.draft, "T_d")))
@@ -289,12 +351,12 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
         rows.append((f"beyond {anatomy.window:,} tokens", _REWIND_MODES[anatomy.rewind_mode_beyond_window]))
     if RewindMode.CHECKPOINT in (anatomy.rewind_mode, anatomy.rewind_mode_beyond_window):
         rows.append(("a checkpoint keeps", _size(anatomy.checkpoint_bytes)))
-    for width, seconds in passes.seconds.items():
-        low, high = passes.spread[width]
-        tokens = "1 token" if width == 1 else f"{width} tokens"
-        of_it = "" if exchanged is None else f", of it exchange {exchanged[width] * 1e3:,.2f} ms"
-        took = f"{symbol}({width}) = {seconds * 1e3:,.2f} ms ({low * 1e3:,.2f}–{high * 1e3:,.2f})"
-        rows.append((f"a pass of {tokens}", took + of_it))
+    rows += [
+        (name, took if exchanged is None else f"{took}, of it exchange {exchanged[width] * 1e3:,.2f} ms")
+        for width, (name, took) in zip(
+            passes.times, passes.rows(symbol, lambda n: f"a pass of {n} token{'s' * (n > 1)}"), strict=True
+        )
+    ]
     if examined.exchange is not None:
         collectives = ", ".join(f"{count} × {name}" for name, count in examined.exchange[1].collectives.items())
         rows.append(("a pass exchanges", f"{_size(examined.exchange[1].num_bytes)} a token, by {collectives}"))
@@ -320,3 +382,15 @@ _REWIND_MODES = {
     RewindMode.CHECKPOINT: "checkpoint: restores the state before the round, and reads accepted tokens again",
     RewindMode.SINGLE: "nothing (N=1): reads one committed token at a time, so speculation gains nothing",
 }
+
+
+def _read(layers: Sequence[int], num_layers: int) -> str:
+    """What of the target is read, in words."""
+    entered = [str(layer) for layer in layers if layer < num_layers]
+    parts = []
+    if entered:
+        listed = " and ".join([", ".join(entered[:-1]), entered[-1]] if len(entered) > 1 else entered)
+        parts.append(f"what enters layer{'s' if len(entered) > 1 else ''} {listed} of {num_layers}")
+    if num_layers in layers:
+        parts.append(f"what the last of {num_layers} layers gives")
+    return ", ".join(parts)

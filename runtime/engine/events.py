@@ -8,14 +8,20 @@ from protocol.trace import Event
 
 
 class Events:
-    """Announces every event of a runtime to its listeners, in trio's thread."""
+    """Announces every event of a runtime to its listeners, in trio's thread.
+
+    Attributes:
+        wants_instants: whether anybody listens to instants. They are not made otherwise: there are several a token.
+    """
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Event], None]] = []
+        self.wants_instants = False
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
-        """Have a function called with each event from now on."""
+    def listen(self, listener: Callable[[Event], None], *, only_spans: bool = False) -> None:
+        """Have a function called with each event from now on, or at least with each span."""
         self._listeners.append(listener)
+        self.wants_instants = self.wants_instants or not only_spans
 
     def __call__(self, event: Event) -> None:
         """Announce an event."""

@@ -154,8 +154,7 @@ class RequestValidation:
         ids = self.encode(prompt, **({} if tools is None else tools.template_variables))
         if tools is not None and (grammar := self._grammar(tools, ids)) is not None:
             settings = attrs.evolve(settings, logits_processors=(grammar, *settings.logits_processors))
-        if context_length is not None:
-            check_prompt_length(len(ids), context_length)
+        check_prompt_length(len(ids), context_length)
         return Open(
             session=next(self._ids),
             prompt=ids,
@@ -297,8 +296,7 @@ class RequestValidation:
         if format is None or not tools.needs_grammar:
             return None
         reasoning = ReasoningTracker(self._tokenizer, prompt)
-        tags = reasoning.tags if all(reasoning.tags) else None
-        written = call_grammar(tools, format, self._tokenizer, tags=tags, is_thinking=reasoning.is_thinking)
+        written = call_grammar(tools, format, self._tokenizer, **reasoning.marks)
         return Grammar(written, self._tokenizer, what="the grammar of the tools")
 
     def _stop_tokens(self, settings: Settings) -> frozenset[int]:

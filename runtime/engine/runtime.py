@@ -101,7 +101,7 @@ class Runtime:
         )
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
-        events.listen(self._sessions.attribute)
+        events.listen(self._sessions.attribute, only_spans=True)
 
     # --- generations ------------------------------------------------------------------------------
 

@@ -111,19 +111,16 @@ class Sessions:
 
     @property
     def num_streams(self) -> int:
-        """See `Runtime.num_streams`."""
         # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
         return wanted - self.num_waiting
 
     @property
     def max_streams(self) -> int | None:
-        """See `Runtime.max_streams`."""
         return self._admission.max_sessions
 
     @property
     def num_waiting(self) -> int:
-        """See `Runtime.num_waiting`."""
         return self._admission.num_waiting
 
     def counts(self) -> Counts:
@@ -227,8 +224,8 @@ class Sessions:
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
 
     def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
-        tags = reasoning.tags if all(reasoning.tags) else None
-        return tools.reader(check_callable(tools, self._tokenizer), tags=tags, is_thinking=reasoning.is_thinking)
+        format = check_callable(tools, self._tokenizer)
+        return AnswerReader(**reasoning.marks, format=format, tools=tools.listed)
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
@@ -269,6 +266,7 @@ class Sessions:
         if not isinstance(event, Span):
             return
         is_pass, fractions = event.kind in ("verify", "decode"), event.fractions
+        tokens = {share.session: share.num_tokens for share in event.shares} if event.kind == "prefill" else {}
         for index, (id, fraction) in enumerate(fractions.items()):
             session = self.by_id.get(id)
             if is_pass:  # counted also for one that has ended meanwhile
@@ -282,7 +280,7 @@ class Sessions:
                 continue
             counts.target_seconds += seconds
             if event.kind == "prefill":
-                counts.prefilled_tokens += event.num_tokens
+                counts.prefilled_tokens += tokens.get(id, event.num_tokens)
                 counts.prefill_seconds += seconds
 
     def fail(self, error: OutriderError) -> None:

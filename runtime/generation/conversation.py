@@ -21,8 +21,7 @@ from runtime.generation.text import Prompt, apply_chat_template
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.function_caller import MAX_TOOL_ROUNDS, FunctionCaller
-from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, FunctionCaller, Functions
 from runtime.generation.tool_calls.messages import calls_without_results, reply_message
 
 Message = dict[str, Any]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, cast
 
 import trio
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import PromptError, SettingsError, StreamBusyError
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
 from protocol.validation import check_integer
-from runtime.generation.consumers import AwaitableCompletions
 from runtime.generation.merged_streams import Generation, Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
@@ -66,6 +66,60 @@ def check_each(
             kind = PromptError if isinstance(error, PromptError) else SettingsError
             raise kind(f"prompts[{index}]: {error}") from error.__cause__
     return checked
+
+
+class AwaitableCompletions(ABC):
+    """Completions that can be awaited all together, or else given one by one."""
+
+    _gathered: list[Completion] | None = None
+    _is_gathering = False
+
+    @property
+    @abstractmethod
+    def _is_taken(self) -> bool:
+        """Whether a completion was given, or somebody waits for one."""
+
+    @property
+    @abstractmethod
+    def _has_ended_early(self) -> bool:
+        """Whether this was closed or has failed, so that the next call raises the reason."""
+
+    @abstractmethod
+    async def _next_completion(self) -> tuple[int, Completion] | None:
+        """The next finished completion, with the index of its prompt; None once all have been given."""
+
+    @abstractmethod
+    async def _checkpoint(self) -> None:
+        """Let the event loop run other tasks, and take a cancellation."""
+
+    def __await__(self) -> Generator[Any, None, list[Completion]]:
+        """All completions, in the order of the prompts; awaited again, the same ones.
+
+        Raises:
+            StreamBusyError: they are being awaited, or given one by one, already.
+            RuntimeClosedError: the runtime or this was closed before all were finished.
+            RuntimeBrokenError, RewindError: the error of a stream, with a note that names the prompt.
+            PromptError, SettingsError: for asyncio, of a prompt; the message says at which index.
+        """
+        return self._gather().__await__()
+
+    def _check_not_gathering(self) -> None:
+        if self._is_gathering and not self._has_ended_early:
+            raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
+
+    async def _gather(self) -> list[Completion]:
+        if self._gathered is not None:
+            await self._checkpoint()
+            return self._gathered
+        if (self._is_taken or self._is_gathering) and not self._has_ended_early:
+            raise StreamBusyError("these completions are given to somebody already, and each is given once")
+        self._is_gathering = True
+        completions: dict[int, Completion] = {}
+        while (following := await self._next_completion()) is not None:
+            index, completion = following
+            completions[index] = completion
+        self._gathered = [completions[index] for index in sorted(completions)]
+        return self._gathered
 
 
 class Completions(Merged[Completion], AwaitableCompletions):

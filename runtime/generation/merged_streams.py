@@ -10,8 +10,7 @@ import trio
 
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError
 from protocol.messages import Open
-from runtime.generation.single_consumer import SingleConsumer
-from runtime.generation.token_stream import TokenStream
+from runtime.generation.token_stream import SingleConsumer, TokenStream
 from runtime.generation.tool_calls.tools import Tools
 
 CLOSED = "these generations were closed; begin others with generate_many() or stream_many()"

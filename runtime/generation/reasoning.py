@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import cast
+from typing import TypedDict, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+class ReasoningMarks(TypedDict):
+    """How an answer begins: the opening and the closing tag of its reasoning, and whether it begins within it."""
+
+    tags: tuple[str, str] | None
+    is_thinking: bool
 
 
 class ReasoningTracker:
@@ -65,6 +72,11 @@ class ReasoningTracker:
     def tags(self) -> tuple[str, str]:
         """The opening and the closing tag; both empty where the tokenizer names none."""
         return self._tags
+
+    @property
+    def marks(self) -> ReasoningMarks:
+        """What the reader and the grammar of an answer that begins now need; no tags where one of both is unknown."""
+        return {"tags": self._tags if all(self._tags) else None, "is_thinking": self._is_thinking}
 
     @property
     def has_tags(self) -> bool:

@@ -100,9 +100,9 @@ def _encode(
     return apply_chat_template(messages, tokenizer, context_length, **switches)
 
 
-def check_prompt_length(num_tokens: int, context_length: int) -> None:
-    """Raises: PromptTooLongError: so many tokens fill the context."""
-    if num_tokens >= context_length:
+def check_prompt_length(num_tokens: int, context_length: int | None) -> None:
+    """Raises: PromptTooLongError: so many tokens fill the context, which has no bound for None."""
+    if context_length is not None and num_tokens >= context_length:
         raise PromptTooLongError(
             f"the prompt has {num_tokens} tokens, and the target's context of {context_length} must hold it and at "
             f"least one more; shorten it to {context_length - 1}"

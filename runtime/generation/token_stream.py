@@ -1,22 +1,147 @@
-"""The stream of one generation, and the completion that is made of it."""
+"""The stream of one generation, which one consumer reads at a time, and the completion that is made of it."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, ClassVar, Self, TypeVar
 
 import attrs
 import trio
 
+from protocol.errors import StreamBusyError
 from protocol.reprs import excerpt
 from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
-from runtime.generation.consumers import StreamState
-from runtime.generation.single_consumer import SingleConsumer
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
 from runtime.generation.tool_calls.events import ToolCall
+
+T = TypeVar("T")
+
+
+class SingleConsumer(ABC):
+    """An async iterator and async context manager that one task reads at a time.
+
+    A subclass implements `__anext__` with `_receive`, and `close`.
+    """
+
+    _busy: ClassVar[str]  # message of the error that a second consumer gets
+
+    _is_waiting = False  # a task waits in `_receive`
+    _is_closed = False
+
+    @abstractmethod
+    def close(self) -> None:
+        """End at once, without a checkpoint; closing twice is closing once. For trio's thread."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def aclose(self) -> None:
+        """End the generation, or all of them. Returns at once; closing twice is closing once.
+
+        Cancellation: a checkpoint; it is closed in any case.
+        """
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _receive(self, receive: Callable[[], Awaitable[T]]) -> T:
+        """The result of `receive`, which may wait.
+
+        Raises: StreamBusyError: another task is waiting; and what `receive` raises.
+
+        Cancellation: closes this.
+        """
+        if self._is_waiting:
+            raise StreamBusyError(self._busy)
+        self._is_waiting = True
+        try:
+            return await receive()
+        except trio.Cancelled:
+            self.close()
+            raise
+        finally:
+            self._is_waiting = False
+
+
+_NOTHING_GIVEN = ReasoningTracker(None, ())
+
+
+class StreamState(ABC):
+    """What a stream tells of the tokens that it has given."""
+
+    _is_closed: bool
+
+    @property
+    @abstractmethod
+    def _opened_reader(self) -> TokenReader | None:
+        """The stream's token reader; None until the prompt was checked."""
+
+    @property
+    def answer(self) -> ReasoningTracker:
+        """The tokens given so far, split into reasoning and answer."""
+        reader = self._opened_reader
+        return _NOTHING_GIVEN if reader is None else reader.answer
+
+    @property
+    def content(self) -> str:
+        """The text of the given tokens, without reasoning and tool calls."""
+        reader = self._opened_reader
+        return self.answer.said if reader is None or reader.parts is None else reader.parts.content
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls that are complete with the given tokens, in order; empty for a generation without tools."""
+        reader = self._opened_reader
+        return () if reader is None or reader.parts is None else tuple(reader.parts.calls)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the text ended, once its last token was given; None before, and after a cancellation."""
+        reader = self._opened_reader
+        return None if reader is None else reader.finish_reason
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
+        reader = self._opened_reader
+        return None if reader is None else reader.stop_reason
+
+    @property
+    def tail(self) -> str:
+        """The text of the given tokens that was withheld: the possible beginning of a stop string, or half a character.
+
+        The texts of the tokens and the tail add up to the tokenizer's decoding of the tokens' ids. After a `break`, a
+        cancellation or a failure, the tail is the rest of the text. While the stream goes on, the tail comes with a
+        later token, unless it turns out to be a stop string. It is empty once the text is over.
+        """
+        reader = self._opened_reader
+        return "" if reader is None else reader.tail
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more tokens come: the last one was given, or the stream was closed or failed."""
+        return self._is_closed
+
+    @property
+    def _state(self) -> str:
+        """For a repr."""
+        reader = self._opened_reader
+        num_given = 0 if reader is None else reader.num_given
+        return f"{self.finish_reason or ('closed' if self._is_closed else 'under way')}: {num_given} tokens given"
+
 
 SessionFile = str | os.PathLike[str] | BinaryIO
 """The file of a saved session: a path, or an open binary file, which is used from its position on."""

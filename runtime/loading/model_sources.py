@@ -79,13 +79,9 @@ class DraftedModel(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
-        ...
+    def vocab_size(self) -> int: ...
 
-    def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `MLXModel.record_features`."""
-        ...
+    def record_features(self, layer_ids: Sequence[int] | None) -> None: ...
 
 
 class DraftedTarget(Protocol):
@@ -102,9 +98,7 @@ class DraftedTarget(Protocol):
         ...
 
     @property
-    def folder(self) -> Path | None:
-        """See `Loaded.folder`."""
-        ...
+    def folder(self) -> Path | None: ...
 
 
 def check_source(role: str, source: Any) -> Source:

@@ -22,7 +22,7 @@ def main(module: str, name: str) -> None:
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     # Here and not at the top: the environment of this process decides how they begin.
     from runtime.loading.device import use_device
-    from runtime.selftest.findings import Finding
+    from runtime.selftest.checks import Finding
     from runtime.selftest.subject import Subject
 
     try:

@@ -1,11 +1,19 @@
-"""The checks of the self-test, in the order in which they run.
+"""The checks of the self-test, in the order in which they run, and what a check finds.
 
 Imports nothing that needs mlx: a check's function is looked up in the process that runs it.
 """
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import attrs
+
+# "failed": a promise does not hold here; "crashed" and "hung": so ended the check's process; "skipped": the check does
+# not apply to this device.
+Status = Literal["passed", "failed", "crashed", "hung", "skipped"]
+
+FAILURES: tuple[Status, ...] = ("failed", "crashed", "hung")
 
 # Float32 is float32: on CUDA and on Apple's M5 it is TF32 otherwise.
 EXACT = {"MLX_ENABLE_TF32": "0"}
@@ -40,63 +48,77 @@ class Check:
         return " ".join(f"{name}={value}" for name, value in self.environment.items() if name not in EXACT)
 
 
+@attrs.frozen
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        status: how it ended.
+        summary: one sentence, without paths and prompts.
+        figures: what was measured, by name, as JSON has it.
+    """
+
+    status: Status
+    summary: str
+    figures: dict[str, Any] = attrs.field(factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as a JSON object."""
+        return attrs.asdict(self)
+
+
+def passed_if(is_right: bool, right: str, wrong: str, **figures: Any) -> Finding:
+    """A finding of a check that passes or fails."""
+    return Finding("passed" if is_right else "failed", right if is_right else wrong, figures)
+
+
+def _check(module: str, name: str, meaning: str, **options: Any) -> Check:
+    return Check(name, f"runtime.selftest.{module}", meaning, **options)
+
+
 CHECKS = (
     # A download may take long.
-    Check("models", "runtime.selftest.speed", "the models are too large for this device, and it will swap", 3600.0),
-    Check(
+    _check("speed", "models", "the models are too large for this device, and it will swap", timeout_s=3600.0),
+    _check(
+        "exactness",
         "greedy_equality",
-        "runtime.selftest.exactness",
         "greedy text with a drafter is not the target's own: a bug of Outrider's, or of MLX on this device",
         environment=EXACT,
     ),
-    Check(
+    _check(
+        "exactness",
         "seeded_equality",
-        "runtime.selftest.exactness",
         "a seed does not give the same text each time: do not rely on seeds on this device",
         environment=EXACT,
     ),
-    Check(
+    _check(
+        "exactness",
         "concurrent_logits",
-        "runtime.selftest.exactness",
         "two threads that compute at the same time disturb each other: results may be wrong without an error",
     ),
-    Check(
-        "noise",
-        "runtime.selftest.exactness",
-        "sampled texts with a drafter differ from those without, and are less often accepted",
-    ),
-    Check(
-        "not_a_number",
-        "runtime.selftest.exactness",
-        "damaged weights or overflows may give nonsense in place of an error",
-    ),
-    Check(
+    _check("exactness", "noise", "sampled texts with a drafter differ from those without, and are less often accepted"),
+    _check("exactness", "not_a_number", "damaged weights or overflows may give nonsense in place of an error"),
+    _check(
+        "exactness",
         "kernels",
-        "runtime.selftest.exactness",
         "families that are named give other texts than mlx-lm's, or none, on this device",
         environment=EXACT,
     ),
-    Check(
+    _check(
+        "exactness",
         "rows",
-        "runtime.selftest.exactness",
         "texts that share passes are not what each is alone, or cannot share any: use max_batch=1 on this device",
         environment=EXACT,
     ),
-    Check("streams", "runtime.selftest.stability", "long-running services lose memory or their drafter on this device"),
-    Check("opening", "runtime.selftest.stability", "a runtime cannot be opened again and again in one process"),
-    Check("failures", "runtime.selftest.stability", "a failing model may take the process with it, or change texts"),
-    Check(
-        "device_isolation",
-        "runtime.selftest.stability",
-        "the runtime disturbs what your own code computes with MLX beside it",
-    ),
-    Check("failing_allocation", "runtime.selftest.stability", "a stream that runs out of memory ends the others, too"),
-    Check("prices", "runtime.selftest.speed", "forward passes could not be timed"),
-    Check("overlap", "runtime.selftest.speed", "two models at a time could not be timed"),
-    Check(
-        "switch_intervals", "runtime.selftest.speed", "the effect of the GIL's switch interval could not be measured"
-    ),
-    Check("speeds", "runtime.selftest.speed", "tokens per second could not be measured"),
+    _check("stability", "streams", "long-running services lose memory or their drafter on this device"),
+    _check("stability", "opening", "a runtime cannot be opened again and again in one process"),
+    _check("stability", "failures", "a failing model may take the process with it, or change texts"),
+    _check("stability", "device_isolation", "the runtime disturbs what your own code computes with MLX beside it"),
+    _check("stability", "failing_allocation", "a stream that runs out of memory ends the others, too"),
+    _check("speed", "prices", "forward passes could not be timed"),
+    _check("speed", "overlap", "two models at a time could not be timed"),
+    _check("speed", "switch_intervals", "the effect of the GIL's switch interval could not be measured"),
+    _check("speed", "speeds", "tokens per second could not be measured"),
 )
 
 # The speeds again, with layers evaluated otherwise.

@@ -21,7 +21,7 @@ from protocol.randomness import Purpose, key_for
 from runtime.bench.small_models import FAMILIES, VOCAB_SIZE, nearby_model, small_model
 from runtime.generation.token_stream import Completion
 from runtime.selftest.baselines import in_parallel, on_thread, plain_text, prefill_and_step
-from runtime.selftest.findings import Finding, passed_if
+from runtime.selftest.checks import Finding, passed_if
 from runtime.selftest.subject import Subject, ids, running_pair
 
 LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")

@@ -16,7 +16,7 @@ import attrs
 
 from runtime.loading.device import processor_name
 from runtime.loading.mlx_environment import set_here
-from runtime.selftest.findings import FAILURES
+from runtime.selftest.checks import FAILURES
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import FORMAT, versions
 

@@ -17,8 +17,7 @@ import trio
 
 import runtime
 from runtime.loading import mlx_environment
-from runtime.selftest.checks import Check
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Check, Finding
 
 # Lines of a process's stderr that are kept where it crashed or hung: about the stacks of its threads.
 NUM_LINES = 40

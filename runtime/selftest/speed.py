@@ -6,7 +6,6 @@ process of its own, on a machine that should have nothing else to do.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from functools import partial
@@ -17,11 +16,13 @@ import trio
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import MLXModel
-from runtime.bench.one_stream import Plan, measure
-from runtime.doctor.pass_times import time_passes
+from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.loading.vocabularies import check_vocabularies
+from runtime.measuring.contest import Contest
+from runtime.measuring.figures import spread
+from runtime.measuring.pass_times import time_passes
 from runtime.selftest.baselines import in_parallel, median_step_s
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Finding
 from runtime.selftest.subject import Subject, running_pair
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -75,8 +76,10 @@ def overlap(subject: Subject) -> Finding:
 
 def speeds(subject: Subject) -> Finding:
     """Tokens per second: mlx-lm plain and speculative, Outrider plain and with "auto"."""
-    plan = Plan(max_tokens=max(32, subject.max_tokens), repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto"))
-    result = trio.run(measure, subject.target, subject.draft, plan)
+    plan = OneStreamPlan(
+        max_tokens=max(32, subject.max_tokens), repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto")
+    )
+    result = trio.run(OneStream(plan).measure, subject.target, subject.draft)
     medians = {row.name: row.median for row in result.rows}
     plain, auto = medians["mlx-lm plain"], medians["outrider lookahead auto"]
     ratio = f"{auto / plain:.2f} times" if auto and plain else "unknown against"
@@ -91,7 +94,7 @@ def switch_intervals(subject: Subject) -> Finding:
     """Speed with "auto", and how late trio gets its turn, at several switch intervals of the GIL, in turn."""
     target, draft = subject.load("target"), subject.load("draft")
     prompt = subject.prompts(target[1])[0]
-    speeds: dict[float, list[float]] = {interval_s: [] for interval_s in SWITCH_INTERVALS_S}
+    contest: Contest[float, int, float] = Contest(SWITCH_INTERVALS_S, [0], NUM_TURNS, warm_up=[0])
     delays_s: dict[float, list[float]] = {interval_s: [] for interval_s in SWITCH_INTERVALS_S}
 
     async def watch(delays_s: list[float]) -> None:
@@ -102,14 +105,13 @@ def switch_intervals(subject: Subject) -> Finding:
 
     async def run() -> None:
         async with running_pair(target, draft) as rt:
-            await rt.generate(prompt, max_tokens=subject.max_tokens)
-            for interval_s in SWITCH_INTERVALS_S * NUM_TURNS:
-                sys.setswitchinterval(interval_s)
+            for step in contest.steps():
+                sys.setswitchinterval(step.contender)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(watch, delays_s[interval_s])
+                    nursery.start_soon(watch, delays_s[step.contender])
                     began = time.perf_counter()
                     completion = await rt.generate(prompt, max_tokens=subject.max_tokens)
-                    speeds[interval_s].append(len(completion.tokens) / (time.perf_counter() - began))
+                    contest.record(step, len(completion.tokens) / (time.perf_counter() - began))
                     nursery.cancel_scope.cancel()
 
     before = sys.getswitchinterval()
@@ -117,10 +119,12 @@ def switch_intervals(subject: Subject) -> Finding:
         trio.run(run)
     finally:
         sys.setswitchinterval(before)
+    speeds = {interval_s: spread(contest.runs(interval_s).values()) for interval_s in SWITCH_INTERVALS_S}
     default, *others = SWITCH_INTERVALS_S
     # The slowest turn of a better one is faster than the fastest turn of the default.
-    better = [interval_s for interval_s in others if min(speeds[interval_s]) > max(speeds[default])]
-    best = max(better, key=lambda interval_s: statistics.median(speeds[interval_s]), default=default)
+    better = [each for each in others if (speeds[each].low or 0.0) > (speeds[default].high or 0.0)]
+    best = max(better, key=lambda interval_s: speeds[interval_s].median or 0.0, default=default)
+    late = {interval_s: spread(each) for interval_s, each in delays_s.items()}
     return Finding(
         "passed",
         f"a switch interval of {best * 1000:g} ms suits draft steps"
@@ -128,9 +132,9 @@ def switch_intervals(subject: Subject) -> Finding:
         {
             "best_s": best,
             "default_s": default,
-            "tokens_per_second": {str(interval_s): turns for interval_s, turns in speeds.items()},
-            "median_delay_s": {str(interval_s): statistics.median(late) for interval_s, late in delays_s.items()},
-            "longest_delay_s": {str(interval_s): max(late) for interval_s, late in delays_s.items()},
+            "tokens_per_second": {str(interval_s): each.values for interval_s, each in speeds.items()},
+            "median_delay_s": {str(interval_s): each.median for interval_s, each in late.items()},
+            "longest_delay_s": {str(interval_s): each.high for interval_s, each in late.items()},
         },
     )
 

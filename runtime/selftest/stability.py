@@ -18,7 +18,7 @@ import runtime
 from runtime.bench.small_models import VOCAB_SIZE, small_model
 from runtime.engine.runtime import Runtime
 from runtime.selftest.baselines import WrappedModel, threads_at_work
-from runtime.selftest.findings import Finding, passed_if
+from runtime.selftest.checks import Finding, passed_if
 from runtime.selftest.subject import Subject, ids, running_pair
 
 NUM_OPENINGS = 8

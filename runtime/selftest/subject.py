@@ -12,19 +12,13 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import load
-from actors.warm_up import warm_up
-from actors.workers.thread_worker import ThreadWorker
-from protocol.open_options import MAX_BATCH
-from protocol.prices import Prices
 from protocol.trace import Actor
-from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
-from runtime.loading.model_sources import Loaded, load_onto
+from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
 
 
 @attrs.frozen
@@ -82,29 +76,10 @@ async def running_pair(
         target, draft: each model and its tokenizer.
         chains: see `DraftActor`.
     """
-    options = CacheOptions()
     async with AsyncExitStack() as stack:
-        workers: dict[Actor, ThreadWorker] = {}
-        loaded: dict[Actor, Loaded] = {}
-        sources: dict[Actor, tuple[Module, TokenizerWrapper]] = {"target": target, "draft": draft}
-        for role, source in sources.items():
-            workers[role] = await stack.enter_async_context(ThreadWorker(role))
-            loaded[role] = await load_onto(workers[role], role, source, options)
-            stack.enter_context(loaded[role].model.evaluating_layers())
-        pairs = {role: (loaded[role].model, workers[role]) for role in sources}
-        prices = Prices()
-        # Not only for the prices: it runs each model for the first time while the other one rests.
-        await warm_up(pairs["target"], pairs["draft"], prices)
-        open_runtime = running(
-            pairs["target"],
-            pairs["draft"],
-            tokenizer=loaded["target"].tokenizer,
-            prices=prices,
-            max_batch=loaded["target"].model.bounded_batch(MAX_BATCH),
-            prefix_cache_bytes=0,
-            chains=chains,
-        )
-        yield await stack.enter_async_context(open_runtime)
+        loaded = await load_models(stack, target, {ONLY_DRAFT: draft})
+        stack.enter_context(loaded.evaluating_layers())
+        yield await loaded.open_runtime(stack, tokenizer=loaded.tokenizer, prefix_cache_bytes=0, chains=chains)
 
 
 def ids(completion: Completion) -> list[int]:

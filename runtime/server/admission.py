@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import attrs
 import trio
 
 from runtime.server.errors import ErrorResponse
@@ -19,31 +20,28 @@ _MAX_RETRY_AFTER_S = 60
 _DRAINING_RETRY_AFTER_S = 1
 
 
+@attrs.define(eq=False)
 class RequestAdmission:
     """Counts the admitted requests, and rejects requests beyond the limit, and all of them once the server drains.
 
     Attributes:
+        max_streams: returns how many requests the models are taken to work on at once, >= 1.
+        max_waiting: further requests that may wait, >= 0.
+        clock: returns seconds.
         num_admitted: requests that run or wait for the models.
         is_draining: whether no further request is admitted, because the server is about to end.
     """
 
-    def __init__(self, max_streams: Callable[[], float], max_waiting: int, clock: Callable[[], float]) -> None:
-        """No requests yet.
-
-        Args:
-            max_streams: returns how many requests the models are taken to work on at once, >= 1.
-            max_waiting: further requests that may wait, >= 0.
-            clock: returns seconds.
-        """
-        self.num_admitted = 0
-        self.is_draining = False
-        self._is_empty = trio.Event()
-        self._max_streams = max_streams
-        self._max_waiting = max_waiting
-        self._clock = clock
-        self._durations_s: deque[float] = deque(maxlen=_NUM_DURATIONS)
-        self._start_times_s: list[float] = []  # of the admitted requests
-        self._last_return_s = -math.inf  # when the client that was rejected last is expected again
+    _max_streams: Callable[[], float]
+    _max_waiting: int
+    _clock: Callable[[], float]
+    num_admitted: int = attrs.field(init=False, default=0)
+    is_draining: bool = attrs.field(init=False, default=False)
+    _is_empty: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _durations_s: deque[float] = attrs.field(init=False, factory=lambda: deque(maxlen=_NUM_DURATIONS))
+    _start_times_s: list[float] = attrs.field(init=False, factory=list)  # of the admitted requests
+    # When the client that was rejected last is expected again.
+    _last_return_s: float = attrs.field(init=False, default=-math.inf)
 
     def check(self) -> None:
         """Raises: ErrorResponse: no further request can be admitted now, or ever."""
@@ -63,7 +61,7 @@ class RequestAdmission:
                 f"{self._max_streams()} requests are being answered and {self._max_waiting} wait, which is the limit; "
                 f"try again in {seconds} s",
                 type="rate_limit_error",
-                code="full_house",
+                code="rate_limit_exceeded",
                 headers={"Retry-After": str(seconds)},
             )
 

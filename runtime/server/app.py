@@ -1,10 +1,11 @@
-"""The ASGI application: its routes, its middleware, and the responses that need no model."""
+"""The ASGI application: the operations of all APIs and its own, its middleware, and what it says of errors."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -22,24 +23,27 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.server.admission import RequestAdmission
-from runtime.server.answers.ignored_fields import IGNORED_HEADER
-from runtime.server.anthropic.api import Messages
-from runtime.server.anthropic.token_count import TokenCountEndpoint
-from runtime.server.background import Background, in_thread
-from runtime.server.connections.body_memory import BodyMemory
+from runtime.server.answers.body import IGNORED_HEADER
+from runtime.server.anthropic import api as anthropic_api
+from runtime.server.context import Limits, ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.generation_endpoints import Endpoint, Limits, ServerContext, find_model
-from runtime.server.lanes import Lanes
-from runtime.server.metrics import Metrics
+from runtime.server.fair_threads import Background, in_thread
 from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
 from runtime.server.models.pool import ModelPool
-from runtime.server.models.reports import describe, health_report, properties
-from runtime.server.openai.api import Chats, Completions, Fims
-from runtime.server.openai.openapi import description
-from runtime.server.openai.responses import ModelList, Version
-from runtime.server.responses.api import Responses, StoredResponses
-from runtime.server.responses.store import ResponseStore
-from runtime.server.tokenizer_endpoints import DetokenizeEndpoint, TokenizeEndpoint
+from runtime.server.models.reports import (
+    HealthReport,
+    ModelDescription,
+    ModelList,
+    Props,
+    Version,
+    describe,
+    health_report,
+    properties,
+)
+from runtime.server.openai import api as openai_api
+from runtime.server.openai import tokens as openai_tokens
+from runtime.server.operations import COMMON_ERRORS, Operation, description
+from runtime.server.responses import api as responses_api
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -66,7 +70,6 @@ class Service:
 
     Attributes:
         max_waiting: requests that may wait, >= 0, beside as many as a model works on at once.
-        limits: of each request.
         api_key: the key that requests must send, except for the pages and for figures; None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
         origins: origins of web pages of other hosts that may use the server (CORS).
@@ -94,7 +97,6 @@ class Application:
     admission: RequestAdmission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         await self.app(scope, receive, send)
 
 
@@ -107,110 +109,56 @@ def application(
     """The ASGI application, for a server on trio.
 
     Args:
-        models: those that generate.
-        service: the settings.
         background: runs the tokenizer, and makes long responses.
     """
     admission = RequestAdmission(lambda: models.max_streams, service.max_waiting, trio.current_time)
-    metrics = Metrics(models, is_draining=lambda: admission.is_draining)
     context = ServerContext(
-        models,
-        service.limits,
-        admission,
-        metrics,
-        Lanes(background),
-        Lanes(background),
-        BodyMemory(service.limits.max_bodies_bytes),
-        is_strict=service.is_strict,
+        models, service.limits, admission, background, is_strict=service.is_strict, started_at=int(time.time())
     )
-    responses = ResponseStore(service.limits.max_stored_responses, service.limits.max_stored_bytes)
-    stored_responses = StoredResponses(responses).__call__
-    started = int(time.time())
-    page = resources.files("runtime").joinpath("server", "page")
-    docs = resources.files("runtime").joinpath("server", "docs")
-    api_description = description(
-        models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
+    described = description(
+        OPERATIONS, models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
     )
 
-    async def index(request: Request) -> Response:
-        return HTMLResponse(page.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
-
-    async def docs_index(request: Request) -> Response:
-        return HTMLResponse(docs.joinpath("index.html").read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
-
-    async def list_models(request: Request) -> Response:
-        listed = [describe(models, spec.name, started) for spec in models.specs]
-        served: ModelList = {"object": "list", "data": listed}
-        return JSONResponse(served)
-
-    async def model(request: Request) -> Response:
-        name = find_model(models, request.path_params["model"])
-        return JSONResponse(describe(models, name, started))
-
-    async def version(request: Request) -> Response:
-        report: Version = {"version": importlib.metadata.version("outrider")}
-        return JSONResponse(report)
-
-    async def props(request: Request) -> Response:
-        return JSONResponse(properties(models))
-
-    async def timeline(request: Request) -> Response:
-        for loaded in models.in_memory():
-            html = await loaded.timelines.page(request.path_params["id"], loaded.runtime.tokenizer, background)
-            if html is not None:
-                headers = {"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"}
-                return HTMLResponse(html, headers=headers)
-        raise ErrorResponse(
-            404,
-            "there is no timeline with this id: only the latest streams with include_speculation have one, while their "
-            "model is loaded",
-        )
-
-    async def health(request: Request) -> Response:
-        report = health_report(models, is_draining=admission.is_draining)
-        return JSONResponse(report, status_code=503 if report["status"] in ("broken", "draining") else 200)
-
-    async def prometheus(request: Request) -> Response:
-        return Response(generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    by_path: dict[str, list[Operation]] = {}
+    for each in OPERATIONS:
+        by_path.setdefault(each.path, []).append(each)
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(api_description)
+        return JSONResponse(described)
 
     app = Starlette(
         routes=[
-            Route("/", index),
             Mount("/page", _PageFiles(packages=[("runtime", "server/page")])),
-            Route("/docs", docs_index),
+            Route("/docs", _page("docs")),
             Mount("/docs", _PageFiles(packages=[("runtime", "server/docs")])),
-            Route("/timelines/{id}", timeline),
-            Route("/health", health),
-            Route("/metrics", prometheus),
+            Route("/", _page("page")),
             Route("/openapi.json", openapi),
-            Route("/version", version),
-            Route("/v1/props", props),
-            Route("/v1/tokenize", TokenizeEndpoint(context), methods=["POST"]),
-            Route("/v1/detokenize", DetokenizeEndpoint(context), methods=["POST"]),
-            Route("/v1/models", list_models),
-            Route("/v1/models/{model:path}", model),
-            Route("/v1/completions", Endpoint(context, Completions()), methods=["POST"]),
-            Route("/v1/fim/completions", Endpoint(context, Fims()), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(context, Chats()), methods=["POST"]),
-            Route("/v1/responses", Endpoint(context, Responses(responses)), methods=["POST"]),
-            Route("/v1/responses/{id}", stored_responses, methods=["GET", "DELETE"]),
-            Route("/v1/messages", Endpoint(context, Messages()), methods=["POST"]),
-            Route("/v1/messages/count_tokens", TokenCountEndpoint(context), methods=["POST"]),
+            *(
+                Route(path, same[0].endpoint(context), methods=[each.method for each in same])
+                for path, same in by_path.items()
+            ),
         ],
         middleware=[
-            Middleware(UnversionedPaths),
-            Middleware(HostNames, names=service.hosts),
+            Middleware(UnversionedPaths, names=_BELOW_V1),
+            Middleware(HostNames, names=service.hosts, respond=_error_response),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),
-            Middleware(ApiKey, key=service.api_key),
+            Middleware(ApiKey, key=service.api_key, respond=_error_response),
         ],
-        exception_handlers={ErrorResponse: _error_response, HTTPException: _http_error, Exception: _server_error},
+        exception_handlers={ErrorResponse: _on_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
     # Not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
     return Application(CommonHeaders(app), admission)
+
+
+def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint of the index of a folder with a page."""
+    index = resources.files("runtime").joinpath("server", folder, "index.html")
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(index.read_text(encoding="utf-8"), headers=_PAGE_HEADERS)
+
+    return page
 
 
 class _PageFiles(StaticFiles):
@@ -235,15 +183,22 @@ def _cors(origins: Sequence[str]) -> Middleware:
     )
 
 
+def _error_response(error: ErrorResponse, path: str) -> Response:
+    """The response with an error, in the form of the API that a path belongs to."""
+    forms = (each.errors for each in OPERATIONS if each.errors is not COMMON_ERRORS and path.startswith(each.path))
+    body = next(forms, COMMON_ERRORS).body(error)
+    return JSONResponse(body, status_code=error.status, headers=error.headers)
+
+
 # The handlers of exceptions are async functions, because Starlette runs others in threads.
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
+async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ErrorResponse)
-    return JSONResponse(error.body(request.url.path), status_code=error.status, headers=error.headers)
+    return _error_response(error, request.url.path)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     there = _SAME_ELSEWHERE.get(path.removeprefix("/v1"), "/docs lists what there is")
@@ -259,12 +214,84 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }
     if path.endswith("/embeddings"):
         messages[404] = "there are no embeddings here: the served model generates text; ask an embedding model"
-    response = ErrorResponse(error.status_code, messages.get(error.status_code, error.detail))
-    return JSONResponse(response.body(request.url.path), status_code=error.status_code, headers=error.headers)
+    message = messages.get(error.status_code, error.detail)
+    return _error_response(ErrorResponse(error.status_code, message, headers=error.headers), path)
 
 
-async def _server_error(request: Request, error: Exception) -> Response:
-    response = ErrorResponse(
-        500, "the server has failed; its log has the error", type="server_error", code="internal_error"
+async def _on_failure(request: Request, error: Exception) -> Response:
+    message = "the server has failed; its log has the error"
+    failure = ErrorResponse(500, message, type="server_error", code="internal_error")
+    return _error_response(failure, request.url.path)
+
+
+# --- operations that need no model ----------------------------------------------------------------
+
+
+async def _list_models(context: ServerContext, request: Request) -> Response:
+    listed = [describe(context.models, spec.name, context.started_at) for spec in context.models.specs]
+    served: ModelList = {"object": "list", "data": listed}
+    return JSONResponse(served)
+
+
+async def _model(context: ServerContext, request: Request) -> Response:
+    name = context.find_model(request.path_params["model"])
+    return JSONResponse(describe(context.models, name, context.started_at))
+
+
+async def _version(context: ServerContext, request: Request) -> Response:
+    report: Version = {"version": importlib.metadata.version("outrider")}
+    return JSONResponse(report)
+
+
+async def _props(context: ServerContext, request: Request) -> Response:
+    return JSONResponse(properties(context.models))
+
+
+async def _timeline(context: ServerContext, request: Request) -> Response:
+    for loaded in context.models.in_memory():
+        html = await loaded.timelines.page(request.path_params["id"], loaded.runtime.tokenizer, context.background)
+        if html is not None:
+            headers = {"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"}
+            return HTMLResponse(html, headers=headers)
+    raise ErrorResponse(
+        404,
+        "there is no timeline with this id: only the latest streams with include_speculation have one, while their "
+        "model is loaded",
     )
-    return JSONResponse(response.body(request.url.path), status_code=500)
+
+
+async def _health(context: ServerContext, request: Request) -> Response:
+    report = health_report(context.models, is_draining=context.admission.is_draining)
+    return JSONResponse(report, status_code=503 if report["status"] in ("broken", "draining") else 200)
+
+
+async def _metrics(context: ServerContext, request: Request) -> Response:
+    return Response(generate_latest(context.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _get(path: str, respond: Callable[..., Awaitable[Response]], *description: Any, **fields: Any) -> Operation:
+    return Operation(path, lambda context: partial(respond, context), *description, **fields)
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    *openai_api.OPERATIONS,
+    *responses_api.OPERATIONS,
+    *anthropic_api.OPERATIONS,
+    *openai_tokens.OPERATIONS,
+    _get("/v1/props", _props, "props", "Properties of the server", Props),
+    _get("/version", _version, "version", "The server's version", Version),
+    _get("/v1/models", _list_models, "models", "The served models", ModelList),
+    _get("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),
+    _get(
+        "/health",
+        _health,
+        "health",
+        "Whether requests are taken; degraded while the drafter has ended, hangs or is late",
+        HealthReport,
+        responses={"200": "Requests are taken", "503": "The target has failed, or the server is stopping"},
+    ),
+    _get("/metrics", _metrics, "metrics", "Metrics for Prometheus", "text/plain"),
+    _get("/timelines/{id}", _timeline, "timeline", "When each model worked on an answer", statuses=("404",)),
+)
+# First parts of the paths below `/v1`, which clients of other servers leave out.
+_BELOW_V1 = {each.path.split("/")[2] for each in OPERATIONS if each.path.startswith("/v1/")} | {"embeddings"}

@@ -1,4 +1,4 @@
-"""Error responses: an HTTP status, and a body in the format that the clients of an API read."""
+"""Error responses: an HTTP status, and what a body says of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
+
 from protocol.argument_aliases import ALIASES
 from protocol.errors import (
     OutriderError,
@@ -20,23 +23,33 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
-from runtime.server.anthropic.errors import messages_error_body
-from runtime.server.anthropic.responses import MessagesErrorBody
 from runtime.server.grammars.constraint import ConstraintError
 from runtime.server.models.served_model import ModelLoadError
-from runtime.server.openai.responses import ErrorBody, ErrorDetail
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
+
+class ErrorDetail(TypedDict):
+    """An error: a message for people, the rest for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    """The body of every response with a status of 400 or more."""
+
+    error: ErrorDetail
 
 
 class ErrorResponse(Exception):
     """An error response, raised while a request is handled, before anything was sent.
 
     Attributes:
-        status: the HTTP status.
-        detail: the content of the body.
-        headers: further headers.
+        detail: what the body says; an API may have a form of its own for it (`Operation.errors`).
     """
 
     def __init__(
@@ -54,10 +67,8 @@ class ErrorResponse(Exception):
         self.detail: ErrorDetail = {"message": message, "type": type, "param": param, "code": code}
         self.headers = dict(headers or {})
 
-    def body(self, path: str = "") -> ErrorBody | MessagesErrorBody:
-        """The body, for JSON, in the form of the API that a path belongs to: Anthropic's or else OpenAI's."""
-        if path.removeprefix("/v1").startswith("/messages"):
-            return messages_error_body(self.status, self.detail["message"])
+    def body(self) -> ErrorBody:
+        """The body, for JSON, in the form of all paths but those of an API with another."""
         return {"error": self.detail}
 
 
@@ -65,7 +76,6 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
     """The error response for an error of the runtime.
 
     Args:
-        error: the error.
         prompt_field: the name of the request's field that has the prompt.
     """
     message = str(error)
@@ -143,7 +153,6 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
     """The error response for an invalid request body.
 
     Args:
-        error: pydantic's error.
         tags: types of the items of lists, by which pydantic chooses a member of their union.
     """
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:

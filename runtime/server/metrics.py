@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -70,26 +71,21 @@ class Metrics:
         self._error_responses = Counter(
             "outrider_refusals", "Error responses by HTTP status", ["status"], registry=self.registry
         )
-        self._first_token = Histogram(
-            "outrider_time_to_first_token_seconds",
-            "Seconds from the call to the first token, including waiting and prefill",
-            ["model"],
-            buckets=_BUCKETS_S,
-            registry=self.registry,
+
+        def histogram(name: str, text: str, buckets: Sequence[float] = _BUCKETS_S) -> Histogram:
+            made = Histogram(f"outrider_{name}_seconds", text, ["model"], buckets=buckets, registry=self.registry)
+            for spec in models.specs:
+                made.labels(spec.name)
+            return made
+
+        self._first_token = histogram(
+            "time_to_first_token", "Seconds from the call to the first token, including waiting and prefill"
         )
-        self._duration = Histogram(
-            "outrider_answer_seconds",
-            "Seconds from the call to the last token",
-            ["model"],
-            buckets=_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._longest_wait = Histogram(
-            "outrider_longest_pass_wait_seconds",
+        self._duration = histogram("answer", "Seconds from the call to the last token")
+        self._longest_wait = histogram(
+            "longest_pass_wait",
             "Seconds that a round of an answer was ready and waited for a pass: the longest of each answer",
-            ["model"],
-            buckets=_WAIT_BUCKETS_S,
-            registry=self.registry,
+            _WAIT_BUCKETS_S,
         )
         draining = Gauge(
             "outrider_draining", "1 while the server is about to stop and takes no requests", registry=self.registry
@@ -97,10 +93,6 @@ class Metrics:
         draining.set_function(is_draining)
         for outcome in ("finished", "cancelled", "failed", "refused"):
             self._requests.labels(outcome)
-        for spec in models.specs:
-            self._first_token.labels(spec.name)
-            self._duration.labels(spec.name)
-            self._longest_wait.labels(spec.name)
 
     def count(
         self,
@@ -128,14 +120,9 @@ class Metrics:
                 self._duration.labels(model).observe(statistics.elapsed)
         if status is not None:
             self._error_responses.labels(str(status)).inc()
-        if failure is not None:
-            outcome = "failed"
-        elif status is not None:
-            outcome = "refused"
-        elif is_finished:
-            outcome = "finished"
-        else:
-            outcome = "cancelled"
+        outcome = "finished" if is_finished else "cancelled"
+        if failure is not None or status is not None:
+            outcome = "refused" if failure is None else "failed"
         self._requests.labels(outcome).inc()
 
 
@@ -147,18 +134,13 @@ class _ModelCollector(Collector):
 
     def __init__(self, models: ModelPool) -> None:
         self._models = models
-        # Counters of runtimes that are gone: by model, and name; seconds by model, and actor.
-        self._past: dict[str, dict[str, float]] = {spec.name: {} for spec in models.specs}
-        self._past_busy: dict[str, tuple[float, float]] = {spec.name: (0.0, 0.0) for spec in models.specs}
+        # Counts of runtimes that are gone, by model.
+        self._past: dict[str, _Counts] = {spec.name: {} for spec in models.specs}
         models.when_unloaded(self._keep)
 
     def _keep(self, loaded: LoadedModel) -> None:
-        """Add the counters of a model that is unloaded to those of its past."""
-        past, statistics = self._past[loaded.name], loaded.runtime.statistics()
-        for name, _, field in _COUNTERS:
-            past[name] = past.get(name, 0) + getattr(statistics, field)
-        before = self._past_busy[loaded.name]
-        self._past_busy[loaded.name] = _added(before, loaded.runtime.busy_seconds)
+        """Add the counts of a model that is unloaded to those of its past."""
+        self._past[loaded.name] = _added(self._past[loaded.name], _counts(loaded.runtime))
 
     def collect(self) -> Iterator[Metric]:
         in_memory = {name: [each.runtime for each in self._models.in_memory(name)] for name in self._past}
@@ -170,23 +152,20 @@ class _ModelCollector(Collector):
         yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=active_memory())
 
     def _counters(self, in_memory: Mapping[str, Sequence[Runtime]]) -> Iterator[Metric]:
-        statistics = {name: [runtime.statistics() for runtime in runtimes] for name, runtimes in in_memory.items()}
-        for metric, text, field in _COUNTERS:
+        counts = {
+            name: reduce(_added, map(_counts, runtimes), self._past[name]) for name, runtimes in in_memory.items()
+        }
+        for metric, text, _ in _COUNTERS:
             family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model"])
-            for name, each in statistics.items():
-                family.add_metric([name], self._past[name].get(metric, 0) + sum(getattr(one, field) for one in each))
+            for name, each in counts.items():
+                family.add_metric([name], each.get((metric,), 0))
             yield family
         busy = CounterMetricFamily(
             "outrider_busy_seconds", "Seconds in which a model had a job", labels=["model", "actor"]
         )
-        # Not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a counter that
-        # falls for one that was reset.
-        for name, runtimes in in_memory.items():
-            seconds = self._past_busy[name]
-            for runtime in runtimes:
-                seconds = _added(seconds, runtime.busy_seconds)
-            for actor, value in zip(("target", "draft"), seconds, strict=True):
-                busy.add_metric([name, actor], value)
+        for name, each in counts.items():
+            for actor in ("target", "draft"):
+                busy.add_metric([name, actor], each.get(("busy", actor), 0))
         yield busy
         loads = CounterMetricFamily("outrider_model_loads", "Loads of a model, by outcome", labels=["model", "outcome"])
         for name in in_memory:
@@ -222,8 +201,23 @@ class _ModelCollector(Collector):
         )
 
 
-def _added(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + other[0], one[1] + other[1]
+_Counts = dict[tuple[str, ...], float]
+
+
+def _counts(runtime: Runtime) -> _Counts:
+    """The counters of a runtime, by metric; busy seconds by actor.
+
+    The latter are not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a
+    counter that falls for one that was reset.
+    """
+    statistics = runtime.statistics()
+    counts: _Counts = {(metric,): getattr(statistics, field) for metric, _, field in _COUNTERS}
+    counts["busy", "target"], counts["busy", "draft"] = runtime.busy_seconds
+    return counts
+
+
+def _added(one: _Counts, other: _Counts) -> _Counts:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
 
 
 def _statuses(runtimes: Sequence[Runtime]) -> set[str]:

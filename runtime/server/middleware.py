@@ -1,17 +1,94 @@
-"""Middleware: headers of every response, the address of every client, and checks of host names and API keys."""
+"""Middleware: access log, headers of every response, addresses of clients, checks of host names and API keys."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import string
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import quote
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+import attrs
+import trio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.connections.address import IpNetwork
 from runtime.server.errors import ErrorResponse
+
+# Key in a request's ASGI scope: the number of tokens of its prompt and of its answer, set once an answer has begun.
+TOKENS = "outrider.tokens"
+
+# Monitoring requests these paths every few seconds. Successes are not logged, and neither are further failures of the
+# same status: they would bury everything else.
+_PROBE_PATHS = ("/health", "/metrics")
+
+# nginx's status for a client that left before it got a response.
+_CLIENT_CLOSED_REQUEST = 499
+
+_MAX_PATH_CHARACTERS = 200
+_SAFE_CHARACTERS = string.punctuation.replace('"', "")
+
+
+@attrs.define
+class AccessLog:
+    """Middleware that logs each request: end time, client, request, status, tokens of prompt and answer, duration.
+
+        2026-11-22T10:15:00Z 127.0.0.1:50412 "POST /v1/completions" 200 tokens=7+24 seconds=0.532
+
+    The line of a response that was not sent to its end, because the client left or the server stopped, ends in
+    "unfinished"; if nothing was sent, its status is 499. Prompts, answers, API keys and query strings are not logged.
+    """
+
+    _app: ASGIApp
+    _write: Callable[[str], object]  # writes a line; an OSError that it raises is ignored
+    _probe_statuses: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_PROBE_PATHS, 200), init=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, is_whole = trio.current_time(), _CLIENT_CLOSED_REQUEST, False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            if self._is_news(scope["path"], status):
+                with suppress(OSError):  # whatever read the log has closed it
+                    self._write(_log_line(scope, status, is_whole, trio.current_time() - began))
+
+    def _is_news(self, path: str, status: int) -> bool:
+        if path not in _PROBE_PATHS:
+            return True
+        before, self._probe_statuses[path] = self._probe_statuses[path], status
+        return status not in (200, before)
+
+
+def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
+    host, port = scope.get("client") or ("-", 0)
+    client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # Percent-encoded: the decoded path could contain line breaks, quotes, and terminal escape sequences.
+    path = quote(scope["raw_path"].partition(b"?")[0], safe=_SAFE_CHARACTERS)
+    if len(path) > _MAX_PATH_CHARACTERS:
+        path = path[: _MAX_PATH_CHARACTERS - 1] + "…"
+    fields = [f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", client, f'"{scope["method"]} {path}"', str(status)]
+    if TOKENS in scope:
+        num_prompt_tokens, num_answer_tokens = scope[TOKENS]
+        fields.append(f"tokens={num_prompt_tokens}+{num_answer_tokens}")
+    fields.append(f"seconds={seconds:.3f}")
+    if not is_whole:
+        fields.append("unfinished")
+    return " ".join(fields)
+
 
 _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -22,21 +99,17 @@ _HEADERS = [
 # text. The ids of timelines cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
-# First parts of the paths below `/v1`.
-_OF_API = frozenset(
-    ("completions", "fim", "chat", "models", "responses", "messages", "embeddings", "tokenize", "detokenize", "props")
-)
+Respond = Callable[[ErrorResponse, str], ASGIApp]
+"""Makes the response with an error, in the form of the API that a path belongs to."""
 
 
+@attrs.frozen
 class CommonHeaders:
     """Adds the headers that every response has."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Around an application."""
-        self._app = app
+    _app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
 
         async def send_with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -46,55 +119,48 @@ class CommonHeaders:
         await self._app(scope, receive, send_with_headers)
 
 
+@attrs.frozen
 class UnversionedPaths:
     """Takes paths of the API without `/v1`, as clients of other servers send them, for the paths with it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Around an application."""
-        self._app = app
+    _app: ASGIApp
+    _names: Set[str]  # the first parts of the paths below `/v1`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http" and _first_part(scope["path"]) in _OF_API:
+        if scope["type"] == "http" and _first_part(scope["path"]) in self._names:
             # In place: what is noted in the scope later is read outside of here.
             scope["path"] = f"/v1{scope['path']}"
         await self._app(scope, receive, send)
 
 
+@attrs.frozen
 class HostNames:
     """Rejects requests whose Host header is not a name of this server.
 
     This keeps out DNS rebinding: a web page of another host whose name was made to resolve to this machine.
     """
 
-    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            names: host names; an IPv6 address with or without brackets; "*" allows any.
-        """
-        self._app = app
-        self._allows_any = "*" in names
-        self._names = {_normalized(name) for name in names}
+    _app: ASGIApp
+    _names: Sequence[str]  # an IPv6 address with or without brackets; "*" allows any
+    _respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http" and not self._allows_any:
+        if scope["type"] == "http" and "*" not in self._names:
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             name = _without_port(hosts[0]) if len(hosts) == 1 else ""
-            if _normalized(name) not in self._names:
+            if _normalized(name) not in map(_normalized, self._names):
                 error = ErrorResponse(
                     400,
                     f"the host name {name[:100]!r} is not allowed; to allow it, start the server with "
                     "--allow-host NAME or with an API key",
                     code="unknown_host",
                 )
-                await _send_error(error, scope, receive, send)
+                await self._respond(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
+@attrs.frozen
 class ForwardedClients:
     """Takes the address of a client from X-Forwarded-For, where a trusted proxy has sent the request.
 
@@ -102,18 +168,10 @@ class ForwardedClients:
     proxy: whatever comes before could have been made up.
     """
 
-    def __init__(self, app: ASGIApp, proxies: Sequence[IpNetwork]) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            proxies: where trusted proxies are.
-        """
-        self._app = app
-        self._proxies = proxies
+    _app: ASGIApp
+    _proxies: Sequence[IpNetwork]  # where trusted proxies are
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] == "http" and scope.get("client") is not None:
             address = self._client(scope["client"][0], scope["headers"])
             if address != scope["client"][0]:
@@ -138,51 +196,40 @@ class ForwardedClients:
         return any(found in proxy for proxy in self._proxies)
 
 
+@attrs.frozen
 class ApiKey:
     """Rejects requests without the API key, if the server has one, except for the pages and for figures."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        """Around an application.
-
-        Args:
-            app: the application.
-            key: the API key, in ASCII; None for no key.
-        """
-        self._app = app
-        self._key = None if key is None else key.encode()
+    _app: ASGIApp
+    _key: str | None = attrs.field(repr=False)  # in ASCII; None for no key
+    _respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if self._key is not None and scope["type"] == "http" and not _is_open(scope["path"]):
-            headers = dict(scope["headers"])
+        if self._key is not None and scope["type"] == "http" and needs_key(scope["path"]):
+            headers, wanted = dict(scope["headers"]), self._key.encode()
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             # In constant time: the time must not tell how many characters of a wrong key are right.
-            is_bearer = secrets.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
-            # Clients of Anthropic's send the key so.
-            if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), self._key):
+            is_bearer = secrets.compare_digest(key.strip(), wanted) and scheme.lower() == b"bearer"
+            # Anthropic clients send the key in this header.
+            if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), wanted):
                 error = ErrorResponse(
                     401,
                     "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-                await _send_error(error, scope, receive, send)
+                await self._respond(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _is_open(path: str) -> bool:
-    """Whether a path needs no key."""
-    return path == "/" or _first_part(path) in _OPEN
+def needs_key(path: str) -> bool:
+    """Whether requests for a path need the API key, if the server has one."""
+    return path != "/" and _first_part(path) not in _OPEN
 
 
 def _first_part(path: str) -> str:
     return path.removeprefix("/").partition("/")[0]
-
-
-async def _send_error(error: ErrorResponse, scope: Scope, receive: Receive, send: Send) -> None:
-    response = JSONResponse(error.body(scope["path"]), status_code=error.status, headers=error.headers)
-    await response(scope, receive, send)
 
 
 def _without_port(host: str) -> str:

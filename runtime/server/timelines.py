@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import trio
 
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
+
 from protocol.trace import Event, Instant, Span
-from runtime.server.background import Background
-from runtime.server.openai.responses import DrafterChange, ModelActivity, WorkSpan
+from runtime.server.fair_threads import Background
 from runtime.tracing.drafter_states import DrafterState, drafter_state
 from runtime.tracing.timeline import render, texts_of
 
@@ -20,6 +22,35 @@ if TYPE_CHECKING:
 # The latest timelines are kept. Events of one are limited to those of some 3,000 tokens.
 MAX_TIMELINES = 32
 MAX_EVENTS = 30_000
+
+
+class WorkSpan(TypedDict):
+    """A job of a model: its begin and end in seconds since the stream began, and how many streams shared it."""
+
+    actor: Literal["target", "draft"]
+    kind: str
+    began: float
+    ended: float
+    round: int | None
+    streams: int
+
+
+class DrafterChange(TypedDict):
+    """A change of the drafter's state, at a time in seconds since the stream began.
+
+    "resting": it leaves rounds to the target, where plain decoding is faster; "overdue": it took too long, and the
+    target goes on without it; "left": it takes no further part in this stream.
+    """
+
+    at: float
+    state: DrafterState
+
+
+class ModelActivity(TypedDict):
+    """Jobs of the models and changes of the drafter's state, since the last chunk."""
+
+    spans: list[WorkSpan]
+    drafter: list[DrafterChange]
 
 
 class Timeline:
@@ -34,7 +65,6 @@ class Timeline:
         """A timeline of a stream that has just begun.
 
         Args:
-            session: the stream's.
             opened: its events so far.
             began: when the stream began, in seconds on the clock of events.
         """
@@ -119,11 +149,6 @@ class Timelines:
 
     async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
         """The timeline of a response as an HTML page; None if it is not kept.
-
-        Args:
-            id: of the response.
-            tokenizer: the target's.
-            background: renders the page.
 
         Cancellation: changes nothing; the rendering finishes first.
         """

@@ -1,124 +1,202 @@
-"""A comparison of the ways of decoding one text in one scenario: plain, sequential, single chain and tree.
+"""Comparisons of ways of decoding in simulated time: of one text, of several at once, and over numbers of ranks.
 
-Nothing here imports mlx before `compare` is called, so that arguments can be checked first.
+Nothing here imports mlx before something is compared, so that arguments can be checked first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
+
+from runtime.measuring.figures import Figure, Record, ratio, record_of, table_of
+from runtime.measuring.reports import Report
+from runtime.simulation.scenario import Scenario, described
+from runtime.simulation.sharding import Sharding, described_sharding
 
 if TYPE_CHECKING:
     from actors.drafters.drafter import MakePolicy
     from protocol.lookahead_policy import Policy
     from protocol.prices import Prices
     from protocol.settings import Settings
-    from runtime.simulation.scenario import Scenario
-    from runtime.simulation.sharding import Sharding
-    from runtime.simulation.simulation import SimulatedRun
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 NUM_TOKENS = 1000
+STREAM_LOOKAHEADS = (1, 2, 4, 8)
+STREAM_TOKENS = 100
 
-Decoding = Literal["plain", "sequential", "single chain", "tree"]
+Progress = Callable[[str], None]
 
 
 @attrs.frozen
-class SimulatedContender:
-    """A way of decoding, and its result.
+class Simulated:
+    """What a row's figures are computed from: a contender of a simulation, and its result.
 
     Attributes:
-        decoding: "plain" has no drafter; "sequential" drafts and verifies in turn; "single chain" drafts ahead while
-            a verify pass runs; "tree" also drafts ahead for corrections.
+        scenario: what was simulated.
+        decoding: its name.
         lookahead: most tokens in a proposal, or "auto".
-        speed: tokens per second, relative to plain decoding.
-        result: the simulated run.
+        result: a `SimulatedRun`, or `SimulatedStreams`.
+        plain: that of plain decoding.
     """
 
-    decoding: Decoding
+    scenario: Scenario
+    decoding: str
     lookahead: int | Literal["auto"]
-    speed: float
-    result: SimulatedRun
-
-    @property
-    def hit_rate(self) -> float:
-        """Fraction of verdicts whose text had been drafted ahead; 0 if there were none."""
-        counts = self.result.statistics
-        verdicts = counts.lookahead_hits + counts.lookahead_misses
-        return counts.lookahead_hits / verdicts if verdicts else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """The contender as a JSON object."""
-        counts = self.result.statistics
-        return {
-            "decoding": self.decoding,
-            "lookahead": self.lookahead,
-            "speed": self.speed,
-            "tokens_per_round": counts.tokens_per_round,
-            "acceptance_rate": counts.acceptance_rate,
-            "fresh_acceptance": counts.fresh_acceptance,
-            "stale_acceptance": counts.stale_acceptance,
-            "hit_rate": self.hit_rate,
-            "target_busy": counts.target_busy,
-            "draft_busy": counts.draft_busy,
-        }
+    result: Any
+    plain: Any
 
 
 @attrs.frozen
 class Comparison:
-    """Ways of decoding one text in one scenario.
+    """Ways of decoding in one scenario.
 
     Attributes:
         scenario: what was simulated.
-        num_tokens: length of the text.
-        contenders: plain decoding first, the tree last.
+        num_tokens: length of each text.
+        rows: the figures of each way. Plain decoding comes first, and "auto", of which it is all about, last.
+        figures: what they are.
+        fixed: the decoding with fixed lookaheads.
+        speed: the figure that is compared.
+        x_label, y_label: of its plot.
     """
 
     scenario: Scenario
     num_tokens: int
-    contenders: Sequence[SimulatedContender]
+    rows: Sequence[Record]
 
-    def of(self, decoding: Decoding) -> list[SimulatedContender]:
-        """The contenders of one way of decoding."""
-        return [contender for contender in self.contenders if contender.decoding == decoding]
+    figures: ClassVar[Sequence[Figure]]
+    fixed: ClassVar[str]
+    speed: ClassVar[str] = "speed"
+    x_label: ClassVar[str]
+    y_label: ClassVar[str]
+
+    def of(self, decoding: str) -> list[Record]:
+        """The rows of one way of decoding."""
+        return [row for row in self.rows if row.decoding == decoding]
+
+    def over(self, other: Record) -> float:
+        """How many times as fast as another row the last one is."""
+        return float(getattr(self.rows[-1], self.speed) / getattr(other, self.speed))
 
     @property
-    def best_sequential(self) -> SimulatedContender:
-        """The fastest sequential contender, chosen in hindsight."""
-        return max(self.of("sequential"), key=lambda contender: contender.speed)
-
-    @property
-    def gain(self) -> float:
-        """Speed of the tree over that of the best sequential contender."""
-        return self.of("tree")[0].speed / self.best_sequential.speed
-
-    def tokens_per_second(self, contender: SimulatedContender) -> float | None:
-        """The speed of one of them in tokens per second; None where the scenario says no time of a pass."""
-        sharding = self.scenario.sharding
-        return None if sharding is None else contender.result.speed * 1000.0 / sharding.pass_time
+    def best(self) -> Record:
+        """The fastest fixed lookahead, chosen in hindsight."""
+        return max(
+            (row for row in self.of(self.fixed) if row.lookahead != "auto"), key=lambda row: getattr(row, self.speed)
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The comparison as a JSON object."""
         return {
             "scenario": attrs.asdict(self.scenario),
             "tokens": self.num_tokens,
-            "contenders": [
-                {**contender.as_json(), "tokens_per_second": self.tokens_per_second(contender)}
-                for contender in self.contenders
-            ],
-            "best_sequential_lookahead": self.best_sequential.lookahead,
-            "tree_over_best_sequential": self.gain,
+            "contenders": [row.as_json() for row in self.rows],
+            **self._conclusion(),
         }
+
+    def _conclusion(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _report(self, texts: str, conclusion: str) -> Report:
+        best, last = self.best, self.rows[-1]
+        is_sharded = self.scenario.sharding is not None
+        figures = [figure for figure in self.figures if figure.name != "tokens_per_second" or is_sharded]
+        figures.append(Figure(heading="", show=lambda row: "best" if row is best else ""))
+        return Report(
+            table_of(figures, self.rows, is_bold=lambda row: row is best or row is last, num_labels=2),
+            heading=f"{described(self.scenario)}; {texts}, seed {self.scenario.seed}",
+            notes=[conclusion],
+        )
+
+
+def _is_plain(row: Record) -> bool:
+    return bool(row.decoding in ("plain", "plain batches"))
+
+
+def _hit_rate(simulated: Simulated) -> float:
+    counts = simulated.result.statistics
+    return ratio(counts.lookahead_hits, counts.lookahead_hits + counts.lookahead_misses) or 0.0
+
+
+def _tokens_per_second(simulated: Simulated) -> float | None:
+    """None where the scenario says no time of a pass."""
+    sharding = simulated.scenario.sharding
+    return None if sharding is None else float(simulated.result.speed * 1000.0 / sharding.pass_time)
+
+
+def _counted(name: str, heading: str | None = None, show: str | Callable[[Record], str] = "") -> Figure:
+    """A figure that is an attribute of the stream's statistics."""
+    return Figure(name, lambda simulated: getattr(simulated.result.statistics, name), heading, show)
+
+
+def _found(name: str, heading: str | None = None, show: str | Callable[[Record], str] = "") -> Figure:
+    """A figure that is an attribute of the result."""
+    return Figure(name, lambda simulated: getattr(simulated.result, name), heading, show)
+
+
+_LABELS = (
+    Figure("decoding", lambda simulated: simulated.decoding, "decoding", "s"),
+    Figure(
+        "lookahead",
+        lambda simulated: simulated.lookahead,
+        "lookahead",
+        lambda row: "–" if _is_plain(row) else str(row.lookahead),
+    ),
+)
+
+
+# --- one text -------------------------------------------------------------------------------------
+
+
+class TextComparison(Comparison):
+    """Ways of decoding one text.
+
+    "plain" has no drafter; "sequential" drafts and verifies in turn; "single chain" drafts ahead while a verify pass
+    runs; "tree" also drafts ahead for corrections.
+    """
+
+    fixed = "sequential"
+    x_label = "lookahead of sequential decoding (most tokens in one proposal)"
+    y_label = "tokens per second (plain decoding = 1)"
+    figures = (
+        *_LABELS,
+        # Tokens per second, relative to plain decoding.
+        Figure("speed", lambda s: s.result.speed / s.plain.speed, "speed", lambda row: f"{row.speed:.2f}×"),
+        Figure("tokens_per_second", _tokens_per_second, "tokens/s", ".1f"),
+        _counted("tokens_per_round", "tokens\na round", ".2f"),
+        _counted("acceptance_rate", "accepted", ".0%"),
+        _counted("fresh_acceptance"),
+        _counted("stale_acceptance"),
+        # Verdicts whose text had been drafted ahead.
+        Figure("hit_rate", _hit_rate, "hits", lambda row: "–" if _is_plain(row) else f"{row.hit_rate:.0%}"),
+        _counted("target_busy", "target\nbusy", ".0%"),
+        _counted("draft_busy", "draft\nbusy", lambda row: "–" if _is_plain(row) else f"{row.draft_busy:.0%}"),
+    )
+
+    def _conclusion(self) -> dict[str, Any]:
+        return {
+            "best_sequential_lookahead": self.best.lookahead,
+            "tree_over_best_sequential": self.over(self.best),
+        }
+
+    def report(self) -> Report:
+        """What is printed of it."""
+        return self._report(
+            f"{self.num_tokens:,} tokens",
+            f"the tree is {self.over(self.best):.2f} times as fast as the best sequential decoding, lookahead "
+            f"{self.best.lookahead}",
+        )
 
 
 def compare(
     scenario: Scenario,
     num_tokens: int = NUM_TOKENS,
     lookaheads: Sequence[int] = LOOKAHEADS,
-    on_progress: Callable[[str], None] = lambda _: None,
-) -> Comparison:
+    on_progress: Progress = lambda _: None,
+) -> TextComparison:
     """Decode one text in each way.
 
     Args:
@@ -127,25 +205,10 @@ def compare(
         lookaheads: those of the sequential contenders, each in [1, 64]; at least one.
         on_progress: called with a description of each run before it starts.
     """
-    from runtime.simulation.simulation import run_simulation
-
-    contenders: list[SimulatedContender] = []
-    plans = list(_plans(lookaheads))
-    for number, (decoding, lookahead, make_policy) in enumerate(plans, start=1):
-        with_lookahead = f", lookahead {lookahead}" if lookahead else ""
-        on_progress(f"simulating {number} of {len(plans)}: {decoding}{with_lookahead}")
-        result = run_simulation(scenario, num_tokens=num_tokens, lookahead=lookahead, make_policy=make_policy)
-        # The first contender is plain decoding.
-        plain = contenders[0].result if contenders else result
-        contenders.append(SimulatedContender(decoding, lookahead, result.speed / plain.speed, result))
-    return Comparison(scenario, num_tokens, contenders)
-
-
-def _plans(lookaheads: Sequence[int]) -> Iterator[tuple[Decoding, int | Literal["auto"], MakePolicy]]:
-    """The way of decoding, the lookahead and the policy of each contender."""
     from actors.drafters.drafter import policy_by_settings
     from protocol.auto_policy import AutoPolicy
     from protocol.lookahead_policy import ChainPolicy
+    from runtime.simulation.simulation import run_simulation
 
     def sequential(lookahead: int) -> MakePolicy:
         return lambda settings, prices: ChainPolicy(lookahead, overlaps=False)
@@ -155,46 +218,221 @@ def _plans(lookaheads: Sequence[int]) -> Iterator[tuple[Decoding, int | Literal[
         assert isinstance(tree, AutoPolicy)
         return attrs.evolve(tree, num_guesses=1)
 
-    yield "plain", 0, policy_by_settings
-    for lookahead in lookaheads:
-        yield "sequential", lookahead, sequential(lookahead)
-    yield "single chain", "auto", single_chain
-    yield "tree", "auto", policy_by_settings
+    ways: list[Way] = [("plain", 0, {})]
+    ways += [("sequential", lookahead, {"make_policy": sequential(lookahead)}) for lookahead in lookaheads]
+    ways += [("single chain", "auto", {"make_policy": single_chain}), ("tree", "auto", {})]
+
+    def run(**way: Any) -> Any:
+        return run_simulation(scenario, num_tokens=num_tokens, **way)
+
+    return TextComparison(scenario, num_tokens, _rows(TextComparison, scenario, ways, run, on_progress))
 
 
-def described(scenario: Scenario) -> str:
-    """A scenario in one line; fields beyond the usual four only where they differ from their defaults."""
-    words = [
-        f"acceptance {scenario.acceptance:g}",
-        f"cost ratio {scenario.cost_ratio:g}",
-        f"contention {scenario.contention:g}",
-        _described_table("verify", scenario.verify_table) or f"verify slope {scenario.verify_slope:g}",
-    ]
-    if scenario.draft_table:
-        words.append(_described_table("draft", scenario.draft_table))
-    fields = attrs.fields_dict(type(scenario))
-    for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence"):
-        if (value := getattr(scenario, name)) != fields[name].default:
-            words.append(f"{name.replace('_', ' ')} {value:g}")
-    if scenario.stale_acceptance is not None:
-        words.append(f"stale acceptance {scenario.stale_acceptance:g}")
-    if scenario.sharding is not None:
-        words.append(described_sharding(scenario.sharding, str(scenario.sharding.ranks)))
-    return ", ".join(words)
+# --- several texts at once ------------------------------------------------------------------------
 
 
-def described_sharding(sharding: Sharding, ranks: str) -> str:
-    """A sharding in one line, with `ranks` for its number of ranks."""
-    return (
-        f"ranks {ranks}, {sharding.all_reduce} of links with "
-        f"{sharding.link_latency:g} µs and {sharding.link_bandwidth:g} Gbit/s, {sharding.layers} layers of "
-        f"{sharding.hidden_size}, T_v(1) {sharding.pass_time:g} ms on one machine"
+def _relative(name: str) -> Callable[[Simulated], float]:
+    """A speed relative to plain decoding of one text alone."""
+    return lambda simulated: getattr(simulated.result, name) * simulated.scenario.verify_seconds(1)
+
+
+@attrs.frozen
+class StreamsComparison(Comparison):
+    """Ways of decoding several texts at once.
+
+    "plain batches" have no drafter, and a token of every text in each pass; "in turns" gives each text passes of its
+    own; "shared" verifies proposals of several texts in one pass.
+
+    Attributes:
+        num_streams: number of texts.
+    """
+
+    num_streams: int = 1
+    fixed = "shared"
+    speed = "steady_speed"
+    x_label = "lookahead of shared passes (most tokens in one proposal)"
+    y_label = "tokens of all streams per second (plain decoding of one = 1)"
+    figures = (
+        *_LABELS,
+        # Tokens of all texts, from the call to the last token of all; and up to the end of the text that ends first.
+        Figure("speed", _relative("speed"), "speed", lambda row: f"{row.speed:.2f}×"),
+        Figure("steady_speed", _relative("steady_speed"), "steady\nspeed", lambda row: f"{row.steady_speed:.2f}×"),
+        _found("texts_per_pass", "texts\na pass", ".1f"),
+        _found("rows_per_pass", "rows\na pass", ".1f"),
+        # In decoding steps of one text alone.
+        Figure("longest_wait", lambda s: s.result.longest_wait / s.scenario.verify_seconds(1), "longest\nwait", ".1f"),
+        _found("proposal"),
+        _found("acceptance_rate"),
+        _found("target_busy", "target\nbusy", ".0%"),
+        _found("draft_busy"),
     )
 
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as a JSON object."""
+        return {"streams": self.num_streams, **super().as_json()}
 
-def _described_table(role: str, table: tuple[tuple[int, float], ...]) -> str:
-    """A table of times in a few words; "" for none."""
-    if not table:
-        return ""
-    widths = "1 width" if len(table) == 1 else f"{len(table)} widths up to {table[-1][0]}"
-    return f"{role} table of {widths}"
+    def _conclusion(self) -> dict[str, Any]:
+        plain, turns = self.rows[:2]
+        return {
+            "best_fixed_lookahead": self.best.lookahead,
+            "auto_over_plain_batches": self.over(plain),
+            "auto_over_turns": self.over(turns),
+        }
+
+    def report(self) -> Report:
+        """What is printed of it."""
+        plain, turns = self.rows[:2]
+        return self._report(
+            f"{self.num_streams} stream{'s' * (self.num_streams > 1)} of {self.num_tokens:,} tokens",
+            "while all streams are at work, shared passes with the automatic lookahead are "
+            f"{self.over(plain):.2f} times as fast as plain batches, and {self.over(turns):.2f} times as fast as turns",
+        )
+
+
+def compare_streams(
+    scenario: Scenario,
+    num_streams: int,
+    num_tokens: int = STREAM_TOKENS,
+    lookaheads: Sequence[int] = STREAM_LOOKAHEADS,
+    on_progress: Progress = lambda _: None,
+) -> StreamsComparison:
+    """Decode several texts at once in each way.
+
+    Args:
+        scenario: what to simulate.
+        num_streams: number of texts, in [1, 64].
+        num_tokens: length of each text, >= 1.
+        lookaheads: those of the shared passes, each in [1, 64]; at least one.
+        on_progress: called with a description of each run before it starts.
+
+    Raises: SettingsError: an argument is out of its range.
+    """
+    from runtime.simulation.simulation import simulate_streams
+
+    ways: list[Way] = [("plain batches", 0, {}), ("in turns", "auto", {"max_batch": 1})]
+    ways += [*(("shared", lookahead, {}) for lookahead in lookaheads), ("shared", "auto", {})]
+
+    def run(**way: Any) -> Any:
+        return simulate_streams(scenario, num_streams, num_tokens=num_tokens, **way)
+
+    rows = _rows(StreamsComparison, scenario, ways, run, on_progress)
+    return StreamsComparison(scenario, num_tokens, rows, num_streams)
+
+
+# The decoding, its lookahead, and further arguments of the simulation.
+Way = tuple[str, int | Literal["auto"], Mapping[str, Any]]
+
+
+def _rows(
+    kind: type[Comparison], scenario: Scenario, ways: Sequence[Way], run: Callable[..., Any], on_progress: Progress
+) -> list[Record]:
+    """Simulate each way. The first one is plain decoding."""
+    results: list[Any] = []
+    for number, (decoding, lookahead, options) in enumerate(ways, start=1):
+        with_lookahead = f", lookahead {lookahead}" if lookahead else ""
+        on_progress(f"simulating {number} of {len(ways)}: {decoding}{with_lookahead}")
+        results.append(run(lookahead=lookahead, **options))
+    return [
+        record_of(kind.figures, Simulated(scenario, decoding, lookahead, result, results[0]))
+        for (decoding, lookahead, _), result in zip(ways, results, strict=True)
+    ]
+
+
+# --- numbers of ranks -----------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RanksComparison:
+    """Several numbers of ranks, in otherwise the same scenario.
+
+    Attributes:
+        comparisons: the ways of decoding one text with each number, in order.
+    """
+
+    comparisons: Sequence[TextComparison]
+
+    figures = (
+        Figure("ranks", lambda compared: _sharding(compared).ranks, "ranks", "d"),
+        Figure(
+            "pass_ms", lambda compared: _pass_ms(compared, 1), "pass of\n1 token", lambda row: f"{row.pass_ms:.1f} ms"
+        ),
+        Figure(
+            "exchange_ms",
+            lambda compared: _sharding(compared).exchange_ms(1),
+            "of it\nlinks",
+            lambda row: f"{row.exchange_ms:.1f} ms",
+        ),
+        Figure(
+            "pass_ms_of_8_tokens",
+            lambda compared: _pass_ms(compared, 8),
+            "pass of\n8 tokens",
+            lambda row: f"{row.pass_ms_of_8_tokens:.1f} ms",
+        ),
+        Figure("plain", lambda compared: compared.rows[0].tokens_per_second, "plain\ntokens/s", ".1f"),
+        Figure("best_lookahead", lambda compared: compared.best.lookahead, "best\nlookahead", "d"),
+        Figure("best", lambda compared: compared.best.tokens_per_second, "with it\ntokens/s", ".1f"),
+        Figure("auto", lambda compared: compared.rows[-1].tokens_per_second, "auto\ntokens/s", ".1f"),
+        Figure("gain", lambda compared: compared.rows[-1].speed, "gain", lambda row: f"{row.gain:.2f}×"),
+    )
+
+    @property
+    def rows(self) -> list[Record]:
+        """The figures of each number."""
+        return [record_of(self.figures, compared) for compared in self.comparisons]
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as a JSON object: of each number, what its passes take, and the ways of decoding."""
+        return {
+            "ranks": [
+                record_of(self.figures[:4], compared).as_json() | compared.as_json() for compared in self.comparisons
+            ]
+        }
+
+    def report(self) -> Report:
+        """What is printed of it."""
+        first, rows = self.comparisons[0], self.rows
+        fastest = max(rows, key=lambda row: row.auto)
+        ranks = ",".join(str(row.ranks) for row in rows)
+        return Report(
+            table_of(self.figures, rows, is_bold=lambda row: row is fastest),
+            heading=f"{described(attrs.evolve(first.scenario, sharding=None))}, "
+            f"{described_sharding(_sharding(first), ranks)}; {first.num_tokens:,} tokens, seed {first.scenario.seed}",
+            notes=[f"with speculation at the automatic lookahead, {fastest.ranks} ranks are the fastest"],
+        )
+
+
+def _sharding(compared: Comparison) -> Sharding:
+    assert compared.scenario.sharding is not None
+    return compared.scenario.sharding
+
+
+def _pass_ms(compared: Comparison, num_tokens: int) -> float:
+    """Milliseconds of a target pass over so many tokens."""
+    return compared.scenario.verify_seconds(num_tokens) * _sharding(compared).pass_time
+
+
+def compare_ranks(
+    scenario: Scenario,
+    ranks: Sequence[int],
+    num_tokens: int = NUM_TOKENS,
+    lookaheads: Sequence[int] = LOOKAHEADS,
+    on_progress: Progress = lambda _: None,
+) -> RanksComparison:
+    """Decode one text in each way with each number of ranks.
+
+    Args:
+        scenario: what to simulate; it has a sharding, whose ranks do not matter.
+        ranks: each in [1, 1024].
+        num_tokens, lookaheads, on_progress: see `compare`.
+    """
+    assert scenario.sharding is not None
+    sharding, comparisons = scenario.sharding, []
+    for number in ranks:
+        sharded = attrs.evolve(scenario, sharding=attrs.evolve(sharding, ranks=number))
+        announce = partial(_announce, on_progress, f"{number} ranks: ")
+        comparisons.append(compare(sharded, num_tokens, lookaheads, announce))
+    return RanksComparison(comparisons)
+
+
+def _announce(on_progress: Progress, where: str, text: str) -> None:
+    on_progress(where + text)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from protocol.reprs import shown_path
-from runtime.simulation.comparison import Comparison, described
-from runtime.simulation.streams_comparison import StreamsComparison
-from runtime.terminal.display import OutputError
+from runtime.measuring.reports import save_plot
+from runtime.simulation.comparison import Comparison, StreamsComparison
+from runtime.simulation.scenario import described
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,35 +54,24 @@ class Chart:
         ]
 
 
-def chart_of(comparison: Comparison | StreamsComparison) -> Chart:
+def chart_of(comparison: Comparison) -> Chart:
     """What is shown of a comparison."""
     about = f"{described(comparison.scenario)}\n"
     length = f"{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}"
-    if isinstance(comparison, StreamsComparison):
-        return Chart(
-            title=f"{about}streams: {comparison.num_streams}, each of {length}",
-            x_label="lookahead of shared passes (most tokens in one proposal)",
-            y_label="tokens of all streams per second (plain decoding of one = 1)",
-            curve_name="shared",
-            curve={int(contender.lookahead): contender.steady_speed for contender in comparison.fixed},
-            lines={
-                "plain batches": comparison.plain.steady_speed,
-                "in turns, auto": comparison.turns.steady_speed,
-                "shared, auto": comparison.auto.steady_speed,
-            },
-        )
-    plain, single_chain, tree = (comparison.of(decoding)[0] for decoding in ("plain", "single chain", "tree"))
-    return Chart(
-        title=about + length,
-        x_label="lookahead of sequential decoding (most tokens in one proposal)",
-        y_label="tokens per second (plain decoding = 1)",
-        curve_name="sequential",
-        curve={int(contender.lookahead): contender.speed for contender in comparison.of("sequential")},
-        lines={"plain": plain.speed, "single chain, auto": single_chain.speed, "tree, auto": tree.speed},
-    )
+    speeds = {(row.decoding, row.lookahead): getattr(row, comparison.speed) for row in comparison.rows}
+    fixed = {lookahead: speeds.pop((comparison.fixed, lookahead)) for lookahead in _fixed_lookaheads(comparison)}
+    lines = {
+        decoding if lookahead == 0 else f"{decoding}, auto": speed for (decoding, lookahead), speed in speeds.items()
+    }
+    of_streams = f"streams: {comparison.num_streams}, each of " if isinstance(comparison, StreamsComparison) else ""
+    return Chart(f"{about}{of_streams}{length}", comparison.x_label, comparison.y_label, comparison.fixed, fixed, lines)
 
 
-def draw(comparison: Comparison | StreamsComparison, path: Path) -> None:
+def _fixed_lookaheads(comparison: Comparison) -> list[int]:
+    return [row.lookahead for row in comparison.of(comparison.fixed) if row.lookahead != "auto"]
+
+
+def draw(comparison: Comparison, path: Path) -> None:
     """Write a plot of speed over lookahead, as SVG or PNG according to the file's suffix.
 
     The same comparison gives the same file.
@@ -98,10 +86,7 @@ def draw(comparison: Comparison | StreamsComparison, path: Path) -> None:
         figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
         _draw_on(figure.add_subplot(), chart_of(comparison))
         is_svg = path.suffix.lower() == ".svg"
-        try:
-            figure.savefig(path, format=path.suffix[1:].lower(), metadata={"Date": None} if is_svg else {})
-        except OSError as error:
-            raise OutputError(f"cannot write the plot to {shown_path(str(path))}: {error.strerror}") from error
+        save_plot(figure, path, metadata={"Date": None} if is_svg else {})
 
 
 def _draw_on(axes: Axes, chart: Chart) -> None:

@@ -14,7 +14,9 @@ from protocol.errors import SettingsError
 from protocol.settings import MAX_SEED
 from protocol.validation import check_integer, check_number, is_integer, must_be, validator
 from protocol.wording import Message
-from runtime.simulation.sharding import Sharding
+from runtime.simulation.sharding import Sharding, described_sharding, option
+
+MAX_STREAMS = 64
 
 # The acceptance of a trained drafter falls from `acceptance` to `stale_acceptance` with the number of its own hidden
 # states that it drafts on: each of them leaves this share of the difference.
@@ -52,59 +54,88 @@ def _check_table(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]
         )
 
 
+_SHARE, _AT_LEAST_0, _ABOVE_0 = (
+    validator(check_number, 0, 1),
+    validator(check_number, 0),
+    validator(check_number, above=0),
+)
+_OPTIONAL = attrs.validators.optional
+
+
 @attrs.frozen
 class Scenario:
-    """A machine and a pair of models.
+    """A machine and a pair of models. The help of each option says what its field is.
 
     Attributes:
-        acceptance: probability that the draft's first choice is the target's token, in [0, 1].
-        cost_ratio: time of a draft step, > 0, in units of T_v(1).
-        contention: share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for
-            separate hardware.
-        verify_slope: a verify pass over m tokens takes T_v(1)·(1 + verify_slope·(m − 1)); >= 0.
-        draft_slope: the same for a draft pass, in units of a draft step; None for the same slope.
-        verify_table, draft_table: instead of a slope, pairs (width, time) as they were measured on a device, in any
-            unit of time; widths begin at 1 and rise. Between them times are interpolated, and beyond the last one they
-            rise as between the last two, if they rise there. Empty for the slope.
-        overhead: time added to every forward pass, >= 0, in units of T_v(1).
-        second_choice: probability that the draft's second choice is right where its first is wrong, in [0, 1]. The
-            second choice is never likelier than the first, so it is right less often where the first is very unlikely.
-        spread: concentration of the draft's confidence, > 0. At each position the first choice is right with a
-            probability drawn from the Beta distribution with mean `acceptance` and concentration `spread`. A small
-            value means a draft that knows when it is right; a large value means the same confidence everywhere.
-        overconfidence: how far the draft overstates its confidence, >= 0: its logits are multiplied by
-            1 + overconfidence. At 0 its confidence is calibrated.
-        stale_acceptance: for a drafter that was trained for the target, what `acceptance` comes down to, in
-            [0, acceptance], as more and more of the hidden states that it reads are its own: each takes a quarter of
-            what is left. The draft's confidence says nothing of that. None for a draft model, which reads none.
         acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens
             are >= 1 and rise.
         sharding: the ranks of a target that is sharded over several machines, and their links; None for one machine.
             The draft model runs on one of them.
-        seed: seed of the text and of everything that is drawn, in [0, 2**64).
+
+    At each position the draft's first choice is right with a probability drawn from the Beta distribution with mean
+    `acceptance` and concentration `spread`. Its second choice is never likelier than the first, so it is right less
+    often where the first is very unlikely. `overconfidence` multiplies its logits by 1 + overconfidence. With
+    `stale_acceptance`, each hidden state of the drafter's own takes a quarter of what is left of the difference, and
+    its confidence says nothing of that. In a table (`verify_table`, `draft_table`) times between two widths are
+    interpolated, and beyond the last one they rise as between the last two, if they rise there.
 
     Raises: SettingsError: a value is out of its range.
     """
 
-    acceptance: float = attrs.field(validator=validator(check_number, 0, 1))
-    cost_ratio: float = attrs.field(validator=validator(check_number, above=0))
-    contention: float = attrs.field(default=0.0, validator=validator(check_number, 0, 1))
-    verify_slope: float = attrs.field(default=0.06, validator=validator(check_number, 0))
-    draft_slope: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(validator(check_number, 0))
+    acceptance: float = option(
+        "probability that the draft's first choice is the target's token, in [0, 1]", "A", _SHARE
     )
-    verify_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_table)
-    draft_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_table)
-    overhead: float = attrs.field(default=0.0, validator=validator(check_number, 0))
-    second_choice: float = attrs.field(default=0.45, validator=validator(check_number, 0, 1))
-    spread: float = attrs.field(default=1.3, validator=validator(check_number, above=0))
-    overconfidence: float = attrs.field(default=0.0, validator=validator(check_number, 0))
-    stale_acceptance: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(validator(check_number, 0, 1))
+    cost_ratio: float = option(
+        "time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0", "C", _ABOVE_0
     )
+    contention: float = option(
+        "share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate hardware",
+        "K",
+        _SHARE,
+        0.0,
+    )
+    verify_slope: float = option("verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0", "S", _AT_LEAST_0, 0.06)
+    draft_slope: float | None = option(
+        "the same for a draft pass over m tokens, in draft steps (default: that of --verify-slope)",
+        "S",
+        _OPTIONAL(_AT_LEAST_0),
+        None,
+    )
+    verify_table: tuple[tuple[int, float], ...] = option(
+        "instead of a slope, measured times of a target pass over 1, 2, 3, … tokens, in any unit, such as "
+        "12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5. With --streams, a width is all rows of a "
+        "pass",
+        "TIMES",
+        _check_table,
+        (),
+        str,
+    )
+    draft_table: tuple[tuple[int, float], ...] = option("the same for a draft pass", "TIMES", _check_table, (), str)
+    overhead: float = option("time added to each forward pass, in T_v(1), >= 0", "T", _AT_LEAST_0, 0.0)
+    second_choice: float = option(
+        "probability that the draft's second choice is right where its first is wrong, in [0, 1]", "P", _SHARE, 0.45
+    )
+    stale_acceptance: float | None = option(
+        "for a drafter that was trained for the target: what the acceptance comes down to, in [0, A], as more and more "
+        "of the hidden states that it reads are its own, because the target has not given them yet (default: a draft "
+        "model, which reads none)",
+        "P",
+        _OPTIONAL(_SHARE),
+        None,
+    )
+    spread: float = option(
+        "concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when it "
+        "is right",
+        "B",
+        _ABOVE_0,
+        1.3,
+    )
+    overconfidence: float = option(
+        "how far the draft overstates its confidence, >= 0; 0 is calibrated", "O", _AT_LEAST_0, 0.0
+    )
+    seed: int = option("seed of the text and of the drafts", "N", validator(check_integer, 0, MAX_SEED), 0, int)
     acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_changes)
     sharding: Sharding | None = None
-    seed: int = attrs.field(default=0, validator=validator(check_integer, 0, MAX_SEED))
 
     def __attrs_post_init__(self) -> None:
         if self.stale_acceptance is not None and self.stale_acceptance > self.acceptance:
@@ -143,3 +174,30 @@ def _relative_time(table: tuple[tuple[int, float], ...], slope: float, width: in
     if width > high:
         return (high_time + (width - high) * max(0.0, slope)) / table[0][1]
     return (low_time + (width - low) * slope) / table[0][1]
+
+
+def described(scenario: Scenario) -> str:
+    """A scenario in one line; fields beyond the usual four only where they differ from their defaults."""
+    words = [
+        f"acceptance {scenario.acceptance:g}",
+        f"cost ratio {scenario.cost_ratio:g}",
+        f"contention {scenario.contention:g}",
+        _described_table("verify", scenario.verify_table) or f"verify slope {scenario.verify_slope:g}",
+    ]
+    if scenario.draft_table:
+        words.append(_described_table("draft", scenario.draft_table))
+    fields = attrs.fields_dict(type(scenario))
+    for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence", "stale_acceptance"):
+        if (value := getattr(scenario, name)) != fields[name].default:
+            words.append(f"{name.replace('_', ' ')} {value:g}")
+    if scenario.sharding is not None:
+        words.append(described_sharding(scenario.sharding, str(scenario.sharding.ranks)))
+    return ", ".join(words)
+
+
+def _described_table(role: str, table: tuple[tuple[int, float], ...]) -> str:
+    """A table of times in a few words; "" for none."""
+    if not table:
+        return ""
+    widths = "1 width" if len(table) == 1 else f"{len(table)} widths up to {table[-1][0]}"
+    return f"{role} table of {widths}"

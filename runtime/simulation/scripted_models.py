@@ -8,16 +8,12 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import cast
 
-import mlx.core as mx
-
-from actors.model import CannotFork, FeedsEach, RecordsNothing, RewindMode
-from protocol.errors import RewindError
+from actors.model import CannotFork, FeedsEach
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_features import ReadsFeatures, RecordsEmptyFeatures
+from runtime.simulation.scripted_sequence import ReadsFeatures, RecordsEmptyFeatures, ScriptedSequence
 
 VOCAB_SIZE = 64
 
@@ -61,115 +57,39 @@ def _beta_draws(mean: float, spread: float) -> tuple[float, ...]:
     return tuple(draws.betavariate(mean * spread, (1.0 - mean) * spread) for _ in range(_NUM_PROBS))
 
 
-class _ScriptedSequence(CannotFork, RecordsNothing):
-    """One text in a scripted model: a hash for each of its prefixes."""
+class _Sequence(CannotFork, ScriptedSequence):
+    """One text in a scripted model, with a hash for each of its prefixes."""
 
-    def __init__(self, rows: Callable[[list[int], int], mx.array], history: int) -> None:
-        self._rows = rows
-        self._histories = [history]  # by number of tokens
-
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        histories = self._histories
-        history = histories[-1]
-        for token in tokens:
-            history = _after(history, token)
-            histories.append(history)
-        return self._rows(histories, num_logits) if num_logits else None
-
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        self._histories.append(_after(self._histories[-1], cast(int, token.item())))
-        return self._rows(self._histories, 1)
-
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        return RewindMode.TRIM
-
-    def rewind(self, length: int) -> int:
-        if length >= len(self._histories):
-            raise RewindError(f"asked a script for length {length}, it holds {len(self._histories) - 1}")
-        del self._histories[length + 1 :]
-        return length
-
-    def check(self, length: int) -> None:
-        if length != len(self._histories) - 1:
-            raise RewindError(f"a script should hold {length} tokens, it holds {len(self._histories) - 1}")
-
-    def forget(self) -> None:
-        del self._histories[1:]
-
-    @property
-    def length(self) -> int:
-        return len(self._histories) - 1
-
-    def close(self) -> None:
-        self._histories.clear()
-
-    num_bytes = 0  # a list of hashes does not count
-    needs_prefix_checkpoints = False  # it can always go back
-    depends_on_passes = False
-
-    def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`."""
-
-    def reusable_length(self, num_common: int, num_read: int) -> int:
-        return min(num_common, len(self._histories) - 1)
-
-    def reuse(self, length: int) -> None:
-        self.rewind(length)
-
-
-class _RecordingSequence(RecordsEmptyFeatures, _ScriptedSequence):
-    """One text of a target whose hidden states a drafter reads. The drafter looks only at which have come."""
-
-    def forget(self) -> None:
-        super().forget()
-        self.forget_taken()
-
-
-class _TrainedSequence(ReadsFeatures, _ScriptedSequence):
-    """One text of a drafter that reads the target's hidden states, and its own where those have not come."""
-
-    def __init__(self, row: Callable[[int, int, int], list[float]], history: int) -> None:
+    def __init__(self, row: Callable[[int, int, int], Sequence[float]], seed: int) -> None:
         """Make an empty text.
 
         Args:
             row: (hash of the text so far, its length, staleness) → logits.
-            history: hash of the empty text.
+            seed: of the text.
         """
-        super().__init__(self._stale_rows, history)
+        super().__init__()
         self._row = row
+        self._histories = [_after(0, seed)]  # by number of tokens
 
-    def _stale_rows(self, histories: list[int], num_logits: int) -> mx.array:
-        first = len(histories) - num_logits
-        return mx.array([self._row(histories[n], n, self.staleness_at(n)) for n in range(first, len(histories))])
+    def row(self, length: int) -> Sequence[float]:
+        return self._row(self._histories[length], length, self.staleness_at(length))
 
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        self.note_read(self._num_read, self._num_read + len(tokens))
-        return super().feed(tokens, num_logits)
+    def take(self, tokens: tuple[int, ...]) -> None:
+        super().take(tokens)
+        for token in tokens:
+            self._histories.append(_after(self._histories[-1], token))
 
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        self.note_read(self._num_read, self._num_read + 1)
-        return super().feed_lazy(token)
+    def cut(self, length: int) -> None:
+        super().cut(length)
+        del self._histories[length + 1 :]
 
-    def rewind(self, length: int) -> int:
-        remaining = super().rewind(min(length, self.length))
-        self.note_rewound(remaining)
-        return remaining
 
-    def forget(self) -> None:
-        super().forget()
-        self.forget_stale()
+class _RecordingSequence(RecordsEmptyFeatures, _Sequence):
+    """One text of a target whose hidden states a drafter reads. The drafter looks only at which have come."""
 
-    @property
-    def length(self) -> int:
-        return self.usable_length(self._num_read)
 
-    @property
-    def staleness(self) -> int:
-        return self.staleness_at(self._num_read)
-
-    @property
-    def _num_read(self) -> int:
-        return len(self._histories) - 1
+class _TrainedSequence(ReadsFeatures, _Sequence):
+    """One text of a drafter that reads the target's hidden states, and its own where those have not come."""
 
 
 class ScriptedTarget(FeedsEach):
@@ -182,17 +102,13 @@ class ScriptedTarget(FeedsEach):
         self._seed = scenario.seed
         self._records = scenario.stale_acceptance is not None
 
-    def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
-        kind = _RecordingSequence if self._records else _ScriptedSequence
-        return kind(self._rows, _after(0, self._seed))
+    def open_sequence(self, *, beside_another: bool) -> _Sequence:
+        return (_RecordingSequence if self._records else _Sequence)(self._row, self._seed)
 
-    def _rows(self, histories: list[int], num_logits: int) -> mx.array:
-        rows = []
-        for history in histories[-num_logits:]:
-            row = [0.0] * VOCAB_SIZE
-            row[_truth(history)] = 1.0
-            rows.append(row)
-        return mx.array(rows)
+    def _row(self, history: int, _length: int, _staleness: int) -> list[float]:
+        row = [0.0] * VOCAB_SIZE
+        row[_truth(history)] = 1.0
+        return row
 
 
 class ScriptedDraft(FeedsEach):
@@ -211,19 +127,13 @@ class ScriptedDraft(FeedsEach):
         self._is_trained = scenario.stale_acceptance is not None
         self._relative_acceptance = scenario.relative_acceptance
 
-    def open_sequence(self, *, beside_another: bool) -> _ScriptedSequence:
-        if self._is_trained:
-            return _TrainedSequence(self._row, _after(0, self._seed))
-        return _ScriptedSequence(self._rows, _after(0, self._seed))
-
-    def _rows(self, histories: list[int], num_logits: int) -> mx.array:
-        first = len(histories) - num_logits
-        return mx.array([self._row(histories[length], length) for length in range(first, len(histories))])
+    def open_sequence(self, *, beside_another: bool) -> _Sequence:
+        return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._seed)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         return "a trained drafter reads one text at a time" if self._is_trained else None
 
-    def _row(self, history: int, length: int, staleness: int = 0) -> list[float]:
+    def _row(self, history: int, length: int, staleness: int) -> list[float]:
         """(VOCAB_SIZE,) logits after a history of `length` tokens. The draft does not know how stale it is."""
         luck = _draw(history, _LUCK)
         prob = self._probs[bisect_right(self._changes_at, length)][luck % _NUM_PROBS]

@@ -6,6 +6,7 @@ one hidden state a row, make the parts whole again. The computation shrinks with
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -37,32 +38,54 @@ def _check_all_reduce(_: Any, attribute: attrs.Attribute[Any], value: Any) -> No
         raise must_be(attribute.name, f"{', '.join(ALL_REDUCES[:-1])} or {ALL_REDUCES[-1]}", value)
 
 
+def option(
+    text: str, metavar: str, check: Callable[..., Any], default: Any = attrs.NOTHING, kind: Callable[[str], Any] = float
+) -> Any:
+    """A field that is also an option of `outrider simulate`.
+
+    Args:
+        text, metavar: of the option in the help.
+        check: validates the value.
+        default: of the field; without one the option is required.
+        kind: reads the option.
+    """
+    return attrs.field(default=default, validator=check, metadata={"help": text, "metavar": metavar, "kind": kind})
+
+
+def options_of(kind: type[attrs.AttrsInstance]) -> dict[str, attrs.Attribute[Any]]:
+    """The fields of a class that are options of `outrider simulate`, by name."""
+    return {name: field for name, field in attrs.fields_dict(kind).items() if field.metadata}
+
+
 @attrs.frozen
 class Sharding:
-    """A target's ranks, and the links between them.
+    """A target's ranks, and the links between them. The help of each option says what its field is.
+
+    Of a latency, the software counts, too. "ring" passes parts around in 2(N − 1) steps, as MLX's ring does; "mesh" has
+    each rank send all of it to each other rank at once, over a link for each pair, as JACCL does on a mesh; "tree" goes
+    up and down a binary tree.
 
     Attributes:
         ranks: machines, in [1, 1024].
-        pass_time: milliseconds in which one machine decodes a token, or would if the model fitted it, > 0: T_v(1).
-        layers: of the model, >= 1.
-        hidden_size: numbers in a hidden state, >= 1.
-        link_latency: microseconds from a rank's send to its neighbour's receipt of a small message, software included;
-            >= 0.
-        link_bandwidth: gigabits per second of each link, in each direction, > 0.
-        all_reduce: "ring" passes parts around in 2(N − 1) steps, as MLX's ring does; "mesh" has each rank send all of
-            it to each other rank at once, over a link for each pair, as JACCL does on a mesh; "tree" goes up and down a
-            binary tree.
 
     Raises: SettingsError: a value is out of its range.
     """
 
     ranks: int = attrs.field(validator=validator(check_integer, 1, MAX_RANKS))
-    pass_time: float = attrs.field(validator=validator(check_number, above=0))
-    layers: int = attrs.field(validator=validator(check_integer, 1))
-    hidden_size: int = attrs.field(validator=validator(check_integer, 1))
-    link_latency: float = attrs.field(validator=validator(check_number, 0))
-    link_bandwidth: float = attrs.field(validator=validator(check_number, above=0))
-    all_reduce: str = attrs.field(default="ring", validator=_check_all_reduce)
+    pass_time: float = option(
+        "milliseconds in which one machine decodes a token, or would: T_v(1)", "MS", validator(check_number, above=0)
+    )
+    link_latency: float = option(
+        "microseconds that a small message takes from one rank to the next", "US", validator(check_number, 0)
+    )
+    link_bandwidth: float = option(
+        "gigabits per second of a link, in each direction", "GBIT", validator(check_number, above=0)
+    )
+    layers: int = option("layers of the target", "N", validator(check_integer, 1), kind=int)
+    hidden_size: int = option("numbers in its hidden state", "N", validator(check_integer, 1), kind=int)
+    all_reduce: str = option(
+        f"how parts are added up: {', '.join(ALL_REDUCES)}", "KIND", _check_all_reduce, "ring", str
+    )
 
     def exchange_ms(self, rows: int) -> float:
         """Milliseconds of all all-reduces of a pass over so many rows."""
@@ -111,3 +134,12 @@ def _steps(all_reduce: str, ranks: int) -> tuple[int, float]:
         case _:
             depth = (ranks - 1).bit_length()
             return 2 * depth, 2.0
+
+
+def described_sharding(sharding: Sharding, ranks: str) -> str:
+    """A sharding in one line, with `ranks` for its number of ranks."""
+    return (
+        f"ranks {ranks}, {sharding.all_reduce} of links with "
+        f"{sharding.link_latency:g} µs and {sharding.link_bandwidth:g} Gbit/s, {sharding.layers} layers of "
+        f"{sharding.hidden_size}, T_v(1) {sharding.pass_time:g} ms on one machine"
+    )

@@ -1,17 +1,20 @@
-"""The real runtime over a scripted pair of models, in simulated time.
+"""The real runtime over a scripted pair of models, in simulated time: one text, or several at once.
 
 A few numbers decide what a draft model buys on a machine: the price of its step beside the target's, how often it is
 right and how well it knows that, how the price of a pass grows with its width, and how much the two models slow each
 other down. A `Scenario` names them. The actors, the lookahead tree and the policy are the real ones, so they decide
 as they would on such a machine, but without its noise.
 
-The unit of time is T_v(1), the time that the target takes to decode one token.
+The unit of time is T_v(1), the time that the target takes to decode one token. Rounds of several streams share a pass
+of the target, whose time is that of all its rows: padding is computed, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import attrs
@@ -24,12 +27,14 @@ from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job
 from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
+from protocol.settings import Settings
 from protocol.statistics import Statistics
-from protocol.trace import Span
+from protocol.trace import Actor, Event, Span
+from protocol.validation import check_integer
 from runtime.engine.events import Events
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
-from runtime.simulation.scenario import Scenario
+from runtime.simulation.scenario import MAX_STREAMS, Scenario
 from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 
 # Simulated time after which a run that hangs is cancelled. Without this deadline the clock would have nothing to jump
@@ -39,6 +44,53 @@ _TIMEOUT = 1e12
 # Factor that keeps draft steps from ending at the very moment when a verify pass ends. trio runs tasks that wake at
 # the same moment in any order, so the result of a scenario would depend on chance.
 _OFFSET_FACTOR = 1.0 + 2.0**-30
+
+
+# --- the runtime ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def simulated_runtime(
+    scenario: Scenario,
+    events: Events,
+    *,
+    make_policy: MakePolicy = policy_by_settings,
+    max_batch: int = MAX_BATCH,
+) -> AsyncIterator[Runtime]:
+    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock.
+
+    Args:
+        scenario: what to simulate.
+        events: where the workers announce their spans.
+        make_policy: makes the policy that decides how far to draft ahead.
+        max_batch: most streams that share one pass of the target, in [1, 32].
+    """
+    contention = Contention(scenario.contention)
+
+    def verify_price(job: Job[Any]) -> float:
+        num_rows = rows_of(job)
+        return scenario.verify_seconds(num_rows) if num_rows else 0.0
+
+    def draft_price(job: Job[Any]) -> float:
+        return _OFFSET_FACTOR * scenario.draft_seconds(job.num_tokens) if job.num_tokens else 0.0
+
+    target = SimulatedWorker("target", verify_price, events, contention)
+    draft = SimulatedWorker("draft", draft_price, events, contention)
+    prices = Prices()
+    models = ((ScriptedTarget(scenario), target), (ScriptedDraft(scenario), draft))
+    with trio.fail_after(_TIMEOUT):
+        await warm_up(*models, prices)
+        async with running(
+            *models, events=events, prices=prices, make_policy=make_policy, max_batch=max_batch
+        ) as runtime:
+            yield runtime
+
+
+def rows_of(job: Job[Any] | Span) -> int:
+    """Rows that a pass computes: texts that share it are padded to the widest of them, and padding costs as much."""
+    if not job.shares:
+        return job.num_tokens
+    return len(job.shares) * max(share.num_tokens for share in job.shares)
 
 
 # --- one stream -----------------------------------------------------------------------------------
@@ -91,48 +143,162 @@ def run_simulation(
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-# --- the runtime ----------------------------------------------------------------------------------
+# --- several streams ---------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def simulated_runtime(
+@attrs.frozen
+class SimulatedStreams:
+    """The result of several streams in one scenario.
+
+    Attributes:
+        speed: tokens of all streams per T_v(1), from the call to the last token of all.
+        steady_speed: the same up to the end of the stream that ends first: while all are at work.
+        seconds: simulated time from the call to the last token of all, in units of T_v(1).
+        longest_wait: longest time between two tokens of a stream, in units of T_v(1).
+        texts_per_pass: mean number of streams in a pass of the target.
+        rows_per_pass: mean number of rows that a pass of the target computes: tokens of all its streams, padding
+            included.
+        target_busy, draft_busy: fraction of that time in which the model was at work.
+        statistics: those of the streams, in the order in which they ended.
+    """
+
+    speed: float
+    steady_speed: float
+    seconds: float
+    longest_wait: float
+    texts_per_pass: float
+    rows_per_pass: float
+    target_busy: float
+    draft_busy: float
+    statistics: tuple[Statistics, ...]
+
+    @property
+    def proposal(self) -> float:
+        """Mean number of tokens proposed for a round."""
+        return sum(each.proposed for each in self.statistics) / sum(each.rounds for each in self.statistics)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted tokens of all streams over proposed ones; None if nothing was proposed."""
+        proposed = sum(each.proposed for each in self.statistics)
+        return sum(each.accepted for each in self.statistics) / proposed if proposed else None
+
+
+def simulate_streams(
     scenario: Scenario,
-    events: Events,
+    num_streams: int,
     *,
-    make_policy: MakePolicy = policy_by_settings,
+    num_tokens: int = 500,
+    lookahead: int | Literal["auto"] = "auto",
     max_batch: int = MAX_BATCH,
-) -> AsyncIterator[Runtime]:
-    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock.
+    at_once: bool = True,
+) -> SimulatedStreams:
+    """Generate several texts on one runtime in simulated time, in a trio event loop of its own.
+
+    Each stream has a prompt of its own, one token, and with it a text and drafts that have nothing in common with those
+    of the others. The result depends on the arguments alone.
 
     Args:
         scenario: what to simulate.
-        events: where the workers announce their spans.
-        make_policy: makes the policy that decides how far to draft ahead.
-        max_batch: most streams that share one pass of the target, in [1, 32].
+        num_streams: number of texts, in [1, 64].
+        num_tokens: length of each text, >= 1.
+        lookahead: as in `Settings`; 0 is plain decoding.
+        max_batch: most streams that share one pass of the target, in [1, 32]; 1 has them take turns.
+        at_once: True starts all streams together; False starts each when the one before has ended.
+
+    Raises: SettingsError: a setting is out of its range.
     """
-    contention = Contention(scenario.contention)
+    check_integer("num_streams", num_streams, 1, MAX_STREAMS)
+    check_integer("max_batch", max_batch, 1, MAX_BATCH)
+    events, played = Events(), _Played(Settings(max_tokens=num_tokens, lookahead=lookahead))
 
-    def verify_price(job: Job[Any]) -> float:
-        num_rows = rows_of(job)
-        return scenario.verify_seconds(num_rows) if num_rows else 0.0
+    async def main() -> SimulatedStreams:
+        async with simulated_runtime(scenario, events, max_batch=max_batch) as runtime:
+            events.listen(played.hear)
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                for first_token in range(num_streams):
+                    if at_once:
+                        nursery.start_soon(played.read, runtime, first_token)
+                    else:
+                        await played.read(runtime, first_token)
+            ended = trio.current_time()
+        return played.result(began, ended)
 
-    def draft_price(job: Job[Any]) -> float:
-        return _OFFSET_FACTOR * scenario.draft_seconds(job.num_tokens) if job.num_tokens else 0.0
-
-    target = SimulatedWorker("target", verify_price, events, contention)
-    draft = SimulatedWorker("draft", draft_price, events, contention)
-    prices = Prices()
-    models = ((ScriptedTarget(scenario), target), (ScriptedDraft(scenario), draft))
-    with trio.fail_after(_TIMEOUT):
-        await warm_up(*models, prices)
-        async with running(
-            *models, events=events, prices=prices, make_policy=make_policy, max_batch=max_batch
-        ) as runtime:
-            yield runtime
+    with _seeded_scheduler():
+        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def rows_of(job: Job[Any] | Span) -> int:
-    """Rows that a pass computes: texts that share it are padded to the widest of them, and padding costs as much."""
-    if not job.shares:
-        return job.num_tokens
-    return len(job.shares) * max(share.num_tokens for share in job.shares)
+@contextmanager
+def _seeded_scheduler() -> Iterator[None]:
+    """Have trio run tasks that wake at the same moment in an order that is the same each time.
+
+    A shared pass wakes several streams at once, and the drafter serves them in the order in which they run.
+    """
+    # trio has no public way. Hypothesis is given the same object, for the same purpose.
+    dice = trio._core._run._r
+    before = dice.getstate()
+    dice.seed(0)
+    try:
+        yield
+    finally:
+        dice.setstate(before)
+
+
+@attrs.define
+class _Played:
+    """What is counted while streams are read.
+
+    Attributes:
+        settings: of each stream.
+        token_times: when the tokens of each stream were read.
+        statistics: of the streams that have ended.
+        num_passes, num_texts, num_rows: passes of the target so far, and the sums of their streams and rows.
+        busy_seconds: of each model.
+    """
+
+    settings: Settings
+    token_times: list[list[float]] = attrs.field(factory=list)
+    statistics: list[Statistics] = attrs.field(factory=list)
+    num_passes: int = 0
+    num_texts: int = 0
+    num_rows: int = 0
+    busy_seconds: defaultdict[Actor, float] = attrs.field(factory=lambda: defaultdict(float))
+
+    async def read(self, runtime: Runtime, first_token: int) -> None:
+        """Read a stream to its end."""
+        times: list[float] = []
+        self.token_times.append(times)
+        stream = runtime.stream((first_token,), self.settings)
+        async with stream:
+            async for _ in stream:
+                times.append(trio.current_time())
+        self.statistics.append(stream.statistics())
+
+    def hear(self, event: Event) -> None:
+        """Count a job of either model, and a pass of the target."""
+        if not isinstance(event, Span):
+            return
+        self.busy_seconds[event.actor] += event.ended - event.began
+        if event.kind in ("verify", "decode"):
+            self.num_passes += 1
+            self.num_texts += max(1, len(event.shares))
+            self.num_rows += rows_of(event)
+
+    def result(self, began: float, ended: float) -> SimulatedStreams:
+        """The result, once all streams have ended."""
+        seconds = ended - began
+        first_end = min(times[-1] for times in self.token_times)
+        num_until_then = sum(at <= first_end for times in self.token_times for at in times)
+        waits = (b - a for times in self.token_times for a, b in itertools.pairwise(times))
+        return SimulatedStreams(
+            speed=sum(map(len, self.token_times)) / seconds,
+            steady_speed=num_until_then / (first_end - began),
+            seconds=seconds,
+            longest_wait=max(waits, default=0.0),
+            texts_per_pass=self.num_texts / self.num_passes,
+            rows_per_pass=self.num_rows / self.num_passes,
+            target_busy=self.busy_seconds["target"] / seconds,
+            draft_busy=self.busy_seconds["draft"] / seconds,
+            statistics=tuple(self.statistics),
+        )

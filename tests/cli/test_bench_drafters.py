@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from models import llama, near
 
 import runtime
-from runtime.bench.one_stream import Plan, measure, named_drafts
+from runtime.bench.contenders import Contender
+from runtime.bench.one_stream import OneStream, OneStreamPlan, named_drafts
 from runtime.cli import main as cli
 
 SMALL = {"max_tokens": 16, "repeats": 1, "num_draft_tokens": (2,), "lookaheads": (0, 2, "auto")}
@@ -33,11 +35,18 @@ def test_a_drafter_that_is_there_twice_is_refused():
         named_drafts(["org/small", "ngram", "org/small"])
 
 
+def test_on_ranks_this_runtimes_plain_decoding_is_what_the_others_are_compared_with():
+    plan = OneStreamPlan(is_on_ranks=True, lookaheads=["auto", 0])
+    assert plan.contenders == (Contender("outrider", 0), Contender("outrider", "auto"))
+    assert attrs.evolve(plan, lookaheads=[2]).contenders == (Contender("outrider", 0), Contender("outrider", 2))
+
+
 @pytest.mark.slow
 async def test_draft_models_and_lookup_are_compared_with_the_same_plain_decoding():
     target = llama()
     drafts = [(near(target, noise=0.02), None), "ngram"]
-    result = await measure((target, None), drafts, Plan(prompts=[[1, 2, 3, 1, 2, 3, 1]], **SMALL))
+    plan = OneStreamPlan(prompts=[[1, 2, 3, 1, 2, 3, 1]], **SMALL)
+    result = await OneStream(plan).measure((target, None), drafts)
     assert [(row.name, row.draft) for row in result.rows] == [
         ("mlx-lm plain", None),
         ("mlx-lm speculative 2, Model", "Model"),
@@ -60,8 +69,8 @@ async def test_draft_models_and_lookup_are_compared_with_the_same_plain_decoding
 @pytest.mark.slow
 async def test_one_drafter_in_a_list_is_the_only_one():
     target = llama()
-    plan = Plan(prompts=[[1, 2, 3]], **SMALL)
-    result = await measure((target, None), [(near(target, noise=0.02), None)], plan)
+    plan = OneStreamPlan(prompts=[[1, 2, 3]], **SMALL)
+    result = await OneStream(plan).measure((target, None), [(near(target, noise=0.02), None)])
     assert [row.name for row in result.rows][1] == "mlx-lm speculative 2"
     assert {row.draft for row in result.rows} == {None, "Model"}
 

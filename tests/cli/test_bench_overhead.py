@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 
 import runtime
-from runtime.bench.overhead import OverheadMeasured, OverheadPlan, measure_overhead
-from runtime.bench.tables import overhead_table
+from runtime.bench.contenders import Contender, Run
+from runtime.bench.overhead import CONTENDERS, Overhead, OverheadPlan
 from runtime.cli import main as cli
 
 OURS = ["outrider plain", "outrider resting", "outrider lookahead 2"]
@@ -18,10 +19,9 @@ OURS = ["outrider plain", "outrider resting", "outrider lookahead 2"]
 
 def test_one_stream_is_compared_with_generate_step_and_more_with_batches() -> None:
     assert OverheadPlan().streams == (1, 4, 16, 64)
-    assert OverheadPlan(streams=(1, 4)).runs == (
-        *((1, way) for way in ("mlx-lm generate_step", "mlx-lm BatchGenerator", *OURS)),
-        *((4, way) for way in ("mlx-lm BatchGenerator", *OURS)),
-    )
+    contest = Overhead(OverheadPlan(streams=(1, 4))).contest
+    ways = [[contender.name for contender in contest.contenders_of(streams)] for streams in (1, 4)]
+    assert ways == [["mlx-lm generate_step", "mlx-lm BatchGenerator", *OURS], ["mlx-lm BatchGenerator", *OURS]]
 
 
 @pytest.mark.parametrize(
@@ -37,36 +37,40 @@ def test_what_is_out_of_range_is_refused(changes: dict[str, Any], complaint: str
         OverheadPlan(**changes)
 
 
+def a_run(microseconds: float) -> Run:
+    return Run(texts=((1, 2),), seconds=2e-6 * microseconds, num_timed=2)
+
+
 def test_figures_are_medians_of_complete_repeats_over_mlx_lm() -> None:
-    measured = OverheadMeasured(OverheadPlan(streams=(1, 2), repeats=3))
-    for repeat in (1.0, 3.0):
-        measured.repeats.append({run: repeat * (10 + index) for index, run in enumerate(measured.plan.runs)})
-    measured.repeats.append({measured.plan.runs[0]: 1.0})  # interrupted
-    result = measured.result()
+    overhead = Overhead(OverheadPlan(streams=(1, 2), repeats=3))
+    turns: dict[tuple[int, int], dict[Contender, Run]] = overhead.contest.turns
+    for repeat, factor in enumerate((1.0, 3.0)):
+        for place, streams in enumerate((1, 2)):
+            ways = overhead.contest.contenders_of(streams)
+            turns[repeat, streams] = {way: a_run(factor * (10 + 5 * place + i)) for i, way in enumerate(ways)}
+    turns[2, 1] = {CONTENDERS[0]: a_run(1.0)}  # interrupted
+    result = overhead.result()
     assert (result.repeats_done, result.is_complete) == (2, False)
     first, last = result.rows[0], result.rows[-1]
-    assert (first.way, first.median, first.low, first.high, first.vs_mlx_lm) == ("mlx-lm generate_step", 20, 10, 30, 1)
+    figures = pytest.approx((20, 10, 30, 1))
+    assert (first.way, (first.median, first.low, first.high, first.vs_mlx_lm)) == ("mlx-lm generate_step", figures)
     assert last.vs_mlx_lm == pytest.approx(18 / 15)
-    table = overhead_table(result)
-    assert [row.cells[:2] for row in table.rows] == [(str(n), way) for n, way in measured.plan.runs]
+    table = overhead.report(result).table
+    ways = [(row.streams, row.way) for row in result.rows]
+    assert [row.cells[:2] for row in table.rows] == [(str(streams), way) for streams, way in ways]
     assert table.rows[0].cells[2:] == ("20.0", "10.0–30.0", "1.00")
 
 
 def test_nothing_measured_is_no_figure() -> None:
-    rows = OverheadMeasured(OverheadPlan(streams=(1,))).result().rows
+    rows = Overhead(OverheadPlan(streams=(1,))).result().rows
     assert {(row.median, row.low, row.high, row.vs_mlx_lm) for row in rows} == {(None, None, None, None)}
 
 
 @pytest.mark.slow
 def test_every_run_is_measured() -> None:
-    measured = OverheadMeasured(OverheadPlan(streams=(1, 3), max_tokens=16, repeats=1))
+    overhead = Overhead(OverheadPlan(streams=(1, 3), max_tokens=16, repeats=1))
     steps: list[str] = []
-
-    async def main() -> None:
-        await measure_overhead(measured, on_progress=steps.append)
-
-    trio.run(main)
-    result = measured.result()
+    result = trio.run(partial(overhead.measure, on_progress=steps.append))
     assert result.is_complete
     assert all(row.median is not None and row.median > 0 for row in result.rows)
     assert steps[-1].startswith("repeat 1 of 1")
@@ -79,6 +83,20 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert "BatchGenerator" in capsys.readouterr().out
     assert cli.main([*command, "--json"]) == 0
     assert [row["way"] for row in json.loads(capsys.readouterr().out)["rows"]][1:] == OURS
+
+
+def test_without_numbers_of_streams_the_command_measures_its_defaults(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans: list[OverheadPlan] = []
+
+    async def measure(self: Overhead, **_: Any) -> None:
+        plans.append(self.plan)
+
+    monkeypatch.setattr(Overhead, "measure", measure)
+    assert cli.main(["bench", "--overhead", "--json"]) == 0
+    assert plans == [OverheadPlan()]
+    assert json.loads(capsys.readouterr().out)["repeats_done"] == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from command_line import save_model
 
 import runtime
 import runtime.engine.opening
-import runtime.server.models.loading
+import runtime.server.models.loaded_model
 from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
@@ -122,7 +122,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise OpenedError
 
     monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.loading, "open_runtime", open)
+    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
     return options
 
 

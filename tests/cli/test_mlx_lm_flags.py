@@ -17,7 +17,7 @@ from models import llama, save
 
 import runtime
 import runtime.engine.opening
-import runtime.server.models.loading
+import runtime.server.models.loaded_model
 from runtime.cli import main as cli
 
 # The package has a function of this name, too.
@@ -151,7 +151,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise OpenedError
 
     monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.loading, "open_runtime", open)
+    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
     return given
 
 

@@ -190,7 +190,7 @@ def test_a_full_house_is_a_rate_limit(client: openai.OpenAI, server: Server) -> 
         with pytest.raises(openai.RateLimitError, match="try again in") as full:
             client.completions.create(**asked)
         assert int(full.value.response.headers["retry-after"]) >= 1
-        assert full.value.code == "full_house"
+        assert full.value.code == "rate_limit_exceeded"
     finally:
         for stream in streams:
             stream.close()

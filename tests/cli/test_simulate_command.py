@@ -24,12 +24,19 @@ from protocol.prices import Prices
 from protocol.settings import Settings
 from runtime.cli import main as cli
 from runtime.cli import simulate_command
-from runtime.simulation.comparison import LOOKAHEADS, NUM_TOKENS, compare, described
+from runtime.measuring.figures import Record
+from runtime.simulation.comparison import (
+    LOOKAHEADS,
+    NUM_TOKENS,
+    STREAM_LOOKAHEADS,
+    STREAM_TOKENS,
+    StreamsComparison,
+    compare,
+    compare_streams,
+)
 from runtime.simulation.plot import chart_of
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import run_simulation
-from runtime.simulation.streams import simulate_streams
-from runtime.simulation.streams_comparison import STREAM_LOOKAHEADS, STREAM_TOKENS, compare_streams
+from runtime.simulation.scenario import Scenario, described
+from runtime.simulation.simulation import run_simulation, simulate_streams
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,9 +117,9 @@ def test_the_figures_are_those_of_the_simulation(capfd):
 
 def test_speeds_are_relative_to_plain_decoding_with_its_overhead():
     comparison = compare(Scenario(1.0, 0.5, overhead=1.0, verify_slope=0.0), 60, [2])
-    plain, sequential = comparison.contenders[:2]
+    plain, sequential = comparison.rows[:2]
     assert plain.speed == 1.0
-    assert plain.result.speed == pytest.approx(0.5)
+    assert run_simulation(comparison.scenario, num_tokens=60, lookahead=0).speed == pytest.approx(0.5)
     # Three tokens for two draft steps of 1.5 and a pass of 2; plain decoding takes 2 for each token.
     assert sequential.speed == pytest.approx(3 * 2 / (2 * 1.5 + 2))
 
@@ -145,14 +152,14 @@ def test_the_same_arguments_give_the_same_output_and_another_seed_another(capfd,
 
 def test_only_drafting_ahead_has_hits():
     comparison = compare(Scenario(0.8, 0.1), 100, [4])
-    assert [contender.hit_rate > 0 for contender in comparison.contenders] == [False, False, True, True]
-    assert [contender.decoding for contender in comparison.contenders[2:]] == ["single chain", "tree"]
+    assert [contender.hit_rate > 0 for contender in comparison.rows] == [False, False, True, True]
+    assert [contender.decoding for contender in comparison.rows[2:]] == ["single chain", "tree"]
 
 
 def test_the_tree_drafts_for_corrections_and_the_single_chain_does_not():
     # If the first choice is always wrong and the second always right, a single chain never hits.
     comparison = compare(Scenario(0.3, 0.01, second_choice=1.0, spread=1000.0, seed=1), 100, [1])
-    single_chain, tree = comparison.contenders[2:]
+    single_chain, tree = comparison.rows[2:]
     assert tree.hit_rate > 1.5 * single_chain.hit_rate
 
 
@@ -226,11 +233,18 @@ def test_a_plot_of_streams_names_every_way_of_decoding_them(capfd, tmp_path):
     }
 
 
+def test_the_best_lookahead_of_streams_is_a_fixed_one():
+    ways = (("plain batches", 0, 1.0), ("in turns", "auto", 2.0), ("shared", 2, 3.0), ("shared", 4, 2.5))
+    rows = [Record(decoding=way, lookahead=k, steady_speed=speed) for way, k, speed in (*ways, ("shared", "auto", 6.0))]
+    comparison = StreamsComparison(Scenario(0.8, 0.1), 30, rows, 2)
+    assert (comparison.best.lookahead, comparison.over(rows[0]), comparison.over(rows[1])) == (2, 6.0, 3.0)
+
+
 def test_progress_names_each_run_of_streams():
     seen: list[str] = []
     compare_streams(Scenario(0.8, 0.1), 2, 5, [2], on_progress=seen.append)
     assert seen == [
-        "simulating 1 of 4: plain batches, lookahead 0",
+        "simulating 1 of 4: plain batches",
         "simulating 2 of 4: in turns, lookahead auto",
         "simulating 3 of 4: shared, lookahead 2",
         "simulating 4 of 4: shared, lookahead auto",
@@ -294,8 +308,8 @@ def test_only_the_ratios_of_a_table_matter(capfd):
             "--verify-table takes the place of --verify-slope; give one of the two",
         ),
         (["--draft-table", "1,2", "--draft-slope", "0"], "--draft-table takes the place of --draft-slope"),
-        (["--plot", "plot.gif"], "plot must name a file that ends in .svg or .png, got 'plot.gif'"),
-        (["--plot", "nowhere/plot.svg"], "plot must name a file in a directory that exists, and 'nowhere' does not"),
+        (["--plot", "plot.gif"], "plot must be a file that ends in .svg, .png, got 'plot.gif'"),
+        (["--plot", "nowhere/plot.svg"], "plot 'nowhere/plot.svg' is in no directory that exists; make nowhere first"),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused_with_its_bound(capfd, tmp_path, monkeypatch, arguments, says):
@@ -393,11 +407,11 @@ def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
 
 def test_every_label_stands_at_the_speed_that_it_names_also_where_the_best_lookahead_is_not_the_last():
     comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
-    assert comparison.best_sequential.lookahead == 4
+    assert comparison.best.lookahead == 4
     labels = chart_of(comparison).labels
     for speed, text, _ in labels:
         assert text.endswith(f": {speed:.2f}×")
-    assert comparison.best_sequential.speed in {speed for speed, _, _ in labels}
+    assert comparison.best.speed in {speed for speed, _, _ in labels}
 
 
 def test_labels_do_not_cover_each_other(capfd, tmp_path):
@@ -414,7 +428,7 @@ def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert table(simulate(capfd))
     monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
-    assert "pip install 'outrider[plot]'" in refusal(capfd, "--plot", str(tmp_path / "plot.svg"))
+    assert 'pip install "outrider[plot]"' in refusal(capfd, "--plot", str(tmp_path / "plot.svg"))
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):

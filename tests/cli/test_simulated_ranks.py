@@ -12,8 +12,7 @@ import attrs
 import pytest
 
 from runtime.cli import main as cli
-from runtime.simulation.comparison import compare
-from runtime.simulation.ranks_comparison import compare_ranks
+from runtime.simulation.comparison import compare, compare_ranks
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.sharding import ALL_REDUCES, SHAPES, Sharding, links_of
 
@@ -76,10 +75,10 @@ def test_with_links_that_cost_nothing_only_the_draft_is_relatively_dearer() -> N
     free = attrs.evolve(ROUND, link_latency=0.0, link_bandwidth=1e12)
     sharded = compare(Scenario(0.8, 0.1, sharding=free), 60, [2])
     alone = compare(Scenario(0.8, 0.4), 60, [2])
-    assert [one.speed for one in sharded.contenders] == pytest.approx([one.speed for one in alone.contenders])
+    assert [row.speed for row in sharded.rows] == pytest.approx([row.speed for row in alone.rows])
     # 100 ms over four ranks.
-    assert sharded.tokens_per_second(sharded.contenders[0]) == pytest.approx(40.0)
-    assert alone.tokens_per_second(alone.contenders[0]) is None
+    assert sharded.rows[0].tokens_per_second == pytest.approx(40.0)
+    assert alone.rows[0].tokens_per_second is None
 
 
 def test_speculation_gains_more_where_links_are_slow_to_begin() -> None:
@@ -92,11 +91,11 @@ def test_speculation_gains_more_where_links_are_slow_to_begin() -> None:
 def test_numbers_of_ranks_are_compared_as_each_is_alone() -> None:
     scenario = Scenario(0.8, 0.1, sharding=ROUND)
     both = compare_ranks(scenario, [1, 4], 60, [3])
-    assert [row.sharding.ranks for row in both.rows] == [1, 4]
-    assert both.rows[1].as_json() == compare_ranks(scenario, [4], 60, [3]).rows[0].as_json()
-    assert both.rows[1].comparison == compare(scenario, 60, [3])
-    assert both.rows[0].pass_ms(1) == 100.0
-    assert both.rows[0].comparison.of("plain")[0].speed == 1.0
+    assert [row.ranks for row in both.rows] == [1, 4]
+    assert both.rows[1] == compare_ranks(scenario, [4], 60, [3]).rows[0]
+    assert both.comparisons[1] == compare(scenario, 60, [3])
+    assert both.rows[0].pass_ms == 100.0
+    assert both.comparisons[0].rows[0].speed == 1.0
 
 
 @pytest.mark.slow

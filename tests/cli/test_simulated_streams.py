@@ -9,8 +9,7 @@ import trio
 from protocol.errors import SettingsError
 from protocol.trace import Share, Span
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import rows_of, run_simulation
-from runtime.simulation.streams import SimulatedStreams, simulate_streams
+from runtime.simulation.simulation import SimulatedStreams, rows_of, run_simulation, simulate_streams
 
 # Passes of any width take the same time.
 FLAT = Scenario(0.8, 0.1, verify_slope=0.0, draft_slope=0.0)

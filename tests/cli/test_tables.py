@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from runtime.bench.many_streams import StreamsBenchmark, StreamsRow
-from runtime.bench.one_stream import Benchmark, ContenderRow
-from runtime.bench.tables import many_streams_table, one_stream_table, print_one_stream
-from runtime.simulation.tables import _HEADINGS as SIMULATE_HEADINGS
+from runtime.bench.many_streams import ManyStreams, StreamsPlan
+from runtime.bench.one_stream import OneStream, OneStreamPlan
+from runtime.measuring.figures import Record
+from runtime.simulation.comparison import TextComparison
 from runtime.terminal.display import OutputError, print_sections
 from runtime.terminal.tables import UNBOUNDED, TableRow, TextTable, show_sections, show_table
 
 MEASURED: dict[str, Any] = {
     "target": "demo",
     "draft": "draft",
-    "dtypes": {},
+    "dtypes": {"target": ["float32"]},
+    "num_prompts": 5,
+    "num_ranks": 1,
+    "best_speculative": None,
     "machine": {},
     "max_tokens": 192,
     "temperature": 0.0,
@@ -30,7 +33,7 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def bench_row(name: str, speed: float, **changes: Any) -> ContenderRow:
+def bench_row(name: str, speed: float, **changes: Any) -> Record:
     figures: dict[str, Any] = {
         "name": name, "engine": "outrider", "draft": "draft", "lookahead": "auto", "speeds": (speed,),
         "median": speed, "low": speed - 11.1, "high": speed + 22.2, "vs_plain": speed / 50, "vs_best_speculative": 1.5,
@@ -38,11 +41,11 @@ def bench_row(name: str, speed: float, **changes: Any) -> ContenderRow:
         "tokens_per_round": 3.21, "hit_rate": 0.45, "target_busy": 0.98, "draft_busy": 1.0,
         "limit": 300.0, "of_limit": 0.93, "same_texts": 117, "num_texts": 120, "estimates": None, "failure": None,
     }  # fmt: skip
-    return ContenderRow(**figures | changes)
+    return Record(**figures | changes)
 
 
-def streams_row(name: str, streams: int, speed: float) -> StreamsRow:
-    return StreamsRow(
+def streams_row(name: str, streams: int, speed: float) -> Record:
+    return Record(
         name=name, kind="at once", lookahead="auto", streams=streams, speeds=(speed,),
         median=speed, low=speed - 11.1, high=speed + 22.2, vs_one_after_another=1.36, vs_in_turns=1.21,
         vs_batched=0.52, rows_per_pass=7.63, peak_bytes=1_234_000_000,
@@ -54,9 +57,7 @@ def streams_row(name: str, streams: int, speed: float) -> StreamsRow:
 def test_the_prices_of_a_benchmark_are_times(capsys):
     table = ((1, 0.0216), (2, 0.0267))
     row = bench_row("outrider", 1.0, estimates={"verify_seconds": 0.0216, "acceptance": 0.8, "verify_table": table})
-    print_one_stream(
-        Benchmark(**MEASURED | {"dtypes": {"target": ["float32"]}}, num_prompts=5, best_speculative=None, rows=(row,))
-    )
+    OneStream(OneStreamPlan()).report(Record(**MEASURED, rows=[row])).print()
     assert capsys.readouterr().out.endswith(
         "measured by outrider\n"
         "verify        21.60 ms\n"
@@ -66,11 +67,10 @@ def test_the_prices_of_a_benchmark_are_times(capsys):
 
 
 SHEETS = {
-    "bench": one_stream_table(
-        Benchmark(
+    "bench": OneStream(OneStreamPlan())
+    .report(
+        Record(
             **MEASURED,
-            num_prompts=5,
-            best_speculative=None,
             rows=(
                 bench_row("mlx-lm plain", 1234.5, acceptance=None),
                 *(bench_row(f"mlx-lm speculative {k}", 100.0 + k) for k in (1, 2, 8)),
@@ -78,11 +78,12 @@ SHEETS = {
                 bench_row("outrider lookahead auto", 2001.7),
             ),
         )
-    ),
-    "bench --streams": many_streams_table(
-        StreamsBenchmark(
+    )
+    .table,
+    "bench --streams": ManyStreams(StreamsPlan())
+    .report(
+        Record(
             **MEASURED,
-            streams=(1, 16),
             rows=tuple(
                 streams_row(name, streams, 100.0 * streams + place)
                 for streams in (1, 16)
@@ -91,12 +92,13 @@ SHEETS = {
                 )
             ),
         )
-    ),
+    )
+    .table,
     "simulate": TextTable(
-        SIMULATE_HEADINGS,
+        (*(figure.heading for figure in TextComparison.figures if figure.heading is not None), ""),
         (
-            TableRow(("sequential", "16", "1.07×", "5.32", "27%", "0%", "100%", "100%", ""), "bold"),
-            TableRow(("single chain", "auto", "1.97×", "3.21", "80%", "66%", "99%", "100%", "best")),
+            TableRow(("sequential", "16", "1.07×", "9.9", "5.32", "27%", "0%", "100%", "100%", ""), "bold"),
+            TableRow(("single chain", "auto", "1.97×", "18.2", "3.21", "80%", "66%", "99%", "100%", "best")),
         ),
         num_labels=2,
     ),

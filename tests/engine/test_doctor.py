@@ -24,10 +24,9 @@ import runtime
 from actors.distributed.links import BACKENDS
 from actors.model import RewindMode
 from runtime.cli import main as cli
-from runtime.doctor.pass_times import WIDTHS, Passes
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
-from runtime.selftest.checks import Check
-from runtime.selftest.findings import Finding
+from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, Passes
+from runtime.selftest.checks import Check, Finding
 from runtime.selftest.report import SelfTestReport
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import keep
@@ -64,10 +63,12 @@ def rows(diagnosis: Diagnosis, section: str) -> dict[str, str]:
 
 def assert_measured(passes: Passes) -> None:
     """Assert that each width was timed, and that the figures are consistent."""
-    assert tuple(passes.seconds) == tuple(passes.spread) == WIDTHS
+    assert tuple(passes.seconds) == tuple(passes.times) == WIDTHS
     for width, seconds in passes.seconds.items():
-        low, high = passes.spread[width]
-        assert 0 < low <= seconds <= high
+        times = passes.times[width]
+        assert times.low is not None
+        assert times.high is not None
+        assert 0 < times.low <= seconds <= times.high
     assert passes.price.per_row(max(WIDTHS)) >= 0
     prices = [passes.price(width) for width in WIDTHS]
     assert prices[0] > 0
@@ -320,27 +321,28 @@ async def test_the_weights_are_counted() -> None:
 
 
 class Counting(models.Wrapped):
-    """A model that records the number of tokens of each pass."""
+    """A model that records (tokens in the cache, tokens fed) of each pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._widths: list[int] = []
+        self._passes: list[tuple[int, int]] = []
 
     @property
-    def widths(self) -> list[int]:
-        return self._widths
+    def passes(self) -> list[tuple[int, int]]:
+        return self._passes
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        self._widths.append(inputs.shape[1])
+        offset = cache[0].offset if isinstance(cache[0].offset, int) else -1  # of several rows
+        self._passes.append((offset, inputs.shape[1]))
         return super().__call__(inputs, cache)
 
 
-async def test_every_width_is_fed_equally_often_and_in_turn() -> None:
+async def test_every_width_is_fed_equally_often_and_in_turn_after_the_same_text() -> None:
     model = Counting(llama())
     await examine((model, None))
     # Before come the passes that find out what the model is.
-    fed, num_turns = tuple(model.widths), 0
-    while fed[: len(fed) - num_turns * len(WIDTHS)][-len(WIDTHS) :] == WIDTHS:
+    fed, num_turns = tuple(model.passes), 0
+    while sorted(fed[: len(fed) - num_turns * len(WIDTHS)][-len(WIDTHS) :]) == [(CONTEXT_TOKENS, n) for n in WIDTHS]:
         num_turns += 1
     assert num_turns > 3
 

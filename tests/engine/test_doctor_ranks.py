@@ -10,9 +10,10 @@ import pytest
 
 from actors.distributed.exchange import Exchange
 from actors.distributed.links import LARGE_BYTES, Links, SmallAndLarge, Times
-from runtime.doctor.pass_times import Passes
 from runtime.doctor.ranks import ExaminedRanks, plan, report_on_ranks
 from runtime.doctor.report import ExaminedModel
+from runtime.measuring.figures import spread
+from runtime.measuring.pass_times import Passes
 
 # In a ring of two, an all-reduce of few bytes has two steps, of 100 µs each; one of many sends them once, at 8 Gbit/s.
 ALL_SUM = SmallAndLarge(Times(200e-6, 150e-6, 300e-6), Times(200e-6 + LARGE_BYTES / 1e9, 0.004, 0.005))
@@ -28,8 +29,7 @@ RANKS = ExaminedRanks(
 
 
 def passes(seconds: dict[int, float]) -> Passes:
-    price: Any = None
-    return Passes(seconds, {width: (each, each) for width, each in seconds.items()}, price)
+    return Passes({width: spread([each]) for width, each in seconds.items()})
 
 
 def diagnosis(collectives: dict[str, int], draft: Any) -> Any:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 
 import runtime
-from protocol.pass_price import PassPrice
-from runtime.doctor.pass_times import Passes
-from runtime.doctor.report import examine, report
-from runtime.doctor.trained_drafters import ExaminedDrafter, described
+from runtime.doctor.report import ExaminedDrafter, examine, report
+from runtime.measuring.figures import spread
+from runtime.measuring.pass_times import Passes
 
-PASSES = Passes({1: 0.002, 3: 0.005}, {1: (0.001, 0.004), 3: (0.004, 0.007)}, PassPrice())
+PASSES = Passes({1: spread([0.001, 0.002, 0.004]), 3: spread([0.004, 0.005, 0.007])})
 
 
 def rows_of(*layers: int) -> dict[str, str]:
     drafter = ExaminedDrafter("EAGLE-3", layers, 6, 500, 1000, 2_500_000, ("bfloat16",), PASSES)
-    return dict(described(drafter, lambda num_bytes: f"{num_bytes} bytes"))
+    return dict(drafter.rows)
 
 
 def test_what_it_is_and_what_it_costs_is_said():
@@ -23,7 +22,7 @@ def test_what_it_is_and_what_it_costs_is_said():
         "kind": "EAGLE-3",
         "reads": "what enters layers 1 and 2 of 6",
         "proposes": "500 of the target's 1,000 tokens",
-        "weights": "2500000 bytes, bfloat16",
+        "weights": "2.5 MB, bfloat16",
         "a draft step": "T_d(1) = 2.00 ms (1.00–4.00)",
         "a refresh of 3": "T_d(3) = 5.00 ms (4.00–7.00)",
     }

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import runtime
-from runtime.doctor import draft_families
-from runtime.doctor.draft_families import FAMILIES, small_models
+from runtime.doctor import draft_suggestions
+from runtime.doctor.draft_suggestions import FAMILIES, small_models
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
 
@@ -84,7 +84,7 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
     tiny = tuple(
         attrs.evolve(small, num_megabytes=size) for small, size in zip(family.small_models, (0, 9), strict=True)
     )
-    monkeypatch.setattr(draft_families, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
+    monkeypatch.setattr(draft_suggestions, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
@@ -97,7 +97,7 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: min(family.model_types))
-def test_each_family_is_found_by_its_types_and_sizes(family: draft_families.Family) -> None:
+def test_each_family_is_found_by_its_types_and_sizes(family: draft_suggestions.Family) -> None:
     for model_type in family.model_types:
         for size in family.vocab_sizes:
             assert set(family.small_models) <= set(small_models(model_type, size))

@@ -13,6 +13,7 @@ import attrs
 import pytest
 import trio
 import trio.testing
+from actors.workers.in_turn import InTurn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import llama, near, prompt_of
@@ -31,7 +32,6 @@ from scripted import (
 )
 
 import runtime
-from actors.workers.in_turn import InTurn
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Instant, Span

@@ -376,7 +376,7 @@ def rows_under(heading: str, page: str) -> Iterator[tuple[list[str], str]]:
 
 @pytest.mark.parametrize(
     ("heading", "page", "declaration"),
-    [("Settings", "streams.md", runtime.Settings), ("Options of `open`", "getting-started.md", OpenOptions)],
+    [("Settings", "streams.md", runtime.Settings), ("Options of `open`", "models.md", OpenOptions)],
 )
 def test_a_table_has_all_that_is_declared_with_defaults(heading: str, page: str, declaration: type) -> None:
     found = {}

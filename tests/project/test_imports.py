@@ -24,6 +24,7 @@ ORDER = (
     {"engine"},
     {"bridge"},
     {"aio", "sync"},
+    {"measuring"},
     {"simulation"},
     {"bench"},
     {"doctor"},
@@ -295,6 +296,12 @@ def test_every_random_number_has_a_key(path):
     assert list(draws_without_a_key(parsed(path))) == []
 
 
+@pytest.mark.parametrize("api", ["openai", "responses", "anthropic"])
+def test_only_the_application_knows_the_servers_apis(api):
+    outside = {path for path in importers(f"runtime.server.{api}") if not path.startswith(f"runtime/server/{api}/")}
+    assert outside == {"runtime/server/app.py"}
+
+
 def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
     makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
@@ -315,6 +322,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/engine/drafter_slot.py",
         "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
+        "runtime/generation/tool_calls/parser_process.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/server/responses/store.py",
         "runtime/sync/runtime.py",

@@ -12,7 +12,7 @@ from asgi import CHAT, COMPLETIONS, DEF, MESSAGES, RESPONSES, Served, ask, loopi
 from scripted import ScriptedModel
 
 from runtime.cli.serve_command import _LOCAL_HOSTS
-from runtime.server.answers.serializer import _KEEP_ALIVE_S
+from runtime.server.answers.api import _KEEP_ALIVE_S
 from runtime.server.connections.address import network
 from runtime.server.middleware import ForwardedClients
 

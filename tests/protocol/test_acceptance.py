@@ -17,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from protocol import acceptance
 from protocol.acceptance import (
     Judgement,
+    ProposedRows,
     choices,
     count_accepted,
     count_matches,
     distribution,
     draw,
+    judge,
     likeliest_only,
     residual,
 )
@@ -34,12 +35,18 @@ from protocol.randomness import Purpose, key_for
 SMALLEST_P_VALUE = 1e-4
 
 
-def judge_by_match(*args: Any, **named: Any) -> Judgement:
-    return acceptance.judge_by_match(*args, **named).read()
+def judge_by_match(
+    logits: mx.array, drafted: Any, *, temperature: float, seed: int, start: int, chosen: Any = None
+) -> Judgement:
+    rows = ProposedRows(seed, start, logits.shape[0], drafted)
+    return judge(logits, [rows], "match", temperature, chosen).read()[0]
 
 
-def judge_by_rejection(*args: Any, **named: Any) -> Judgement:
-    return acceptance.judge_by_rejection(*args, **named).read()
+def judge_by_rejection(
+    logits: mx.array, drafted: Any, draft_probs: Any, *, temperature: float, seed: int, start: int
+) -> Judgement:
+    rows = ProposedRows(seed, start, logits.shape[0], drafted, draft_probs)
+    return judge(logits, [rows], "rejection", temperature).read()[0]
 
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=60)
@@ -677,3 +684,24 @@ def test_equal_distributions_always_choose_alike():
     padded = mx.concatenate([logits, mx.full((200, 6), -math.inf)], axis=1)
     judgement = judge_by_match(padded, drafted, temperature=0.9, seed=57, start=4)
     assert judgement == Judgement(200, None)
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
+def test_texts_that_are_judged_together_are_judged_as_alone(rule: Any, temperature: float) -> None:
+    """Proposals of different lengths, with and without a row for a bonus token, drawn or determined."""
+    size, draws = 40, np.random.default_rng(5)
+    for trial in range(30):
+        proposed, rows = [], []
+        for length in (0, 3, 1, 4, 2):
+            num_rows = length + (length == 0 or bool(draws.integers(2)))
+            probs = tuple(
+                None if draws.random() < 0.3 else mx.softmax(mx.array(draws.normal(size=size - 3), mx.float32))
+                for _ in range(length)
+            )
+            drafted = tuple(int(token) for token in draws.integers(0, size - 3, length))
+            proposed.append(ProposedRows(trial, 10 * length, num_rows, drafted, probs))
+            rows.append(mx.array(draws.normal(size=(num_rows, size)), mx.float32))
+        together = judge(mx.concatenate(rows), proposed, rule, temperature).read()
+        alone = [judge(own, [each], rule, temperature).read()[0] for own, each in zip(rows, proposed, strict=True)]
+        assert together == alone

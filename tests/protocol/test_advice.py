@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from scripted import ScriptedModel, agreeing, priced, simulated, truthful
 
-from protocol.advice import MIN_ROUNDS, modelled_speed_up
 from protocol.prices import Estimates
-from protocol.statistics import Counts, Statistics
+from protocol.statistics import MIN_ROUNDS, Counts, Statistics, modelled_speed_up
 
 PRICES = {
     "verify_seconds": 0.02,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.pass_plan import PassPlan, ReadyRound, plan_pass
+from protocol.pass_plan import PassPlan, ReadyRound, best_number, plan_pass
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -135,3 +135,11 @@ def test_no_plan_waits_longer_than_it_may_or_promises_less_than_to_begin_at_once
         expected += 1.0 + sum(each.reach[:num_drafted])
     rate_with_wait = expected / (plan.wait_s + line(slope)(len(plan.num_drafted) * plan.width))
     assert rate_with_wait >= rate(rounds, at_once, line(slope)) * (1 - 1e-9)
+
+
+@deterministic
+@given(st.integers(1, 12), st.sampled_from([line(0.0), line(0.3), line(1.0), plateau]))
+def test_as_many_plain_texts_share_a_pass_as_gives_most_tokens_a_second(num_texts, seconds) -> None:
+    found = best_number(num_texts, seconds)
+    assert all(found / seconds(found) >= number / seconds(number) for number in range(1, num_texts + 1))
+    assert not any(found / seconds(found) == number / seconds(number) for number in range(found + 1, num_texts + 1))

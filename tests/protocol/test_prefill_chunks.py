@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 from architectures import build
+from hypothesis import given
+from hypothesis import strategies as st
 from models import greedy, prompt_of
 from scripted import ScriptedModel, continuation, priced, simulated, text_of, truthful
 
 import runtime
 from actors.workers.worker import Job
-from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, MAX_CHUNK_TOKENS, MAX_PASS_S, MIN_CHUNK_TOKENS, PrefillChunkSize
+from protocol.prefill_chunks import (
+    FIXED_CHUNK_TOKENS,
+    MAX_CHUNK_TOKENS,
+    MAX_PADDING,
+    MAX_PASS_S,
+    MIN_CHUNK_TOKENS,
+    PrefillChunkSize,
+    read_together,
+)
 from protocol.trace import Span
 
 
@@ -117,3 +127,38 @@ async def test_where_the_text_depends_on_it_passes_are_mlx_lms(kv_bits: int | No
     if kv_bits is None:
         assert passes[0] == MIN_CHUNK_TOKENS
         assert [token.id for token in completion.tokens] == greedy(target, prompt, 8)
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    st.sampled_from([16, 64, 512, 2048]),
+    st.sampled_from([80, 2048]),
+)
+def test_prompts_that_are_read_in_one_pass_fit_and_are_of_like_length(
+    lengths: list[int], size: int, width: int
+) -> None:
+    chosen = read_together(lengths, size, width)
+    assert 0 in chosen
+    assert chosen == sorted(set(chosen))
+    if len(chosen) > 1:
+        longest = max(lengths[index] for index in chosen)
+        assert longest <= width
+        assert longest * len(chosen) <= size
+        assert sum(lengths[index] for index in chosen) >= (1.0 - MAX_PADDING) * longest * len(chosen)
+
+
+def test_as_many_prompts_of_one_length_are_read_in_one_pass_as_fit() -> None:
+    assert read_together([60] * 16, 512, 2048) == list(range(8))
+    assert read_together([60] * 16, 32, 2048) == [0]
+
+
+def test_a_prompt_of_another_length_does_not_keep_those_of_like_length_apart() -> None:
+    assert read_together([60, 8, 64, 400, 55], 512, 2048) == [0, 2, 4]
+
+
+def test_passes_of_about_a_size_count_for_it() -> None:
+    chunk_size = PrefillChunkSize()
+    chunk_size.observe(15, 0.001)
+    assert chunk_size() == 32
+    chunk_size.observe(24, 0.001)  # of none
+    assert chunk_size() == 32

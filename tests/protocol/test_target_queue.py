@@ -12,7 +12,7 @@ from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
 from runtime.simulation.scenario import Scenario
-from runtime.simulation.streams import SimulatedStreams, simulate_streams
+from runtime.simulation.simulation import SimulatedStreams, simulate_streams
 
 # --- estimated times ------------------------------------------------------------------------------
 

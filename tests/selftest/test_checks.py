@@ -21,7 +21,7 @@ from actors.mlx.row_caches import RowKVCache
 from actors.mlx.sequence import MLXSequence
 from actors.workers import thread_pool
 from runtime.selftest import exactness, speed, stability
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Finding
 from runtime.selftest.subject import Subject
 
 pytestmark = pytest.mark.slow

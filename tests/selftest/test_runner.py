@@ -17,8 +17,7 @@ from polling import until_in_trio
 from runtime.cli import main as cli
 from runtime.loading import mlx_environment
 from runtime.selftest import checks
-from runtime.selftest.checks import CHECKS, Check
-from runtime.selftest.findings import Finding, Status
+from runtime.selftest.checks import CHECKS, Check, Finding, Status
 from runtime.selftest.report import SelfTestReport, summary
 from runtime.selftest.runner import CheckRun, run_check, run_checks
 from runtime.selftest.stored_report import rows_of_last_report

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.selftest.checks import Check
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Check, Finding
 from runtime.selftest.report import SelfTestReport
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.stored_report import keep, path_of_last_report, rows_of_last_report

@@ -16,9 +16,8 @@ from tool_letters import TOOLS as TOLD
 
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.server.answers.api import Answer
-from runtime.server.answers.parts import AnswerSplitter
-from runtime.server.answers.serializer import Event, Serializer
+from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest, parse_chat
 from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.responses.requests import parse_response_request

@@ -24,8 +24,8 @@ from asgi import (
 )
 from scripted import ScriptedModel
 
-from runtime.server.generation_endpoints import Limits
-from runtime.server.openai.serializers.echo import make_echo
+from runtime.server.answers.preparation import make_echo
+from runtime.server.context import Limits
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
 

@@ -20,12 +20,13 @@ from transformers import PreTrainedTokenizerFast
 
 import runtime
 from protocol.errors import ProcessorError
+from runtime.server.answers.body import parse_request
 from runtime.server.app import Service, application
-from runtime.server.background import in_thread
 from runtime.server.errors import ErrorResponse, error_response_of
+from runtime.server.fair_threads import in_thread
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 from runtime.server.grammars.schemas import Schemas
-from runtime.server.openai.requests import ChatRequest, parse_request
+from runtime.server.openai.requests import ChatRequest
 from runtime.server.timelines import Timelines
 
 SCHEMA: dict[str, Any] = {

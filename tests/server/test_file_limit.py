@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from runtime.server.connections.file_limit import OTHER_FILES, make_room_for_connections
+from runtime.server.connections.address import OTHER_FILES, make_room_for_connections
 
 NO_LIMIT = resource.RLIM_INFINITY
 

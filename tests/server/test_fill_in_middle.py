@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
 
-from runtime.server.openai.fill_in_middle import fill_in_middle
+from runtime.server.answers.fill_in_middle import fill_in_middle
 
 CODE = [
     "def quicksort(items):\n    if len(items) < 2:\n        return items\n",

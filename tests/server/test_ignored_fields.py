@@ -19,8 +19,8 @@ from asgi import (
     simulated_server,
 )
 
-from runtime.server.answers.ignored_fields import IgnoredFields
-from runtime.server.generation_endpoints import Limits
+from runtime.server.answers.body import IgnoredFields
+from runtime.server.context import Limits
 
 HEADER = "x-outrider-ignored"
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])

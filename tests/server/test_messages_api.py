@@ -25,11 +25,11 @@ from pydantic import TypeAdapter
 from scripted import ScriptedModel, priced
 
 from protocol.settings import settings_from
+from runtime.server.answers.request import SchemaJson
+from runtime.server.anthropic.bodies import AnthropicMessage
 from runtime.server.anthropic.requests import MessagesRequest, parse_chat
-from runtime.server.anthropic.responses import AnthropicMessage
+from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
-from runtime.server.generation_endpoints import Limits
-from runtime.server.openai.requests.formats import SchemaJson
 
 ASKED: dict[str, Any] = {**HELLO, "max_tokens": 20}
 

@@ -1,22 +1,28 @@
-"""Requests of other servers' test-suites: those that are meant to pass here do, and the guide lists them all."""
+"""Requests of other servers' test-suites: those that are meant to pass here do; the others are answered as they say."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import peer_cases_llama_cpp
+import peer_cases_mlx_lm
+import peer_cases_vllm
 import pytest
 import trio
 from asgi import JSON, Exchange, ask, pool_of
 from calling_models import calling_pair
 from outcome import Outcome, acapture
 from peer_cases import Asked, Case
-from peer_table import CASES, in_guide, table
 
 import runtime
 from runtime.server.app import Service, application
 from runtime.server.timelines import Timelines
+
+ROOT = Path(__file__).parents[2]
+CASES = [*peer_cases_mlx_lm.CASES, *peer_cases_vllm.CASES, *peer_cases_llama_cpp.CASES]
 
 Answers = dict[str, Outcome[Sequence[Exchange]]]
 
@@ -51,11 +57,13 @@ def answers() -> Answers:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
-def test_a_request_of_another_server_s_test_is_answered_as_the_guide_says(case: Case, answers: Answers) -> None:
+def test_a_request_of_another_server_s_test_is_answered_as_its_case_says(case: Case, answers: Answers) -> None:
     given = answers[case.id].unwrap()
     assert case.holds(given), [(answer.status, answer.body) for answer in given]
 
 
-def test_the_guide_lists_the_cases() -> None:
+def test_the_guide_counts_the_cases() -> None:
     assert len({case.id for case in CASES}) == len(CASES)
-    assert in_guide() == table(), "python tests/support/peer_table.py writes the table again"
+    num_passing = sum(case.instead is None for case in CASES)
+    guide = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    assert f"{num_passing} of {len(CASES)} are" in " ".join(guide.split())

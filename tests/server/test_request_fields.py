@@ -27,10 +27,11 @@ from scripted import ScriptedModel, hashed
 from transformers import AddedToken
 
 from runtime.generation.token_reader import Token
-from runtime.server.answers.shown_tokens import ShownTokens
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.preparation import min_tokens
+from runtime.server.answers.splitting import ShownTokens
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.min_tokens import min_tokens
-from runtime.server.openai.requests import ChatRequest, parse_request
+from runtime.server.openai.requests import ChatRequest
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.store import ResponseStore
 

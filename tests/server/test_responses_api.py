@@ -29,9 +29,9 @@ from protocol.settings import settings_from
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import Answer
-from runtime.server.answers.parts import AnswerSplitter
-from runtime.server.generation_endpoints import Limits
-from runtime.server.openai.requests.formats import SchemaJson
+from runtime.server.answers.request import SchemaJson
+from runtime.server.answers.splitting import AnswerSplitter
+from runtime.server.context import Limits
 from runtime.server.responses.bodies import ResponseBody
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer

@@ -47,11 +47,11 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
+from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.app import Service, application
+from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
-from runtime.server.generation_endpoints import Limits
-from runtime.server.openai.responses import ChatChunk, ChatCompletion, Completion
-from runtime.server.openai.token_logprobs import token_bytes
+from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 

@@ -10,9 +10,8 @@ import trio
 from asgi import COMPLETIONS, DEF, MODEL, Served, ask, exchange, looping, simulated_server
 from scripted import ScriptedModel
 
-from runtime.server.access_log import AccessLog
 from runtime.server.connections.address import network
-from runtime.server.middleware import ForwardedClients
+from runtime.server.middleware import AccessLog, ForwardedClients
 
 WHEN = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ"
 

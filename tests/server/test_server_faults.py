@@ -31,11 +31,11 @@ from scripted import (
     truthful,
 )
 
-from runtime.server.answers import event_stream
+from runtime.server.answers import sending
 from runtime.server.app import Service, application
 from runtime.server.connections import connection
 from runtime.server.connections.listener import ConnectionLimits, serve
-from runtime.server.generation_endpoints import Limits
+from runtime.server.context import Limits
 from runtime.server.timelines import Timelines
 
 PROMPT = "outrider"
@@ -570,7 +570,7 @@ async def nobody_is_let_in(port: int) -> None:
 async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(event_stream, "_MAX_BUFFERED", 100)
+    monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=2)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled:
             await stalled.send(ENDLESS)
@@ -588,7 +588,7 @@ async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_no
 
 
 async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "_MAX_BUFFERED", 100)
+    monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=MANY, grace_s=0.1)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
             await stalled.send(ENDLESS)

@@ -14,7 +14,8 @@ from raw_http import ACCESS_LINE
 from schemathesis.checks import CHECKS, load_all_checks
 from served_command import MODEL, Server, serving
 
-from runtime.server.openai.openapi import description
+from runtime.server.app import OPERATIONS
+from runtime.server.operations import description
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def server() -> Iterator[Server]:
         yield one
 
 
-described = schemathesis.openapi.from_dict(description(MODEL, has_key=False))
+described = schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_key=False))
 
 
 @described.parametrize()
@@ -62,7 +63,7 @@ def test_nothing_that_can_be_asked_gets_what_is_not_described(case: schemathesis
 
 # The cases above come from this process's description. test_server_description.py compares it with responses.
 def test_the_server_says_of_itself_what_was_tried(server: Server) -> None:
-    assert httpx.get(f"{server.url}openapi.json").json() == description(MODEL, has_key=False)
+    assert httpx.get(f"{server.url}openapi.json").json() == description(OPERATIONS, MODEL, has_key=False)
 
 
 def test_the_server_is_as_well_as_before(server: Server) -> None:

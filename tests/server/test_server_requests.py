@@ -27,8 +27,9 @@ from pydantic import ValidationError
 from scripted import ScriptedModel
 
 from protocol.settings import settings_from
-from runtime.server.generation_endpoints import Limits
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, parse_request
+from runtime.server.answers.body import parse_request
+from runtime.server.context import Limits
+from runtime.server.openai.requests import ChatRequest, CompletionRequest
 
 BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
 

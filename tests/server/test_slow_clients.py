@@ -20,9 +20,9 @@ from scripted import ScriptedModel, priced, run
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.server.answers import event_stream
+from runtime.server.answers import sending
 from runtime.server.connections.connection import Connection
-from runtime.server.generation_endpoints import Limits
+from runtime.server.context import Limits
 
 STALLED_S = 2
 RATE = 50_000  # bytes a second
@@ -154,7 +154,7 @@ def test_what_waits_for_a_client_that_reads_slowly_is_bounded() -> None:
             client.leave()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_stream, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
+        patch.setattr(sending, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
         with_slow_clients(test)
 
 

@@ -18,8 +18,8 @@ from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, 
 from protocol.settings import Settings, settings_from
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
-from runtime.server.background import Background, in_thread
-from runtime.server.grammars.checker import Cost, Outcome
+from runtime.server.fair_threads import Background, in_thread
+from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool, model_pool
@@ -332,14 +332,14 @@ class ScriptedCheck:
         self.num_at_once = 0
         self.asked: list[str] = []
 
-    async def __call__(self, grammar: str, /) -> Cost:
+    async def __call__(self, grammar: str, /) -> Outcome:
         self.asked.append(grammar)
         self.num_at_once += 1
         try:
             await trio.sleep(self.seconds)
         finally:
             self.num_at_once -= 1
-        return Cost(self.outcome, self.seconds)
+        return self.outcome
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from runtime.server.anthropic.responses import MessagesEvent
+from runtime.server.anthropic.bodies import MessagesEvent
 from runtime.server.responses.bodies import ResponsesEvent
 
 

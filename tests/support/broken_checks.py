@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from runtime.selftest.findings import Finding
+from runtime.selftest.checks import Finding
 
 
 def finds(subject: Any) -> Finding:

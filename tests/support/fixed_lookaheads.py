@@ -49,7 +49,7 @@ def choice(sequence, tokens) -> int:
     """The next token of a scripted model after tokens that it has not read."""
     if tokens:
         sequence.feed(tokens, 0)
-    (row,) = sequence._rows(sequence._histories, 1).tolist()
+    row = sequence.row(len(sequence.tokens))
     return row.index(max(row))
 
 

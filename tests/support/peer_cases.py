@@ -38,7 +38,7 @@ class Case:
         peer: the server whose test it is.
         file: file of the test, below the folder of its peer's tests.
         test: name of the test.
-        expects: what it expects, for the guide's table.
+        expects: what it expects.
         asked: the requests, one after the other.
         holds: whether the responses are as expected; with `instead`, as they are meant to be here.
         instead: why the test is not meant to pass here, and what happens instead; None if it passes.

@@ -225,7 +225,7 @@ COMPLETION = [
         "two messages of the assistant at the end are refused",
         [chat(user("test"), *[{"role": "assistant", "content": "test"}] * 2)],
         all_answered,
-        "the chat template decides which orders of roles it takes; this one takes any",
+        "the chat template decides which orders of roles are allowed",
     ),
     chats(
         "test_chat_completion_with_timings_per_token",

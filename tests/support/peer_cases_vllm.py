@@ -348,7 +348,7 @@ CHATS = [
         "a key that is no number is refused",
         [chat(logit_bias={"not_a_token_id": 50})],
         all_answered,
-        "it is a text, and its tokens are meant, as in llama.cpp",
+        "it is read as a text, and its tokens are biased, as in llama.cpp",
     ),
     stop_ids(
         "test_chat_stop_token_ids_valid",

@@ -22,12 +22,12 @@ import attrs
 import mlx.core as mx
 import trio
 import trio.testing
-from outcome import Error, Outcome
+from outcome import Error
 
 from actors.actor import ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.model import FeedsEach, Fork, RecordsNothing, RewindMode
+from actors.model import FeedsEach, Fork, RewindMode
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
@@ -39,6 +39,7 @@ from runtime import Token
 from runtime.engine.events import Events
 from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
+from runtime.simulation import scripted_sequence
 
 T = TypeVar("T")
 
@@ -158,12 +159,12 @@ class ScriptedFailure(Exception):
     """The error of a scripted model that was told to fail."""
 
 
-class ScriptedSequence(RecordsNothing):
-    """A sequence of a scripted model; its only state is the tokens that it was fed."""
+class ScriptedSequence(scripted_sequence.ScriptedSequence):
+    """A sequence of a scripted model, with the limits of a cache, and a record of what was asked of it."""
 
     def __init__(self, model: ScriptedModel) -> None:
+        super().__init__()
         self.model = model
-        self.tokens: list[int] = []
         self.states: list[int] = []  # lengths at which a checkpoint exists
         self.prefix_checkpoints: list[int] = []  # lengths at which a prefix checkpoint exists
         self.resumed: list[int] = []  # lengths from which it continued with another text
@@ -172,18 +173,35 @@ class ScriptedSequence(RecordsNothing):
         self.is_closed = False
         self.is_lost = False  # whether nothing was fed since `forget`
 
+    def row(self, length: int) -> Sequence[float]:
+        return self.model.script(self.tokens[:length])
+
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         if not tokens or not 0 <= num_logits <= len(tokens):
             self._misuse(f"fed {tokens} for {num_logits} rows of logits")
-        self._take(tokens)
-        ends = range(len(self.tokens) - num_logits + 1, len(self.tokens) + 1)
-        return mx.array([self.model.script(self.tokens[:end]) for end in ends]) if num_logits else None
+        return super().feed(tokens, num_logits)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         if token.shape != (1,):
             self._misuse(f"fed lazily an array of shape {token.shape}")
-        self._take((int(token.item()),))
-        return mx.array([self.model.script(self.tokens)])
+        return super().feed_lazy(token)
+
+    def take(self, tokens: tuple[int, ...]) -> None:
+        self._check_open()
+        self.model.fail_if_told("feed")
+        bound = self.model.context_length
+        if bound is not None and len(self.tokens) + len(tokens) > bound:
+            self._misuse(f"fed {len(tokens)} tokens after {len(self.tokens)}, the context ends at {bound}")
+        self.is_lost = False
+        self.fed.append((len(self.tokens), tokens))
+        super().take(tokens)
+
+    def cut(self, length: int) -> None:
+        before = len(self.tokens)
+        super().cut(length)
+        self.prefix_checkpoints = [each for each in self.prefix_checkpoints if each <= length]
+        if len(self.tokens) < before:
+            self.rewinds.append((before, len(self.tokens)))
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         self._check_open()
@@ -199,24 +217,17 @@ class ScriptedSequence(RecordsNothing):
 
     def rewind(self, length: int) -> int:
         self._check_open()
-        before = len(self.tokens)
+        before = remaining = len(self.tokens)
         if length < before and not self.model.undo(before, 0) and self.states:
             # Go to the last checkpoint at or below `length`. Without one, go to the first checkpoint above: the rest
             # may be droppable from there.
             below = [state for state in self.states if state <= length]
-            del self.tokens[(below or self.states[:1])[-1] :]
-        if length > before or (length < len(self.tokens) and not self.model.undo(len(self.tokens), 0)):
+            remaining = (below or self.states[:1])[-1]
+        if length > before or (length < remaining and not self.model.undo(remaining, 0)):
             self._misuse(f"asked to rewind from {before} to {length} tokens")
             raise RewindError(f"cannot rewind from {before} to {length} tokens")
-        del self.tokens[length:]
+        self.cut(min(remaining, length))
         self.states = [state for state in self.states if state <= len(self.tokens)]
-        self.prefix_checkpoints = [length_ for length_ in self.prefix_checkpoints if length_ <= len(self.tokens)]
-        if len(self.tokens) < before:
-            self.rewinds.append((before, len(self.tokens)))
-        return len(self.tokens)
-
-    @property
-    def length(self) -> int:
         return len(self.tokens)
 
     def forget(self) -> None:
@@ -227,7 +238,7 @@ class ScriptedSequence(RecordsNothing):
         self._check_open()
         if length != len(self.tokens):
             self._misuse(f"should hold {length} tokens, holds {len(self.tokens)}")
-            raise RewindError(f"the script should hold {length} tokens, it holds {len(self.tokens)}")
+        super().check(length)
         self.model.fail_if_told("check")
 
     def close(self) -> None:
@@ -236,46 +247,37 @@ class ScriptedSequence(RecordsNothing):
         self.model.fail_if_told("close")
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> int:  # type: ignore[override]
         return self.model.bytes_per_token * len(self.tokens)
 
     @property
-    def needs_prefix_checkpoints(self) -> bool:
+    def needs_prefix_checkpoints(self) -> bool:  # type: ignore[override]
         self._check_open()
         # Ask for a length far beyond the present one.
         return not self.model.undo(len(self.tokens), 10**6) and self.model.keeps_states
-
-    @property
-    def depends_on_passes(self) -> bool:
-        return False
 
     def add_prefix_checkpoint(self) -> None:
         self._check_open()
         self.prefix_checkpoints.append(len(self.tokens))
 
-    def reusable_length(self, length: int, num_tokens: int) -> int:
+    def reusable_length(self, num_common: int, num_read: int) -> int:
         self._check_open()
-        if length > num_tokens:
-            self._misuse(f"asked for the reusable length at {length} of {num_tokens} tokens")
-        if len(self.tokens) <= length:
-            return len(self.tokens)
-        if self.model.undo(len(self.tokens), 0):
-            return length
-        return max((state for state in [*self.states, *self.prefix_checkpoints] if state <= length), default=0)
+        if num_common > num_read:
+            self._misuse(f"asked for the reusable length at {num_common} of {num_read} tokens")
+        if len(self.tokens) <= num_common or self.model.undo(len(self.tokens), 0):
+            return super().reusable_length(num_common, num_read)
+        return max((state for state in [*self.states, *self.prefix_checkpoints] if state <= num_common), default=0)
 
     def reuse(self, length: int) -> None:
         if self.reusable_length(length, length) != length:
             self._misuse(f"asked to reuse {length} of {len(self.tokens)} tokens")
-        if length < len(self.tokens):
-            self.rewinds.append((len(self.tokens), length))
-        del self.tokens[length:]
+        self.cut(length)
         self.states.clear()
-        self.prefix_checkpoints = [length_ for length_ in self.prefix_checkpoints if length_ <= length]
         self.resumed.append(length)
         self.model.fail_if_told("reuse")
 
     @property
-    def can_fork(self) -> bool:
+    def can_fork(self) -> bool:  # type: ignore[override]
         self._check_open()
         return True
 
@@ -292,16 +294,6 @@ class ScriptedSequence(RecordsNothing):
             return sequence
 
         return fork
-
-    def _take(self, tokens: tuple[int, ...]) -> None:
-        self._check_open()
-        self.model.fail_if_told("feed")
-        bound = self.model.context_length
-        if bound is not None and len(self.tokens) + len(tokens) > bound:
-            self._misuse(f"fed {len(tokens)} tokens after {len(self.tokens)}, the context ends at {bound}")
-        self.is_lost = False
-        self.fed.append((len(self.tokens), tokens))
-        self.tokens += tokens
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -355,9 +347,12 @@ class ScriptedModel(FeedsEach):
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0, "fork_point": 0}
         self._fails = dict(fails or {})
 
+    # What its sequences are.
+    kind: type[ScriptedSequence] = ScriptedSequence
+
     def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
-        self.sequences.append(ScriptedSequence(self))
+        self.sequences.append(self.kind(self))
         return self.sequences[-1]
 
     def fail_if_told(self, call: str) -> None:
@@ -473,7 +468,7 @@ class ComparingWorker(SimulatedWorker):
                 self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
-        if job.kind == "verify" and isinstance(result, list):
+        if job.kind in ("verify", "decode") and isinstance(result, list):
             self._forget_failed(zip(sessions_of(job), result, strict=True))
         if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
             self._sequences[job.session] = result.sequence
@@ -520,10 +515,10 @@ class ComparingWorker(SimulatedWorker):
             self._forget(steps)
             raise
 
-    def _forget_failed(self, outcomes: Iterable[tuple[int | None, Outcome[Any]]]) -> None:
+    def _forget_failed(self, outcomes: Iterable[tuple[int | None, Any]]) -> None:
         """After a session's part in a shared job failed, the contents of its sequence are undefined."""
         for session, result in outcomes:
-            if isinstance(result, Error):
+            if isinstance(result, Error | Exception):
                 self._sequences.pop(session, None)
 
     def _forget(self, steps: Steps[Any]) -> None:

@@ -130,9 +130,8 @@ def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
             sequence.feed((3, 1, 4), 0)
             sequence.take_features(sequence.length)
         model.feed_together([Feed(sequence, (5,), 1) for sequence in sequences])
-        model.feed_ahead({sequence: mx.array([6 + i]) for i, sequence in enumerate(sequences)})
+        model.feed_ahead(sequences, mx.array([6, 7, 8]))
         sequences.pop(0).close()
-        model.feed_together([Feed(sequence, (7 + i,), 1) for i, sequence in enumerate(sequences)])
         for i, sequence in enumerate(sequences):
             taken = sequence.take_features(sequence.length)
             assert taken is not None

@@ -6,12 +6,14 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pkgutil import iter_modules
 from typing import Any
 
 import attrs
+from mlx_lm import tool_parsers
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from runtime.generation.tool_calls.long_blocks import is_parseable
+from runtime.generation.tool_calls.parser_process import ParserProcess
 
 
 @attrs.frozen
@@ -37,6 +39,12 @@ class JsonLayout:
     head: re.Pattern[str]
     end: str | None = None
 
+
+# Characters up to which any block is parsed here.
+SHORT = 1024
+# mlx-lm's parsers that search for calls, of whose names a user's own has none.
+_SEARCHING = {each.name for each in iter_modules(tool_parsers.__path__)} - {"json_tools"}
+_LONG_BLOCKS = ParserProcess()
 
 # In blocks of these formats, a parser skips what it cannot read. The pattern tells how many calls there are.
 _CALLS = {
@@ -87,14 +95,15 @@ class CallFormat:
             text: of the block, without the markers.
             tools: of the request; some formats have the types of arguments only there.
 
-        Returns: at least one call; None where the text is malformed, or so long and sloppy that reading it may take
-            forever; see `is_parseable`.
+        Returns: at least one call; None where the text is malformed, or so long and sloppy that reading it takes too
+            long; see `ParserProcess`.
         """
-        if not is_parseable(self.name, text, tools):
-            return None
         # Third-party code, on whatever a model wrote.
         try:
-            parsed = self._parse(text, list(tools))
+            if len(text) > SHORT and self.name in _SEARCHING:
+                parsed = _LONG_BLOCKS.parse(self.name, text, tools)
+            else:
+                parsed = self._parse(text, list(tools))
         except Exception:
             return None
         calls = parsed if isinstance(parsed, list) else [parsed]

@@ -1,4 +1,4 @@
-"""Grammars that hold a model to its tools: to their schemas, in the model's own format of calls.
+"""Grammars that hold a model to its tools: to their schemas, in the layout of the model's own format of calls.
 
 The grammar has fixed text as it is, a special token where the tokenizer has one for it, and a grammar of its own for
 each JSON schema. Of a string that is written without quotation marks only `enum` and `const` are enforced, since the
@@ -10,14 +10,113 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
+
+import attrs
 
 from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_format import CallFormat
-from runtime.generation.tool_calls.call_layouts import OPTIONAL_NEWLINE, CallLayout, call_layout
 from runtime.generation.tool_calls.tools import Tools
+
+OPTIONAL_NEWLINE = "\0"
+
+
+@attrs.frozen
+class CallLayout:
+    """The layout of one call.
+
+    Attributes:
+        head: before the arguments.
+        tail: after them.
+        key: before each argument; None where the arguments are one JSON object.
+        value_end: after each argument.
+        between_arguments: between two of them.
+        values: how an argument is written: "json"; "text", where a string is text as it is, up to `value_end`, and
+            everything else JSON; or a quotation mark for strings, everything else being JSON.
+        block: before the first and after the last call of a block.
+        between_calls: between two calls of one block; None where a block has one call, and further calls their own.
+    """
+
+    head: str
+    tail: str
+    key: str | None = None
+    value_end: str = ""
+    between_arguments: str = ""
+    values: Literal["json", "text"] | str = "json"
+    block: tuple[str, str] = ("", "")
+    between_calls: str | None = None
+
+
+_JSON_TOOLS = CallLayout('\n{"name": "{name}", "arguments": ', "}\n")
+_MISTRAL = CallLayout("{name}[ARGS]", "")
+_MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
+
+_LAYOUTS = {
+    "json_tools": _JSON_TOOLS,
+    "kimi_k2": CallLayout(
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        between_calls="",
+    ),
+    "qwen3_coder": CallLayout(
+        "\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n", values="text"
+    ),
+    "glm47": CallLayout("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0", values="text"),
+    "longcat": CallLayout(
+        "{name}\0",
+        "",
+        "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>",
+        "</longcat_arg_value>\0",
+        values="text",
+    ),
+    "minimax_m2": CallLayout(
+        '<invoke name="{name}">\n',
+        "</invoke>\n",
+        '<parameter name="{key}">',
+        "</parameter>\n",
+        values="text",
+        block=("\n", ""),
+        between_calls="",
+    ),
+    "minicpm5": CallLayout('"{name}">', "", '<param name="{key}">', "</param>", values="text"),
+    "muse_spark": CallLayout(
+        '<atem:invoke name="{name}">\n',
+        "</atem:invoke>\n",
+        '<atem:parameter name="{key}">',
+        "</atem:parameter>\n",
+        values="text",
+        block=("\n", ""),
+        between_calls="",
+    ),
+    "kimi_k3": CallLayout(
+        '<|open|>call tool="{name}" index="{number}"<|sep|>',
+        "<|close|>call<|sep|>",
+        '<|open|>argument key="{key}" type="{type}"<|sep|>',
+        "<|close|>argument<|sep|>",
+        values="text",
+        between_calls="",
+    ),
+    "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
+    "function_gemma": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values="<escape>"),
+    "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
+}
+
+
+def call_layout(name: str, template: Any) -> CallLayout | None:
+    """The layout of a format.
+
+    Args:
+        name: of the format; see `CallFormat`.
+        template: the tokenizer's chat template; two versions of Mistral's format differ in it.
+
+    Returns: None for a format that has no layout here, such as a parser of the user's own.
+    """
+    if name == "mistral":
+        return _MISTRAL if isinstance(template, str) and "[ARGS]" in template else _MISTRAL_LIST
+    return _LAYOUTS.get(name)
+
 
 # Calls of an answer that must be calls. Small models repeat theirs until they are cut off.
 _MAX_CALLS = 16
@@ -40,8 +139,6 @@ def call_grammar(
 
     Args:
         tools: what may be called. Where a call must be, there is no text beside it but reasoning, and up to 16 calls.
-        format: of the model.
-        tokenizer: the target's.
         tags: of the reasoning, which stays free; None for a model without.
         is_thinking: whether the answer begins within the reasoning.
         content: the JSON schema of an answer that calls nothing; None for any text. Not with a call that must be.

@@ -1,15 +1,17 @@
-"""Python functions as tools: what a model is told of them, and what it is told of their results."""
+"""Python functions as tools: what a model is told of them, and its calls of them at work."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
 
-from protocol.errors import SettingsError
+from protocol.errors import ConversationBusyError, SettingsError
 from protocol.reprs import shown
 from runtime.generation.tool_calls.events import ToolCall
 
@@ -106,3 +108,59 @@ def result_message(call: ToolCall, text: str) -> dict[str, Any]:
 def unknown_text(call: ToolCall) -> str:
     """What a model is told of a call of a function that it was not told of."""
     return f"Error: there is no function {call.name!r}"
+
+
+# Rounds of calls in one turn, after which `generate` leaves an answer as it is, with its calls.
+MAX_TOOL_ROUNDS = 8
+
+
+class FunctionCaller:
+    """Calls the functions of one conversation, for one answer at a time.
+
+    Attributes:
+        functions: that the model may call.
+    """
+
+    def __init__(self, functions: Functions) -> None:
+        """Nothing is called yet."""
+        self.functions = functions
+        self._is_calling = False
+
+    def check_idle(self, what: str) -> None:
+        """Raises: ConversationBusyError: functions are being called, and `what` has to wait for their results."""
+        if self._is_calling:
+            raise ConversationBusyError(
+                f"cannot {what} while the conversation's functions are being called; wait for them, or cancel the call"
+            )
+
+    async def results(
+        self, calls: Sequence[ToolCall], call_function: Callable[[Callable[[], Any]], Awaitable[Any]]
+    ) -> list[dict[str, Any]]:
+        """Call functions, one after the other, and return the messages with their results.
+
+        Args:
+            calls: of the model.
+            call_function: calls a function that is not async; async ones are awaited here.
+        """
+        with self._calling():
+            return [result_message(call, await self._result_of(call, call_function)) for call in calls]
+
+    async def _result_of(self, call: ToolCall, call_function: Callable[[Callable[[], Any]], Awaitable[Any]]) -> str:
+        function = self.functions.function_of(call)
+        if function is None:
+            return unknown_text(call)
+        # The user's code, with arguments that a model wrote.
+        try:
+            if is_async(function):
+                return result_text(await function(**call.values))
+            return result_text(await call_function(partial(function, **call.values)))
+        except Exception as error:
+            return error_text(error)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        self._is_calling = True
+        try:
+            yield
+        finally:
+            self._is_calling = False

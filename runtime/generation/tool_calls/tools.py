@@ -12,7 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings_keywords import SettingsArguments
-from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.functions import schema_of
 
@@ -69,12 +68,6 @@ class Tools:
     def template_variables(self) -> dict[str, Any]:
         """What the chat template is given."""
         return {"tools": [dict(tool) for tool in self.listed]}
-
-    def reader(
-        self, format: CallFormat | None, *, tags: tuple[str, str] | None = None, is_thinking: bool = False
-    ) -> AnswerReader:
-        """The reader of an answer; see `AnswerReader`."""
-        return AnswerReader(tags=tags, is_thinking=is_thinking, format=format, tools=self.listed)
 
 
 class StreamArguments(SettingsArguments, total=False):

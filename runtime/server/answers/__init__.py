@@ -1,10 +1,10 @@
-"""What the server's APIs share: a request of any of them becomes one generation, and its tokens become an answer.
+"""What the server's APIs share: a request of any of them becomes one or more generations, and their tokens an answer.
 
-`body` is the base of the types of request bodies. `api` is the interface of an API: it translates requests to the form
-of `runtime.server.openai.requests`, from which everything is generated, and makes the serializer of each response.
-`translation` has what APIs other than OpenAI's chats need for that. `parts` splits the tokens of an answer into text,
-reasoning and tool calls. `serializer` is the interface that makes bodies and events of them, and `event_stream` sends
-these.
+The way of a request: `endpoint` reads its body (`body`), which an API (`api`) turns into a `request`, mostly a `chat`.
+`preparation` makes prompts and settings of it, with the tokenizer; the runtime generates; `splitting` tells text,
+reasoning and calls apart; a serializer of the API makes bodies or events of them, and `sending` sends these.
 
-The APIs are packages beside this one: `openai` (chats and completions), `responses` and `anthropic`.
+An API is a package beside this one, such as `anthropic`: the types of its requests with their translation to a `Chat`,
+a `Serializer`, the types of what it sends, and its operations, which `runtime.server.app` lists. Nothing here knows any
+of them.
 """

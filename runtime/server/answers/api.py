@@ -2,23 +2,192 @@
 
 from __future__ import annotations
 
+import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import attrs
+import trio
 
-from runtime.server.answers.choices import Choice
-from runtime.server.answers.parts import AnswerSplitter
-from runtime.server.answers.serializer import Event, Serializer
-from runtime.server.openai.requests import Request
+from protocol.statistics import Statistics
+from runtime.server.answers.request import Request
+from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from protocol.scores import Score
-    from runtime.server.openai.serializers.echo import Echo
+    from runtime.generation.token_reader import Token
+    from runtime.generation.token_stream import TokenStream
+    from runtime.generation.tool_calls.events import AnswerEvent
+    from runtime.server.answers.preparation import Echo
+    from runtime.server.errors import ErrorResponse
     from runtime.server.timelines import Timeline
+
+
+# The longest time between two events. Clients and proxies give up connections on which nothing comes for a minute.
+_KEEP_ALIVE_S = 15.0
+
+
+@attrs.frozen
+class Event:
+    """A server-sent event.
+
+    Attributes:
+        data: for JSON; or a text as it is.
+        name: its type, for APIs that name it outside of the data.
+    """
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
+
+    def encoded(self) -> str:
+        """The event as it is sent."""
+        data = self.data if isinstance(self.data, str) else json.dumps(self.data, separators=(",", ":"))
+        return f"data: {data}\n\n" if self.name is None else f"event: {self.name}\ndata: {data}\n\n"
+
+
+class Serializer(ABC):
+    """Serializer of the response to one request.
+
+    For a response as one body, `whole` is called once. For events, `first_events`, then `events` for the tokens as they
+    arrive, and at the end `last_events` or `error_events`.
+
+    Attributes:
+        content_type: of a response in events.
+        keep_alive: what is sent where there is no event for `interval_s`.
+        id: the response's id; random, so that other clients cannot guess it.
+        interval_s: seconds without tokens after which `idle_events` are sent.
+    """
+
+    content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    keep_alive: ClassVar[str] = ": keep-alive\n\n"
+    id: str
+    interval_s: float = _KEEP_ALIVE_S
+
+    def __init__(self, request: Request, answer: Answer) -> None:
+        """For one response, or one of its choices."""
+        self._answer = answer
+        self._shown = ShownTokens(request, answer.tokenizer)
+        self._last_token: Token | None = None
+
+    def _parts(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+        """The parts of the answer that the next tokens add."""
+        tokens = self._shown(tokens)
+        self._last_token = tokens[-1] if tokens else self._last_token
+        return self._answer.splitter.add(tokens)
+
+    @abstractmethod
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
+        """The whole response as one body, for JSON; `tokens` are all of its tokens."""
+
+    @abstractmethod
+    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+        """The events that come before any token: that the request was accepted, in APIs that say so."""
+
+    @abstractmethod
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+        """The events of the next tokens; not empty."""
+
+    def idle_events(self, statistics: Statistics) -> Sequence[Event]:
+        """The events to send where no token has come for `interval_s`; none for `keep_alive`."""
+        return ()
+
+    @abstractmethod
+    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+        """The events after the last token."""
+
+    @abstractmethod
+    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+        """The events that end a response whose generation has failed."""
+
+
+@attrs.define
+class Choice:
+    """One generation of a request, which has begun.
+
+    Attributes:
+        stream: gives its tokens; None where nothing is to be generated.
+        num_prompt_tokens: tokens of its prompt.
+        tokens: all of its tokens, for a response as one body.
+    """
+
+    serializer: Serializer
+    stream: TokenStream | None
+    statistics: Callable[[], Statistics]
+    num_prompt_tokens: int = 0
+    tokens: Sequence[Token] = ()
+
+    def finish(self, tokens: Sequence[Token]) -> None:
+        """Keep all tokens, and the statistics as they are now, from which another thread may make the response."""
+        self.tokens, statistics = tokens, self.statistics()
+        self.statistics = lambda: statistics
+
+
+Begin = Callable[[Sequence[Choice]], Choice]
+"""Begins one choice of a response; it is given those before it. Raises OutriderError where it cannot."""
+
+
+@attrs.define
+class Choices:
+    """The choices of one response, which begin in order and a few at a time; a context manager that ends all of them.
+
+    The models take up generations in the order in which they were begun. So a request for many texts does not keep the
+    requests of others waiting for all of them.
+
+    Attributes:
+        begins: begin one each, at least one.
+        max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
+        begun: those that have begun, in order.
+    """
+
+    _begins: Iterator[Begin]
+    _max_at_once: int | None
+    begun: list[Choice] = attrs.field(factory=list, init=False)
+    _is_closed: bool = attrs.field(default=False, init=False)
+
+    async def begin_first(self) -> None:
+        """Begin as many as may be at work at once; at least one.
+
+        Raises: OutriderError: one cannot begin.
+        """
+        most = math.inf if self._max_at_once is None else self._max_at_once
+        while len(self.begun) < most and await self.begin_next() is not None:
+            pass
+
+    async def begin_next(self) -> int | None:
+        """Begin the next one, once another has ended. Returns its index; None if there is none.
+
+        Raises: OutriderError: it cannot begin.
+
+        Cancellation: nothing has begun.
+        """
+        # To begin one takes a while where the prompt is long.
+        await trio.lowlevel.checkpoint()
+        begin = None if self._is_closed else next(self._begins, None)
+        if begin is None:
+            return None
+        self.begun.append(begin(self.begun))
+        return len(self.begun) - 1
+
+    def close(self) -> None:
+        """End all generations, and begin no other."""
+        self._is_closed = True
+        for choice in self.begun:
+            if choice.stream is not None:
+                choice.stream.close()
+
+    def __enter__(self) -> Choices:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
 
 B = TypeVar("B")
 
@@ -28,8 +197,6 @@ class Answer:
     """What a serializer needs of the generation that has begun.
 
     Attributes:
-        model: the target's name.
-        tokenizer: the target's.
         splitter: splits the tokens into parts; new.
         watch: keeps the models' activity under the response's id from now on, and returns it.
         index: of this choice in the response.
@@ -52,33 +219,32 @@ class Answer:
     first: Serializer | None = None
 
 
-class Api(ABC, Generic[B]):
-    """One type of request of one API; `B` is the type of its parsed body."""
+def _whole_of_one(body: Any, choices: Sequence[Choice]) -> Mapping[str, Any]:
+    (choice,) = choices
+    return choice.serializer.whole(choice.tokens, choice.statistics())
 
-    @abstractmethod
-    def parse(self, body: bytes) -> B:
-        """Parse and validate the body of a request; runs in another thread where it is long.
 
-        Raises: ErrorResponse: the body is invalid.
-        """
+def _last_events_of_one(choices: Sequence[Choice]) -> Sequence[Event]:
+    (choice,) = choices
+    return choice.serializer.last_events(choice.statistics())
 
-    @abstractmethod
-    def request(self, body: B) -> Request:
-        """What to generate for a request.
 
-        Raises: ErrorResponse: the request names something that is not there.
-        """
+@attrs.frozen
+class Api(Generic[B]):
+    """One type of request of one API; `B` is the type of its parsed body.
 
-    @abstractmethod
-    def serializer(self, body: B, answer: Answer) -> Serializer:
-        """The serializer of the response, or of one of its choices."""
+    Attributes:
+        parse: parses and validates the body of a request, or raises ErrorResponse; runs in another thread where the
+            body is long.
+        request: returns what to generate for a body.
+        serializer: returns the serializer of the response, or of one of its choices.
+        whole: returns the whole response as one body, for JSON; the choices have all of their tokens. By default there
+            is one choice.
+        last_events: returns the events after the last token of all choices.
+    """
 
-    def whole(self, body: B, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """The whole response as one body, for JSON; the choices have all of their tokens."""
-        (choice,) = choices
-        return choice.serializer.whole(choice.tokens, choice.statistics())
-
-    def last_events(self, choices: Sequence[Choice]) -> Sequence[Event]:
-        """The events after the last token of all choices."""
-        (choice,) = choices
-        return choice.serializer.last_events(choice.statistics())
+    parse: Callable[[bytes], B]
+    request: Callable[[B], Request]
+    serializer: Callable[[B, Answer], Serializer]
+    whole: Callable[[B, Sequence[Choice]], Mapping[str, Any]] = _whole_of_one
+    last_events: Callable[[Sequence[Choice]], Sequence[Event]] = _last_events_of_one

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.translation import TranslatedBody, parse_translated
+from runtime.server.answers.chat import Chat, Effort, TranslatedBody, parse_translated
+from runtime.server.answers.request import MaxTokens, Stop
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.requests import ChatRequest
-from runtime.server.openai.requests.field_types import MaxTokens, Stop
 
 # --- blocks of content ----------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class OutputConfig(Body):
     """The form of the answer, and how much the model reasons, as a variable of its chat template."""
 
     format: JsonFormat | None = None
-    effort: Annotated[str, Field(max_length=100)] | None = None
+    effort: Effort | None = None
 
 
 class MessagesTool(CachedBody):
@@ -152,7 +151,6 @@ class MessagesToolChoice(Body):
 class TokenCountRequest(TranslatedBody, CachedBody):
     """The body of a request to `/v1/messages/count_tokens`: a conversation."""
 
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
     messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
     system: str | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
     thinking: ThinkingConfig | None = Field(None, description="by default, as the model's chat template has it")
@@ -220,14 +218,14 @@ class MessagesRequest(TokenCountRequest):
 _BLOCK_TYPES = frozenset(("text", "thinking", "redacted_thinking", "document", "tool_use", "tool_result"))
 
 
-def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> ChatRequest:
+def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
     """Parse and validate the body of a request.
 
     Returns: the chat that it stands for.
 
     Raises: ErrorResponse: the body is invalid.
     """
-    _, chat = parse_translated(body, request_type, ChatRequest, lambda request: request.fields(), _BLOCK_TYPES)
+    _, chat = parse_translated(body, request_type, Chat, _BLOCK_TYPES)
     return chat
 
 

@@ -16,20 +16,18 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer
-from runtime.server.answers.serializer import Event, Serializer
-from runtime.server.answers.shown_tokens import ShownTokens
-from runtime.server.anthropic.errors import messages_error_body
-from runtime.server.anthropic.responses import (
+from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.chat import Chat
+from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     BlockDelta,
     Content,
     MessageEnd,
     MessagesEvent,
     MessagesUsage,
+    messages_error_body,
 )
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.requests import ChatRequest
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
@@ -38,42 +36,28 @@ if TYPE_CHECKING:
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`."""
 
-    def __init__(self, request: ChatRequest, answer: Answer) -> None:
-        """For one response.
-
-        Args:
-            request: the chat that the request stands for.
-            answer: its generation.
-        """
+    def __init__(self, request: Chat, answer: Answer) -> None:
+        super().__init__(request, answer)
         self.id = f"msg_{secrets.token_hex(16)}"
-        self._model = answer.model
-        self._splitter = answer.splitter
-        self._shown = ShownTokens(request, answer.tokenizer)
         self._content: list[Content] = []
         self._index = -1  # of the last block that events have begun
         self._is_open = False
-        self._last_token: Token | None = None
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> AnthropicMessage:
-        """See `Serializer`."""
         for _ in self._added(tokens):
             pass
         return {**self._message(statistics), "content": self._content, **self._end()}
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [_event({"type": "message_start", "message": self._message(statistics)}), _event({"type": "ping"})]
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [_event(each) for each in self._added(tokens)]
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [_event({"type": "ping"})]
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [
             *(_event(each) for each in self._stopped()),
             _event({"type": "message_delta", "delta": self._end(), "usage": _usage(statistics)}),
@@ -81,8 +65,7 @@ class MessageSerializer(Serializer):
         ]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
-        return [Event(messages_error_body(error.status, error.detail["message"]), "error")]
+        return [Event(messages_error_body(error), "error")]
 
     def _message(self, statistics: Statistics) -> AnthropicMessage:
         """The message, without its content and its end."""
@@ -90,7 +73,7 @@ class MessageSerializer(Serializer):
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self._answer.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -105,16 +88,13 @@ class MessageSerializer(Serializer):
         # A stop token is no text, and clients look for the text of the sequence.
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        if self._splitter.has_calls:
+        if self._answer.splitter.has_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
         """Add the parts of tokens to the content, and yield the events that say so."""
-        tokens = self._shown(tokens)
-        if tokens:
-            self._last_token = tokens[-1]
-        for part in self._splitter.add(tokens):
+        for part in self._parts(tokens):
             match part:
                 case CallBegan(id=id, name=name):
                     yield from self._begun({"type": "tool_use", "id": id, "name": name, "input": {}})

@@ -3,14 +3,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
+import attrs
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
-from runtime.server.connections.body_memory import FREE_BYTES, Claim
-from runtime.server.connections.pieces import send_in_pieces
+from runtime.server.connections.connection import send_in_pieces
 from runtime.server.errors import ErrorResponse
+
+# Bytes of each body that need no claim, so that a short request never waits for long ones.
+FREE_BYTES = 2**14
+
+
+@attrs.define(eq=False)
+class Claim:
+    """The memory of one body beyond its first `FREE_BYTES`.
+
+    Attributes:
+        num_bytes: claimed; 0 before `wait_for`.
+    """
+
+    _memory: BodyMemory
+    num_bytes: int = 0
+
+    async def wait_for(self, num_bytes: int) -> None:
+        """Claim so many bytes, once there is room for them; to be called once.
+
+        Cancellation: nothing is claimed.
+        """
+        await self._memory._wait_for(self, num_bytes)
+
+
+class BodyMemory:
+    """A bound on the bytes of all bodies together. Bodies wait for room in the order in which they ask for it.
+
+    A body claims all that it may need at once: of two that had half of it each, neither could be completed.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """All free.
+
+        Args:
+            max_bytes: of all claims together, >= that of one.
+        """
+        self._num_free = max_bytes
+        self._waiting: deque[tuple[Claim, int, trio.Event]] = deque()
+
+    @contextmanager
+    def claim(self) -> Iterator[Claim]:
+        """A claim, which is given up at the end of the block."""
+        claim = Claim(self)
+        try:
+            yield claim
+        finally:
+            self._num_free += claim.num_bytes
+            self._grant()
+
+    async def _wait_for(self, claim: Claim, num_bytes: int) -> None:
+        entry = claim, num_bytes, trio.Event()
+        self._waiting.append(entry)
+        self._grant()
+        try:
+            await entry[2].wait()
+        except trio.Cancelled:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                self._grant()
+            raise
+
+    def _grant(self) -> None:
+        while self._waiting and self._waiting[0][1] <= self._num_free:
+            claim, num_bytes, granted = self._waiting.popleft()
+            self._num_free -= num_bytes
+            claim.num_bytes = num_bytes
+            granted.set()
 
 
 class ClientGone(Exception):
@@ -27,7 +96,6 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     """The body of a request.
 
     Args:
-        scope, receive: of ASGI.
         max_bytes: the longest body.
         within_s: seconds within which all of it must arrive, the wait for memory included.
         claim: the body's memory.
@@ -77,7 +145,6 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
     """Do some work for a client; cancel it when the client leaves, or does not read what it is sent.
 
     Args:
-        receive, send: of ASGI.
         stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.
         work: called with a `send` that has this timeout.
 

@@ -9,18 +9,38 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote
 
+import attrs
 import h11
 import trio
 from starlette.types import ASGIApp, Message, Scope
 
-from runtime.server.connections.pieces import PIECE_BYTES, send_in_pieces
 from runtime.server.errors import ErrorResponse
+
+PIECE_BYTES = 2**16
+
+
+async def send_in_pieces(send: Callable[[bytes, bool], Awaitable[None]], data: bytes, timeout_s: float) -> None:
+    """Send bytes in pieces of at most 64 KiB; no bytes are one empty piece.
+
+    Args:
+        send: sends a piece; its second argument says whether the piece is the last one.
+        timeout_s: seconds that one piece may take.
+
+    Raises: trio.TooSlowError: a piece took longer; it may have been sent in part.
+
+    Cancellation: a piece may have been sent in part.
+    """
+    for start in range(0, max(1, len(data)), PIECE_BYTES):
+        end = start + PIECE_BYTES
+        with trio.fail_after(timeout_s):
+            await send(data[start:end], end >= len(data))
+
 
 logger = logging.getLogger("outrider")
 
@@ -50,49 +70,37 @@ _ABSOLUTE = re.compile(rb"https?://", re.IGNORECASE)
 _STREAM_ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
+@attrs.define(eq=False)
 class Connection:
     """One client connection, from its first byte to its last.
 
     Attributes:
+        app: answers.
+        stream: the client's; closed in the end.
+        stopping: once it is set, the next response is the last one, and says so.
+        stalled_s: seconds that the client may leave 64 KiB of an answer unread.
+        idle_s: seconds that the client may take for the head of the next request.
+        when_idle: called when the connection begins to wait for a request.
         is_idle: whether no request is being answered.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        stream: trio.SocketStream,
-        stopping: trio.Event,
-        *,
-        stalled_s: float,
-        idle_s: float,
-        when_idle: Callable[[Connection], object] = lambda _: None,
-    ) -> None:
-        """Open; `run` reads from it.
-
-        Args:
-            app: the ASGI application that answers.
-            stream: the client's; closed in the end.
-            stopping: once it is set, the next response is the last one, and says so.
-            stalled_s: seconds that the client may leave 64 KiB of an answer unread.
-            idle_s: seconds that the client may take for the head of the next request.
-            when_idle: called when the connection begins to wait for a request.
-        """
-        self.is_idle = True
-        self._app = app
-        self._stream = stream
-        self._stopping = stopping
-        self._stalled_s = stalled_s
-        self._idle_s = idle_s
-        self._when_idle = when_idle
-        self._http = _http()
-        self._has_begun = False  # the head of the next request
-        self._is_head_request = False
-        self._must_close = False  # after this request
-        self._num_requests = 0
-        self._sending = trio.Lock()
-        self._listening = trio.CancelScope()  # around whatever reads from the stream now
-        self._has_left = False  # the client, or it sent what is not HTTP
-        self._is_broken = False  # nothing more can be sent
+    _app: ASGIApp
+    _stream: trio.SocketStream
+    _stopping: trio.Event
+    _stalled_s: float = attrs.field(kw_only=True)
+    _idle_s: float = attrs.field(kw_only=True)
+    _when_idle: Callable[[Connection], object] = attrs.field(kw_only=True, default=lambda _: None)
+    is_idle: bool = attrs.field(init=False, default=True)
+    _http: h11.Connection = attrs.field(init=False, factory=lambda: _http())
+    _has_begun: bool = attrs.field(init=False, default=False)  # the head of the next request
+    _is_head_request: bool = attrs.field(init=False, default=False)
+    _must_close: bool = attrs.field(init=False, default=False)  # after this request
+    _num_requests: int = attrs.field(init=False, default=0)
+    _sending: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+    # Around whatever reads from the stream now.
+    _listening: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    _has_left: bool = attrs.field(init=False, default=False)  # the client, or it sent what is not HTTP
+    _is_broken: bool = attrs.field(init=False, default=False)  # nothing more can be sent
 
     async def run(self) -> None:
         """Answer the client's requests until it leaves, or may ask no more.

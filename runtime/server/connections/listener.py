@@ -12,7 +12,70 @@ import trio
 from starlette.types import ASGIApp
 
 from runtime.server.connections.connection import Connection
-from runtime.server.connections.places import Places
+
+
+class ConnectionSlots:
+    """A limited number of connections. While a client waits for a place, idle connections are closed.
+
+    Otherwise whoever opens connections and asks nothing would keep everybody else out. The one that has been idle for
+    the longest goes first. Connections whose request is being answered stay.
+    """
+
+    def __init__(self, number: int) -> None:
+        """All free.
+
+        Args:
+            number: of slots, >= 1.
+        """
+        self._free = trio.Semaphore(number)
+        self._num_waiting = 0
+        self._keeps_idle = True
+        self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
+
+    async def take(self) -> None:
+        """Wait for a free place and take it, for a connection that is about to be added.
+
+        Cancellation: none is taken.
+        """
+        if self._free.value == 0:
+            self.close_idle()
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+
+    def close_idle(self) -> None:
+        """Close the connection that has been idle for the longest, if there is one."""
+        for connection in self._connections:
+            if connection.is_idle:
+                connection.retire()
+                return
+
+    def add(self, connection: Connection) -> None:
+        """Add a connection, which has a place."""
+        self._connections[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Remove a connection that has ended, and free its place."""
+        del self._connections[connection]
+        self._free.release()
+
+    def note_idle(self, connection: Connection) -> None:
+        """To be called when a connection becomes idle."""
+        del self._connections[connection]
+        self._connections[connection] = None
+        if not self._keeps_idle:
+            connection.retire()
+        elif self._num_waiting and self._free.value == 0:
+            self.close_idle()
+
+    def retire_all(self) -> None:
+        """Close all idle connections, and from now on each that becomes idle or is added."""
+        self._keeps_idle = False
+        for connection in self._connections:
+            connection.retire()
+
 
 logger = logging.getLogger("outrider")
 
@@ -54,31 +117,29 @@ async def serve(
     accepted, idle ones are closed, and the others end with their response. `limits.grace_s` bounds all of it.
 
     Args:
-        app: the application.
         listeners: listening sockets; closed in the end.
         until: returns when the server is to stop.
-        limits: of each connection.
         drain: called then; returns when no connection need be accepted any more. By default at once.
 
     Cancellation: closes all connections.
     """
     stopping = trio.Event()
-    places = Places(limits.max_connections)
+    slots = ConnectionSlots(limits.max_connections)
 
     async def handle(stream: trio.SocketStream) -> None:
         connection = Connection(
-            app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s, when_idle=places.note_idle
+            app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s, when_idle=slots.note_idle
         )
-        places.add(connection)
+        slots.add(connection)
         # A failure of one connection must not affect the others.
         try:
             await connection.run()
         except Exception:
             logger.exception("a connection has failed")
         finally:
-            places.remove(connection)
+            slots.remove(connection)
 
-    limited = [_LimitedListener(listener, places) for listener in listeners]
+    limited = [_LimitedListener(listener, slots) for listener in listeners]
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as accepting:
             accepting.start_soon(partial(trio.serve_listeners, handle, limited, handler_nursery=handlers))
@@ -87,24 +148,24 @@ async def serve(
             handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
             await drain()
             accepting.cancel_scope.cancel()
-        places.retire_all()
+        slots.retire_all()
 
 
 class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
     """A listener whose connections have a place each; whoever handles a connection gives its place back."""
 
-    def __init__(self, listener: trio.SocketListener, places: Places) -> None:
+    def __init__(self, listener: trio.SocketListener, slots: ConnectionSlots) -> None:
         # trio.serve_listeners looks at the socket when `accept` fails.
         self.socket = listener.socket
         self._listener = listener
-        self._places = places
+        self._slots = slots
         self._next_warning_s = 0.0  # of trio's clock
 
     async def accept(self) -> trio.SocketStream:
         # Accepted first: before, nobody knows whether a client waits for a place.
         stream = await self._accept()
         try:
-            await self._places.take()
+            await self._slots.take()
         except BaseException:
             stream.socket.close()
             raise
@@ -123,7 +184,7 @@ class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
                     logger.warning(
                         "new connections cannot be accepted: %s; idle ones are closed meanwhile", error.strerror
                     )
-                self._places.close_idle()
+                self._slots.close_idle()
                 await trio.sleep(_RETRY_S)
 
     async def aclose(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -20,32 +20,20 @@ from runtime.engine.nursery import BackgroundNursery
 _PROGRAM = Path(__file__).with_name("checker_process.py")
 
 Outcome = Literal["done", "time", "memory", "crash"]
+"""How a compilation has ended: well, at the limit of CPU time or memory, or in a crash."""
 
 
 class CheckerGoneError(OutriderError):
     """The process that checks grammars has ended; the next check starts another."""
 
 
-@attrs.frozen
-class Cost:
-    """The cost of compiling a grammar.
-
-    Attributes:
-        outcome: "done"; the limit that was exceeded, "time" or "memory"; or "crash".
-        cpu_s: CPU time until then, in seconds.
-    """
-
-    outcome: Outcome
-    cpu_s: float
-
-
 class GrammarCheck(Protocol):
-    """Measures the cost of a grammar."""
+    """Finds whether a grammar is cheap."""
 
-    async def __call__(self, grammar: str, /) -> Cost:
-        """The cost of compiling `grammar`, which is in llguidance's own format.
+    async def __call__(self, grammar: str, /) -> Outcome:
+        """How compiling `grammar`, which is in llguidance's own format, has ended.
 
-        Raises: OutriderError: the cost cannot be measured.
+        Raises: OutriderError: that cannot be found.
 
         Cancellation: ends the compilation at once.
         """
@@ -56,28 +44,26 @@ class _Job:
     """A grammar that is being checked.
 
     Attributes:
-        over: set once `cost` or `error` is.
+        over: set once `outcome` or `error` is.
     """
 
     over: trio.Event = attrs.field(factory=trio.Event)
-    cost: Cost | None = None
+    outcome: Outcome | None = None
     error: OutriderError | None = None
 
 
+@attrs.define
 class GrammarChecker:
     """A process that checks grammars; the first check starts it, and a check after it has ended starts it again."""
 
-    def __init__(
-        self, nursery: trio.Nursery, read_vocabulary: Callable[[], tuple[str, list[int]]], cpu_s: int, memory_bytes: int
-    ) -> None:
-        self._nursery = nursery
-        self._read_vocabulary = read_vocabulary
-        self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
-        self._ids = count()
-        self._jobs: dict[int, _Job] = {}
-        self._outbox: trio.MemorySendChannel[dict[str, Any]] | None = None  # to the process; None if none runs
+    _nursery: trio.Nursery
+    _read_vocabulary: Callable[[], tuple[str, list[int]]]
+    _limits: dict[str, int]
+    _ids: Iterator[int] = attrs.field(factory=count)
+    _jobs: dict[int, _Job] = attrs.field(factory=dict)
+    _outbox: trio.MemorySendChannel[dict[str, Any]] | None = None  # to the process; None if none runs
 
-    async def __call__(self, grammar: str, /) -> Cost:
+    async def __call__(self, grammar: str, /) -> Outcome:
         """See `GrammarCheck`.
 
         Raises:
@@ -100,8 +86,8 @@ class GrammarChecker:
                     outbox.send_nowait({"kill": id})
         if job.error is not None:
             raise job.error
-        assert job.cost is not None
-        return job.cost
+        assert job.outcome is not None
+        return job.outcome
 
     async def _run(self, inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
         """Run a process, from its start to its end."""
@@ -143,7 +129,7 @@ class GrammarChecker:
                 await process.wait()
 
     async def _receive(self, stdout: trio.abc.ReceiveStream) -> None:
-        """Receive the costs of grammars until the process ends."""
+        """Receive the outcomes until the process ends."""
         unread = b""
         with suppress(trio.BrokenResourceError):
             while data := await stdout.receive_some():
@@ -152,7 +138,7 @@ class GrammarChecker:
                     answer = json.loads(line)
                     # None if the job was cancelled.
                     if (job := self._jobs.pop(answer["id"], None)) is not None:
-                        job.cost = Cost(answer["outcome"], answer["cpu_s"])
+                        job.outcome = answer["outcome"]
                         job.over.set()
 
 
@@ -181,4 +167,4 @@ async def grammar_checker(
     Cancellation: kills the process.
     """
     async with BackgroundNursery() as nursery:
-        yield GrammarChecker(nursery, read_vocabulary, cpu_s, memory_bytes)
+        yield GrammarChecker(nursery, read_vocabulary, {"cpu_s": cpu_s, "memory_bytes": memory_bytes})

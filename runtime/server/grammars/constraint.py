@@ -35,7 +35,6 @@ class Constraint:
     Attributes:
         kind: what `value` is: a JSON schema, or one as JSON; a regular expression; texts, of which the answer is one;
             or a grammar, in llama.cpp's GBNF or in Lark's syntax.
-        value: accordingly; not checked yet.
         field: the name of the request's field that has it.
     """
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import trio
 
 from protocol.errors import OutriderError, SettingsError
-from runtime.server.background import Background
 from runtime.server.errors import ErrorResponse
+from runtime.server.fair_threads import Background, ClientSlots
 from runtime.server.grammars.checker import GrammarCheck, Outcome
-from runtime.server.grammars.client_slots import ClientSlots
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 
 if TYPE_CHECKING:
@@ -45,39 +46,42 @@ def compile_any_object(tokenizer: Any) -> Grammar:
     return Grammar.from_json_schema(ANY_OBJECT, tokenizer)
 
 
+@contextmanager
+def _errors_of(field: str) -> Iterator[None]:
+    """Make error responses of what is wrong with a field of a request, and of checks that fail."""
+    try:
+        yield
+    except SettingsError as error:
+        param = error.field if isinstance(error, ConstraintError) else field
+        raise ErrorResponse(400, str(error), param=param) from error
+    except OutriderError as error:  # the server's fault, not the request's
+        raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
+
+
+@attrs.define(eq=False)
 class Schemas:
     """Compiles JSON schemas, and what else an answer may be held to, to grammars.
 
     A schema is first compiled in a process that can be killed, and in this process only if that was cheap. The outcome
     of the check is kept, but not the grammar: grammars grow while they are used.
+
+    Attributes:
+        tokenizer: the target's.
+        check, background: check a grammar, and compile it.
+        timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
+        any_object: what `compile_any_object` has returned; None to compile it for the first request that needs it.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        check: GrammarCheck,
-        background: Background,
-        timeout_s: float,
-        any_object: Grammar | None = None,
-    ) -> None:
-        """For a tokenizer.
-
-        Args:
-            tokenizer: the target's.
-            check: measures the cost of a grammar.
-            background: compiles.
-            timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
-            any_object: what `compile_any_object` has returned; None to compile it for the first request that needs it.
-        """
-        self._tokenizer = tokenizer
-        self._check = check
-        self._background = background
-        self._timeout_s = timeout_s
-        self._slots = ClientSlots(_MAX_COMPILING, _MAX_COMPILING_PER_CLIENT)
-        self._compiling = trio.CapacityLimiter(_MAX_COMPILING)
-        self._outcomes: OrderedDict[bytes, Outcome] = OrderedDict()  # by digest, least recently used first
-        self._any_object = any_object
-        self._compiling_any_object = trio.CapacityLimiter(1)
+    _tokenizer: Any
+    _check: GrammarCheck
+    _background: Background
+    _timeout_s: float
+    _any_object: Grammar | None = None
+    _slots: ClientSlots = attrs.field(factory=lambda: ClientSlots(_MAX_COMPILING, _MAX_COMPILING_PER_CLIENT))
+    _compiling: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
+    _compiling_any_object: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    # By digest, the one that was used least recently first.
+    _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
 
     async def grammar(self, constraint: Constraint, client: str) -> Grammar:
         """The logits processor for what an answer must be.
@@ -90,14 +94,10 @@ class Schemas:
 
         Cancellation: kills the check at once; a compilation after a successful check finishes first.
         """
-        try:
+        with _errors_of(constraint.field):
             if constraint.kind == "json" and constraint.value == ANY_OBJECT:
                 return await self._grammar_of_any_object()
             return await self._grammar_in_turn(constraint.write, constraint.name, constraint.field, client)
-        except SettingsError as error:
-            raise ErrorResponse(400, str(error), param=constraint.field) from error
-        except OutriderError as error:  # the server's fault, not the request's
-            raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
 
     async def grammar_of_calls(self, write: Callable[[bool], str], client: str, *, is_strict: bool) -> Grammar:
         """The logits processor that holds a model to its tools.
@@ -110,18 +110,13 @@ class Schemas:
         Raises, Cancellation: as `grammar`.
         """
         name = "the grammar of the tools"
-        try:
+        with _errors_of("tools"):
             try:
                 return await self._grammar_in_turn(partial(write, False), name, "tools", client)
             except SettingsError:
                 if is_strict:
                     raise
                 return await self._grammar_in_turn(partial(write, True), name, "tools", client)
-        except SettingsError as error:
-            param = error.field if isinstance(error, ConstraintError) else "tools"
-            raise ErrorResponse(400, str(error), param=param) from error
-        except OutriderError as error:
-            raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
 
     async def _grammar_of_any_object(self) -> Grammar:
         if self._any_object is not None:
@@ -171,7 +166,7 @@ class Schemas:
         outcome = self._outcomes.pop(key, None)
         if outcome is None:
             with trio.move_on_after(self._timeout_s):
-                outcome = (await self._check(grammar)).outcome
+                outcome = await self._check(grammar)
         if outcome is None:
             # Not kept: the machine may have been busy.
             raise SettingsError(f"{name} was not compiled within {self._timeout_s:g} s; simplify it")

@@ -1,21 +1,30 @@
-"""A model in memory, with what a server needs for its requests."""
+"""A model in memory, with what a server needs for its requests, and how it is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from functools import cached_property
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import attrs
+import trio
 
+from actors.mlx.memory import release_buffers
+from protocol.errors import SettingsError
+from runtime.engine.opening import open as open_runtime
+from runtime.engine.runtime import Runtime
+from runtime.generation.grammar_vocabulary import tokenizer_json
+from runtime.server.answers.fill_in_middle import FillInMiddle, fill_in_middle
+from runtime.server.fair_threads import in_thread
+from runtime.server.grammars.checker import grammar_checker
+from runtime.server.grammars.schemas import Schemas, compile_any_object
 from runtime.server.models.served_model import ServedModel
-from runtime.server.openai.fill_in_middle import FillInMiddle, fill_in_middle
+from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
     from runtime.server.grammars.schemas import Schemas
-    from runtime.server.timelines import Timelines
 
 
 @attrs.frozen(eq=False)
@@ -53,3 +62,42 @@ OpenModel = Callable[[ServedModel], AbstractAsyncContextManager[LoadedModel]]
 """Loads a model for the duration of a block. What it raises before the block is the error of the load."""
 
 ModelState = Literal["loaded", "loading", "unloaded"]
+
+
+@asynccontextmanager
+async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[LoadedModel]:
+    """Load a model; it is unloaded, and its process that checks grammars killed, when the block is left.
+
+    Raises: as `runtime.open`, before the block is entered.
+
+    Cancellation: as `runtime.open`.
+    """
+    timelines = Timelines()
+    async with (
+        open_runtime(spec.target, spec.draft, trace=timelines, defaults=spec.settings, **spec.options) as runtime,
+        grammar_checker(partial(_tokenizer_json, runtime)) as check,
+    ):
+        # Now, so that no request for JSON waits for it. What prevents it, the first such request is told.
+        any_object = None
+        with suppress(SettingsError):
+            any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
+        schemas = Schemas(runtime.tokenizer, check, in_thread, schema_s, any_object)
+        yield LoadedModel(spec, runtime, timelines, schemas)
+
+
+async def free_memory() -> None:
+    """Free the memory of a model that was unloaded, for others and for other processes.
+
+    A runtime is full of references in circles, which only the garbage collector finds. In a thread, since MLX may wait
+    for a pass of another model before it gives buffers back.
+    """
+    await trio.to_thread.run_sync(_free_memory)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    release_buffers()
+
+
+def _tokenizer_json(runtime: Runtime) -> tuple[str, list[int]]:
+    return tokenizer_json(runtime.tokenizer)

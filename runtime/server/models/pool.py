@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -27,7 +27,6 @@ class _Slot:
     """The place of a model in the pool.
 
     Attributes:
-        spec: the model.
         instance: takes the model's requests; None while it is not loaded.
         load: its load, from the request that asks for it to its end.
         num_loads, num_failed_loads: how often it was loaded, and could not be.
@@ -49,8 +48,6 @@ class _Load:
     """The load of a model, which requests wait for.
 
     Attributes:
-        slot: the model's.
-        num_waiting: requests that wait.
         has_begun: whether it is under way, so that it will be finished.
         is_over: set once `instance` or `error` is.
     """
@@ -68,8 +65,6 @@ class _Instance:
     """A model in memory.
 
     Attributes:
-        slot: the model's.
-        model: the model.
         num_users: requests that use it. It is not unloaded before they have ended.
         used_at: number of its last use, among those of all models.
         is_leaving: whether it takes no further requests, and is unloaded after the last one.
@@ -86,6 +81,7 @@ class _Instance:
     changed: trio.Event = attrs.field(factory=trio.Event)
 
 
+@attrs.define(eq=False)
 class ModelPool:
     """The models of a server; made by `model_pool`.
 
@@ -96,31 +92,21 @@ class ModelPool:
     until it was unloaded; these wait for its next load. So of two models of which only one fits, each has its turn.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[ServedModel],
-        open_model: OpenModel,
-        nursery: trio.Nursery,
-        memory_limit: int | None,
-        used_bytes: Callable[[], int],
-        free_memory: Callable[[], Awaitable[None]],
-        announce: Callable[[str], None],
-    ) -> None:
-        self._slots = {spec.name: _Slot(spec) for spec in specs}
-        self._open_model = open_model
-        self._nursery = nursery
-        self._memory_limit = memory_limit
-        self._used_bytes = used_bytes
-        self._free_memory = free_memory
-        self._announce = announce
-        self._queue: deque[_Load] = deque()
-        self._instances: list[_Instance] = []  # also those that are leaving
-        self._num_freeing = 0  # models that are unloaded, and whose memory is not free yet
-        self._uses = count()
-        self._changed = trio.Event()
-        self._is_broken = trio.Event()
-        self._failure: RuntimeBrokenError | None = None
-        self._when_unloaded: list[Callable[[LoadedModel], None]] = []
+    _slots: dict[str, _Slot]
+    _open_model: OpenModel
+    _nursery: trio.Nursery
+    _memory_limit: int | None
+    _used_bytes: Callable[[], int]
+    _free_memory: Callable[[], Awaitable[None]]
+    _announce: Callable[[str], None]
+    _queue: deque[_Load] = attrs.field(factory=deque)
+    _instances: list[_Instance] = attrs.field(factory=list)  # also those that are leaving
+    _num_freeing: int = 0  # models that are unloaded, and whose memory is not free yet
+    _uses: Iterator[int] = attrs.field(factory=count)
+    _changed: trio.Event = attrs.field(factory=trio.Event)
+    _is_broken: trio.Event = attrs.field(factory=trio.Event)
+    _failure: RuntimeBrokenError | None = None
+    _when_unloaded: list[Callable[[LoadedModel], None]] = attrs.field(factory=list)
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -378,7 +364,6 @@ async def model_pool(
 
     Args:
         specs: the models, at least one, of different names.
-        open_model: loads one.
         memory_limit: bytes that models may take, caches included. Before a load, models are unloaded to make room for
             the new one's files; after a request, idle ones are unloaded if caches have grown beyond it. None for no
             limit.
@@ -389,6 +374,7 @@ async def model_pool(
     Cancellation: as leaving the block: waits for the load that is running, and for the models' forward passes.
     """
     async with BackgroundNursery() as nursery:
-        pool = ModelPool(list(specs), open_model, nursery, memory_limit, used_bytes, free_memory, announce)
+        slots = {spec.name: _Slot(spec) for spec in specs}
+        pool = ModelPool(slots, open_model, nursery, memory_limit, used_bytes, free_memory, announce)
         nursery.start_soon(pool._manage)
         yield pool

@@ -2,16 +2,107 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 from typing import TYPE_CHECKING, Literal
 
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
+
 from runtime.server.models.pool import ModelPool
-from runtime.server.openai.fingerprint import fingerprint
-from runtime.server.openai.responses import HealthReport, ModelDescription, ModelHealth, Props
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Health
 
 ServiceStatus = Literal["ok", "degraded", "broken"]
+
+
+class ModelDescription(TypedDict):
+    """A served model.
+
+    Whether it has a chat template, and the length of its context, by vLLM's name for it, are known once it was loaded.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    draft: str | None
+    has_chat_template: bool | None
+    max_model_len: int | None
+    state: Literal["loaded", "loading", "unloaded"]
+
+
+class ModelList(TypedDict):
+    """The served models, loaded or not."""
+
+    object: Literal["list"]
+    data: list[ModelDescription]
+
+
+class ModelHealth(TypedDict):
+    """Whether a model works, and the number of its streams that run and wait."""
+
+    state: Literal["loaded", "loading", "unloaded"]
+    status: Literal["ok", "degraded", "broken"]
+    streams: int
+    waiting: int
+
+
+class HealthReport(TypedDict):
+    """Whether the models work, and the number of streams that run and wait: of all together, and of each.
+
+    A server whose status is "draining" is about to stop: it ends the requests that it has, and takes no others.
+    """
+
+    status: Literal["ok", "degraded", "broken", "draining"]
+    ok: bool
+    target: bool
+    draft: bool | None
+    streams: int
+    waiting: int
+    models: dict[str, ModelHealth]
+
+
+class Version(TypedDict):
+    """The server's version."""
+
+    version: str
+
+
+class GenerationDefaults(TypedDict):
+    """Properties of every generation: the context's length in tokens; null if it is unknown."""
+
+    n_ctx: int | None
+
+
+class Modalities(TypedDict):
+    """What a prompt can have beside text."""
+
+    vision: bool
+    audio: bool
+
+
+class Props(TypedDict):
+    """Properties of the server and its first model, in llama.cpp's form.
+
+    The chat template is "" if the model has none, or is not loaded, and `total_slots` null; so many requests are worked
+    on at once.
+    """
+
+    model_path: str
+    model_alias: str
+    total_slots: int | None
+    default_generation_settings: GenerationDefaults
+    chat_template: str
+    build_info: str
+    modalities: Modalities
+
+
+@functools.cache
+def fingerprint() -> str:
+    """What the text of a seed may depend on beside the model: the server's version."""
+    return f"outrider-{importlib.metadata.version('outrider')}"
 
 
 def service_status(health: Health) -> ServiceStatus:
@@ -22,13 +113,7 @@ def service_status(health: Health) -> ServiceStatus:
 
 
 def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
-    """The description of a model.
-
-    Args:
-        models: the server's.
-        name: of the model.
-        started: when the server began, in seconds of Unix time.
-    """
+    """The description of a model."""
     [spec] = [spec for spec in models.specs if spec.name == name]
     return {
         "id": name,
@@ -59,12 +144,7 @@ def properties(models: ModelPool) -> Props:
 
 
 def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
-    """The health of all models together, and of each. A model that is not in memory is well.
-
-    Args:
-        models: the server's.
-        is_draining: whether the server takes no new requests.
-    """
+    """The health of all models together, and of each. A model that is not in memory is well."""
     states = [loaded.runtime.health() for loaded in models.in_memory()]
     statuses = [service_status(state) for state in states]
     status = _worst(statuses)

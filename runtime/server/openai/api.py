@@ -1,67 +1,65 @@
-"""OpenAI's completions and chats, and Mistral's fill-in-the-middle, as `runtime.server.answers` serves them."""
+"""OpenAI's completions and chats, and Mistral's fill-in-the-middle: their operations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
-from runtime.server.answers.api import Answer, Api
-from runtime.server.answers.choices import Choice
-from runtime.server.answers.serializer import Event, Serializer
-from runtime.server.openai.choices import last_events_of_choices, whole_of_choices
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest, Request, parse_request
-from runtime.server.openai.serializers import ChatSerializer, CompletionSerializer
+from runtime.server.answers.api import Answer, Api, Serializer
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.endpoint import Endpoint
+from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest, OpenAIRequest
+from runtime.server.openai.serializers import (
+    ChatSerializer,
+    CompletionSerializer,
+    last_events_of_choices,
+    whole_of_choices,
+)
+from runtime.server.operations import COMMON_ERRORS, Events, Operation
 
-R = TypeVar("R", bound=Request)
-
-
-class _OpenAI(Api[R]):
-    """An API whose responses may have several choices."""
-
-    request_type: type[R]
-
-    def parse(self, body: bytes) -> R:
-        """See `Api`."""
-        return parse_request(self.request_type, body)
-
-    def request(self, body: R) -> Request:
-        """See `Api`."""
-        return body
-
-    def whole(self, body: R, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """See `Api`."""
-        return whole_of_choices(body, choices)
-
-    def last_events(self, choices: Sequence[Choice]) -> Sequence[Event]:
-        """See `Api`."""
-        return last_events_of_choices(choices)
+R = TypeVar("R", bound=OpenAIRequest)
 
 
-class Completions(_OpenAI[CompletionRequest]):
-    """`/v1/completions`."""
-
-    request_type = CompletionRequest
-
-    def serializer(self, body: CompletionRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
-        return CompletionSerializer(body, answer)
+def _api(request_type: type[R], serializer: Callable[[Any, Answer], Serializer]) -> Api[R]:
+    parse = partial(parse_request, request_type)
+    return Api(parse, lambda body: body, serializer, whole_of_choices, last_events_of_choices)
 
 
-class Chats(_OpenAI[ChatRequest]):
-    """`/v1/chat/completions`."""
+_CHAT_EVENTS = Events((ChatChunk, COMMON_ERRORS.type), are_named=False)
 
-    request_type = ChatRequest
-
-    def serializer(self, body: ChatRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
-        return ChatSerializer(body, answer)
-
-
-class Fims(_OpenAI[FimRequest]):
-    """`/v1/fim/completions`: a completion's request, and a chat's response."""
-
-    request_type = FimRequest
-
-    def serializer(self, body: FimRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
-        return ChatSerializer(body, answer)
+COMPLETIONS = Operation(
+    "/v1/completions",
+    lambda context: Endpoint(context, _api(CompletionRequest, CompletionSerializer)),
+    "complete",
+    "Continue a text",
+    Completion,
+    "POST",
+    CompletionRequest,
+    {"prompt": "def quicksort(items):", "max_tokens": 32, "stream": True},
+    Events((Completion, COMMON_ERRORS.type), are_named=False),
+)
+FIM = Operation(
+    "/v1/fim/completions",
+    lambda context: Endpoint(context, _api(FimRequest, ChatSerializer)),
+    "fill_in",
+    "Write what stands between two texts",
+    ChatCompletion,
+    "POST",
+    FimRequest,
+    {"prompt": "def quicksort(items):", "suffix": "return items", "max_tokens": 32, "stream": True},
+    _CHAT_EVENTS,
+)
+CHATS = Operation(
+    "/v1/chat/completions",
+    lambda context: Endpoint(context, _api(ChatRequest, ChatSerializer)),
+    "chat",
+    "Answer a chat",
+    ChatCompletion,
+    "POST",
+    ChatRequest,
+    {"messages": [{"role": "user", "content": "def quicksort(items):"}], "max_tokens": 32, "stream": True},
+    _CHAT_EVENTS,
+)
+OPERATIONS = (COMPLETIONS, FIM, CHATS)

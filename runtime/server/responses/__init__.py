@@ -1,7 +1,6 @@
 """OpenAI's newer API: `/v1/responses`.
 
-`requests` has the types of request bodies, and translates them to chats (`runtime.server.openai.requests`), from which
-everything is generated. `bodies` has the types of responses and events; `serializer` makes them from the parts of an
-answer. `store` keeps responses, so that later ones can continue them. `api` is all this as `runtime.server.answers`
-serves it.
+`requests` has the types of request bodies, and translates them to chats, from which everything is generated. `bodies`
+has the types of responses and events; `serializer` makes them from the parts of an answer. `store` keeps responses, so
+that later ones can continue them. `api` has the operations.
 """

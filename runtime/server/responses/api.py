@@ -1,57 +1,84 @@
-"""OpenAI's responses, as `runtime.server.answers` serves them, and the endpoints for those that are stored."""
+"""OpenAI's responses: their operations, and the endpoint of those that are stored."""
 
 from __future__ import annotations
+
+import typing
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from runtime.server.answers.api import Answer, Api
-from runtime.server.answers.serializer import Serializer
+from runtime.server.answers.api import Api
+from runtime.server.answers.endpoint import Endpoint
+from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.requests import Request
-from runtime.server.responses.bodies import DeletedResponse
-from runtime.server.responses.requests import ParsedRequest, parse_response_request
+from runtime.server.operations import Events, Operation
+from runtime.server.responses.bodies import DeletedResponse, ResponseBody, ResponsesEvent
+from runtime.server.responses.requests import ResponsesRequest, parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore
 
 
-class Responses(Api[ParsedRequest]):
-    """`/v1/responses`."""
-
-    def __init__(self, store: ResponseStore) -> None:
-        """With a place for the responses."""
-        self._store = store
-
-    def parse(self, body: bytes) -> ParsedRequest:
-        """See `Api`."""
-        return parse_response_request(body, self._store)
-
-    def request(self, body: ParsedRequest) -> Request:
-        """See `Api`."""
-        return body.chat
-
-    def serializer(self, body: ParsedRequest, answer: Answer) -> Serializer:
-        """See `Api`."""
-        return ResponseSerializer(body, answer, self._store)
+def _store(context: ServerContext) -> ResponseStore:
+    return context.kept(
+        ResponseStore, lambda limits: ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
+    )
 
 
-class StoredResponses:
-    """The endpoint `/v1/responses/{id}`: a response that is stored."""
+def _endpoint(context: ServerContext) -> Endpoint[typing.Any]:
+    store = _store(context)
+    return Endpoint(
+        context,
+        Api(
+            partial(parse_response_request, store=store),
+            lambda body: body.chat,
+            partial(ResponseSerializer, store=store),
+        ),
+    )
 
-    def __init__(self, store: ResponseStore) -> None:
-        """Of a store."""
-        self._store = store
 
-    async def __call__(self, request: HttpRequest) -> Response:
-        """Handle a request: GET or DELETE.
+async def _stored(context: ServerContext, request: HttpRequest) -> Response:
+    """A stored response, which is given, or dropped for DELETE.
 
-        Raises: ErrorResponse: the response is not stored.
-        """
-        id = request.path_params["id"]
-        if request.method == "DELETE":
-            if self._store.delete(id):
-                deleted: DeletedResponse = {"id": id, "object": "response", "deleted": True}
-                return JSONResponse(deleted)
-        elif (response := self._store.get(id)) is not None:
-            return Response(response.body, media_type="application/json")
-        raise ErrorResponse(404, "there is no such response, or no longer: the server keeps the latest", param="id")
+    Raises: ErrorResponse: it is not stored.
+    """
+    id, store = request.path_params["id"], _store(context)
+    if request.method == "DELETE":
+        if store.delete(id):
+            deleted: DeletedResponse = {"id": id, "object": "response", "deleted": True}
+            return JSONResponse(deleted)
+    elif (response := store.get(id)) is not None:
+        return Response(response.body, media_type="application/json")
+    raise ErrorResponse(404, "there is no such response, or no longer: the server keeps the latest", param="id")
+
+
+OPERATIONS = (
+    Operation(
+        "/v1/responses",
+        _endpoint,
+        "respond",
+        "Answer a conversation in the form of OpenAI's responses",
+        ResponseBody,
+        "POST",
+        ResponsesRequest,
+        {"input": "def quicksort(items):", "max_output_tokens": 32, "stream": True},
+        Events(typing.get_args(ResponsesEvent), are_named=True),
+    ),
+    Operation(
+        "/v1/responses/{id}",
+        lambda context: partial(_stored, context),
+        "response",
+        "A stored response",
+        ResponseBody,
+        statuses=("404",),
+    ),
+    Operation(
+        "/v1/responses/{id}",
+        lambda context: partial(_stored, context),
+        "delete_response",
+        "Drop a stored response",
+        DeletedResponse,
+        "DELETE",
+        statuses=("404",),
+    ),
+)

@@ -1,4 +1,4 @@
-"""Responses and events of `/v1/responses`; see `runtime.server.openai.responses` for why these types."""
+"""Responses and events of `/v1/responses`; see `runtime.server.openai.bodies` for why these types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from runtime.server.openai.responses import TokenLogprob
+from runtime.server.answers.token_logprobs import TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -146,111 +146,87 @@ class DeletedResponse(TypedDict):
 # --- events ---------------------------------------------------------------------------------------
 
 
-class ResponseEvent(TypedDict):
+class _Numbered(TypedDict):
+    sequence_number: int
+
+
+class _OfItem(_Numbered):
+    item_id: str
+    output_index: int
+
+
+class _OfPart(_OfItem):
+    content_index: int
+
+
+class ResponseEvent(_Numbered):
     """The response as it is: at the beginning, and at its end."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
     ]
-    sequence_number: int
     response: ResponseBody
 
 
-class ItemEvent(TypedDict):
+class ItemEvent(_Numbered):
     """An item of the output begins, or is complete."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
-    sequence_number: int
     output_index: int
     item: OutputItem
 
 
-class PartEvent(TypedDict):
+class PartEvent(_OfPart):
     """A part of an item's content begins, or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     part: OutputText | ReasoningContent
 
 
-class TextDelta(TypedDict):
+class TextDelta(_OfPart):
     """Further text of the answer."""
 
     type: Literal["response.output_text.delta"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     delta: str
     logprobs: list[TokenLogprob]
 
 
-class TextDone(TypedDict):
+class TextDone(_OfPart):
     """The whole text of the answer."""
 
     type: Literal["response.output_text.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     text: str
     logprobs: list[TokenLogprob]
 
 
-class ReasoningDelta(TypedDict):
+class ReasoningDelta(_OfPart):
     """Further text of the reasoning."""
 
     type: Literal["response.reasoning_text.delta"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     delta: str
 
 
-class ReasoningDone(TypedDict):
+class ReasoningDone(_OfPart):
     """The whole text of the reasoning."""
 
     type: Literal["response.reasoning_text.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
-    content_index: int
     text: str
 
 
-class ArgumentsDelta(TypedDict):
+class ArgumentsDelta(_OfItem):
     """Further text of a call's arguments."""
 
     type: Literal["response.function_call_arguments.delta"]
-    sequence_number: int
-    item_id: str
-    output_index: int
     delta: str
 
 
-class ArgumentsDone(TypedDict):
+class ArgumentsDone(_OfItem):
     """The whole text of a call's arguments."""
 
     type: Literal["response.function_call_arguments.done"]
-    sequence_number: int
-    item_id: str
-    output_index: int
     name: str
     arguments: str
 
 
-ResponsesEvent = (
-    ResponseEvent
-    | ItemEvent
-    | PartEvent
-    | TextDelta
-    | TextDone
-    | ReasoningDelta
-    | ReasoningDone
-    | ArgumentsDelta
-    | ArgumentsDone
-)
+_TextEvent = TextDelta | TextDone | ReasoningDelta | ReasoningDone
+ResponsesEvent = ResponseEvent | ItemEvent | PartEvent | _TextEvent | ArgumentsDelta | ArgumentsDone

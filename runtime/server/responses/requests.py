@@ -3,19 +3,165 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import attrs
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from runtime.server.answers.body import Body, NoEffect
-from runtime.server.answers.translation import TranslatedBody, parse_translated
+from runtime.server.answers.body import Body, NoEffect, SentBack
+from runtime.server.answers.chat import Chat, Effort, TranslatedBody, parse_translated
+from runtime.server.answers.request import MaxTokens
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.openai.requests import ChatRequest
-from runtime.server.openai.requests.field_types import MaxTokens
-from runtime.server.responses.items import ITEM, TAGS, Item, ItemReference, messages_of
 from runtime.server.responses.store import ResponseStore
+
+
+class TextContent(Body):
+    """Text of a message."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: SentBack = None
+    logprobs: SentBack = None
+
+
+class RefusalContent(Body):
+    """A refusal, in an earlier answer of another model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
+
+
+MessageContent = Annotated[TextContent | RefusalContent, Field(discriminator="type")]
+_Contents = Annotated[list[MessageContent], Field(max_length=1000, fail_fast=True)]
+
+
+class SentBackItem(Body):
+    """An item of a response, if a client sends it back."""
+
+    id: SentBack = None
+    status: SentBack = None
+
+
+class MessageItem(SentBackItem):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Contents
+
+
+class ReasoningText(Body):
+    """Text of a reasoning."""
+
+    type: SentBack = None
+    text: str
+
+
+class ReasoningItem(SentBackItem):
+    """The reasoning before an earlier answer; what is encrypted or a summary is left out."""
+
+    type: Literal["reasoning"]
+    summary: SentBack = None
+    encrypted_content: SentBack = None
+    content: Annotated[list[ReasoningText], Field(max_length=1000, fail_fast=True)] | None = None
+
+
+class FunctionCallItem(SentBackItem):
+    """A call of a function, in an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionOutputItem(SentBackItem):
+    """What a called function has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | _Contents
+
+
+class ItemReference(Body):
+    """An item of the output of an earlier response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+def _type(item: Any) -> str | None:
+    """The type of an item; clients leave that of a message out."""
+    if isinstance(item, dict):
+        type = item.get("type", "message")
+        return type if isinstance(type, str) else None
+    return getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionOutputItem, Tag("function_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_type),
+]
+
+ITEM: TypeAdapter[Any] = TypeAdapter(Item)
+
+TAGS = frozenset(
+    (
+        *("message", "reasoning", "function_call", "function_call_output", "item_reference"),
+        *("input_text", "output_text", "text", "refusal"),
+    )
+)
+
+
+def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat that items stand for, without references.
+
+    Reasoning, text and calls of one answer are items of their own, and one message of a chat.
+    """
+    messages: list[dict[str, Any]] = []
+    answer: dict[str, Any] | None = None  # the answer that goes on, if the last item belongs to one
+
+    def answer_without(*fields: str) -> dict[str, Any]:
+        """The answer that goes on, or a new one where it already has one of some fields."""
+        nonlocal answer
+        if answer is None or any(answer.get(field) for field in fields):
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        return answer
+
+    for item in items:
+        match item:
+            case ReasoningItem():
+                text = "".join(part.text for part in item.content or ())
+                answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+            case MessageItem(role="assistant"):
+                answer_without("content", "tool_calls")["content"] = _text(item.content)
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": item.arguments}
+                calls = answer_without().setdefault("tool_calls", [])
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+            case FunctionOutputItem():
+                answer = None
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            case MessageItem():
+                answer = None
+                messages.append({"role": item.role, "content": _text(item.content)})
+    return messages
+
+
+def _text(content: str | list[MessageContent]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
 
 # In `include`.
 LOGPROBS = "message.output_text.logprobs"
@@ -54,7 +200,7 @@ class TextConfig(Body):
 class ReasoningConfig(Body):
     """How much the model reasons, as a variable of its chat template; "none" turns reasoning off, if that can."""
 
-    effort: Annotated[str, Field(max_length=100)] | None = None
+    effort: Effort | None = None
     summary: NoEffect = None
 
 
@@ -80,7 +226,6 @@ class ResponsesToolChoice(Body):
 class ResponsesRequest(TranslatedBody):
     """The body of a request to `/v1/responses`: a conversation to continue."""
 
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
     input: str | Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
     instructions: str | None = Field(None, description="the system message; not kept for later responses")
     previous_response_id: str | None = Field(None, description="continue the conversation of a stored response")
@@ -122,14 +267,13 @@ class ResponsesRequest(TranslatedBody):
             yield "include"
 
 
-class ResponsesChat(ChatRequest):
+class ResponsesChat(Chat):
     """The chat that a request to `/v1/responses` stands for."""
 
     prompt_field: ClassVar[str] = "input"
 
     @property
     def max_answer_tokens_field(self) -> str:
-        """See `Request`."""
         return "max_output_tokens"
 
 
@@ -138,7 +282,6 @@ class ParsedRequest:
     """A request to `/v1/responses`.
 
     Attributes:
-        request: its body.
         chat: what to generate.
         messages: the messages of the chat before the answer, without the instructions, as JSON; b"" where the response
             is not stored.
@@ -163,7 +306,7 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
         messages.extend(_messages(request, store))
         return _fields(request, messages)
 
-    request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, fields, TAGS)
+    request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, TAGS, fields)
     begun = messages.pop() if chat.continues else None
     stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
     return ParsedRequest(request, chat, stored, begun)

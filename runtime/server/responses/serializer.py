@@ -18,14 +18,11 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer
-from runtime.server.answers.serializer import Event, Serializer
-from runtime.server.answers.shown_tokens import ShownTokens
+from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.token_logprobs import TokenLogprobs
 from runtime.server.errors import ErrorResponse
-from runtime.server.openai.token_logprobs import TokenLogprobs
 from runtime.server.responses.bodies import ItemStatus, OutputItem, ResponseBody, ResponsesUsage
-from runtime.server.responses.items import ITEM, messages_of
-from runtime.server.responses.requests import ParsedRequest
+from runtime.server.responses.requests import ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
@@ -36,22 +33,14 @@ class ResponseSerializer(Serializer):
     """Serializer for `/v1/responses`, which also keeps the response for later ones."""
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
-        """For one response.
-
-        Args:
-            parsed: the request.
-            answer: its generation.
-            store: keeps the response.
-        """
+        """For one response, which `store` keeps."""
+        super().__init__(parsed.chat, answer)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
-        self._splitter = answer.splitter
-        self._shown = ShownTokens(parsed.chat, answer.tokenizer)
         self._store = store
         self._num_events = 0
         self._index = -1  # of the last item that events have begun
         self._is_open = False
-        self._last_token: Token | None = None
         num_logprobs = parsed.chat.num_logprobs
         self._logprobs = None if num_logprobs is None else TokenLogprobs(answer.tokenizer, num_logprobs)
         # Kept only for log-probabilities: tokens whose text is withheld, and those of the call that is being written.
@@ -60,26 +49,21 @@ class ResponseSerializer(Serializer):
         self._response = _begun(self.id, parsed, answer.model)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
-        """See `Serializer`."""
         for _ in (*self._added(tokens), *self._ended(statistics)):
             pass
         return self._response
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return [self._whole_event("response.created"), self._whole_event("response.in_progress")]
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         return list(self._added(tokens))
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         events = list(self._ended(statistics))
         return [*events, self._whole_event(f"response.{self._response['status']}")]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`."""
         self._response["status"] = "failed"
         self._response["error"] = {"code": "server_error", "message": error.detail["message"]}
         return [self._whole_event("response.failed")]
@@ -88,19 +72,13 @@ class ResponseSerializer(Serializer):
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
         """Add the parts of tokens to the output, and yield the events that say so."""
-        tokens = self._shown(tokens)
-        if tokens:
-            self._last_token = tokens[-1]
-        if self._logprobs is None:
-            for part in self._splitter.add(tokens):
-                yield from self._add(part)
-            return
-        # One after the other, to know which of them a text is made of.
-        for token in tokens:
-            # What belongs to the reasoning, its tags included, is never in the text.
-            if not (self._splitter.has_reasoning and token.is_thinking):
-                self._withheld.append(token)
-            for part in self._splitter.add([token]):
+        # For log-probabilities one after the other, to know which of them a text is made of.
+        for some in [tokens] if self._logprobs is None else [[token] for token in tokens]:
+            if self._logprobs is not None:
+                # What belongs to the reasoning, its tags included, is never in the text.
+                has_reasoning = self._answer.splitter.has_reasoning
+                self._withheld += [token for token in some if not (has_reasoning and token.is_thinking)]
+            for part in self._parts(some):
                 yield from self._add(part)
 
     def _add(self, part: AnswerEvent) -> Iterator[Event]:
@@ -253,7 +231,7 @@ class ResponseSerializer(Serializer):
             "input_tokens": statistics.prompt_tokens,
             "input_tokens_details": {"cached_tokens": statistics.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": statistics.generated_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._splitter.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._answer.splitter.num_reasoning_tokens},
             "total_tokens": statistics.prompt_tokens + statistics.generated_tokens,
         }
 

@@ -13,7 +13,6 @@ class StoredResponse:
     """A response that is kept.
 
     Attributes:
-        body: the response, as JSON.
         messages: the messages of its chat up to and with the answer, without the instructions, as JSON.
         items: the items of its output by their ids, each as JSON.
     """
@@ -28,26 +27,20 @@ class StoredResponse:
         return len(self.body) + len(self.messages) + sum(map(len, self.items.values()))
 
 
+@attrs.define(eq=False)
 class ResponseStore:
     """Responses by id, within bounds; the one that was used least recently is dropped first.
 
     Other threads may call its methods: those that parse bodies of requests, and those that make responses.
     """
 
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
-        """An empty store.
-
-        Args:
-            max_responses: number of responses, >= 0.
-            max_bytes: of all of their JSON together, >= 0.
-        """
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._owners: dict[str, str] = {}  # ids of responses by ids of their items
-        self._num_bytes = 0
-        # What `get` and `item` do are single operations on dictionaries.
-        self._changing = threading.RLock()
+    _max_responses: int
+    _max_bytes: int  # of all of their JSON together
+    _responses: OrderedDict[str, StoredResponse] = attrs.field(init=False, factory=OrderedDict)
+    _owners: dict[str, str] = attrs.field(init=False, factory=dict)  # ids of responses by ids of their items
+    _num_bytes: int = attrs.field(init=False, default=0)
+    # What `get` and `item` do are single operations on dictionaries.
+    _changing: threading.RLock = attrs.field(init=False, factory=threading.RLock)
 
     def put(self, id: str, response: StoredResponse) -> None:
         """Keep a response, with a new id; one that is larger than the bound is not kept."""

@@ -1,0 +1,235 @@
+"""One text's part in a pass of the target: what it feeds, what the pass found, and the verdict that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from actors.model import CachedSequence, CacheLostError, Feed, RewindMode
+from actors.sampling.logits_pipeline import TokenHistory
+from actors.target.target_session import OneByOne, RoundFailure, TargetSession
+from protocol.acceptance import ProposedRows
+from protocol.cached_tokens import FeedPlan
+from protocol.messages import Features, Likelihood, Proposal, Verdict
+from protocol.pass_plan import ReadyRound
+from protocol.prices import Prices
+from protocol.session_state import SessionPhase
+
+
+@attrs.define(eq=False)
+class Part:
+    """One text's part in a pass: the missing committed tokens, and a proposal.
+
+    Attributes:
+        session: whose part.
+        sequence: the text.
+        plan: how to bring its cache in line with the committed text.
+        proposal: the drafted tokens; none for a round that the target decodes by itself.
+        ready: what the plan of a pass sees of it.
+        since_s: since when it can be computed, in seconds on the worker's clock.
+        history: of the text, for the rows of the proposal.
+        settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
+            feed them for good.
+        one_by_one: whether no drafted tokens are fed, and the round goes on with the rest of the proposal if the first
+            one is accepted.
+        alone: whether it has a pass for itself.
+
+    Set by the pass, on the model's thread:
+        feed: what is fed; None before.
+        drafted: the drafted tokens that are judged.
+        single_step: whether only committed tokens were fed.
+        error: what concerns this text alone; the rest is not set then.
+        num_accepted, token: the judgement; see `Judgement`.
+        length: tokens that are cached afterwards.
+        likelihoods: of the accepted tokens and the one after them, if the session asks for them.
+        features: of the tokens that were fed and accepted, if they are recorded.
+    """
+
+    session: TargetSession
+    sequence: CachedSequence
+    plan: FeedPlan
+    proposal: Proposal
+    ready: ReadyRound
+    since_s: float
+    history: TokenHistory
+    settle: bool = False
+    one_by_one: bool = False
+    alone: bool = False
+    feed: Feed | None = None
+    drafted: tuple[int, ...] = ()
+    single_step: bool = False
+    error: Exception | None = None
+    num_accepted: int = 0
+    token: int | None = None
+    length: int = 0
+    likelihoods: tuple[Likelihood, ...] = ()
+    features: Features | None = None
+
+    def cut(self, num_drafted: int) -> None:
+        """Feed no more than `num_drafted` drafted tokens, if the others may be left out."""
+        if self.ready.reach:
+            self.proposal = self.proposal.cut(num_drafted)
+
+    def pass_over(self) -> None:
+        """Note that a pass has left it out, so that the next one must not."""
+        if not self.ready.was_passed_over:
+            self.ready = attrs.evolve(self.ready, was_passed_over=True)
+
+    @property
+    def feeds_drafted(self) -> bool:
+        """Whether drafted tokens are fed, if the cache can drop them again."""
+        return bool(self.proposal.tokens) and not self.settle and not self.one_by_one
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it feeds; before the pass, as far as is known."""
+        if self.feed is not None:
+            return len(self.feed.tokens)
+        return self.ready.num_needed + (len(self.proposal.tokens) if self.ready.reach else 0)
+
+    def prepare(self) -> Feed:
+        """Decide what is fed; on the model's thread.
+
+        If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one
+        token, and the first drafted token is compared with it. So it is with `settle` and `one_by_one`.
+
+        Raises: CacheLostError: a pass that the text shared has failed since the part was planned.
+        """
+        if self.sequence.length != self.plan.keep:
+            raise CacheLostError
+        drafted = self.proposal.tokens
+        width = len(self.plan.feed) + len(drafted)
+        self.single_step = bool(drafted) and (
+            not self.feeds_drafted or self.sequence.prepare(width, self.proposal.start) is RewindMode.SINGLE
+        )
+        if self.single_step:
+            self.drafted, self.feed = drafted[:1], Feed(self.sequence, self.plan.feed, 1, self.alone)
+        else:
+            self.drafted = drafted
+            self.feed = Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted), self.alone)
+        return self.feed
+
+    @property
+    def proposed_rows(self) -> ProposedRows:
+        """What there is to judge, once it is prepared."""
+        assert self.feed is not None
+        drafted, proposal = self.drafted, self.proposal
+        seed = self.session.shared.opened.seed
+        return ProposedRows(seed, proposal.start, self.feed.num_logits, drafted, proposal.probs[: len(drafted)])
+
+
+def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
+    """The next part of a text whose drafter has proposed, or does not."""
+    sequence, state, failure = session.sequence, session.state, session.round_failure
+    assert sequence is not None
+    proposal = state.outstanding or Proposal(session.id, state.round, state.next_position, ())
+    if failure is None and proposal.tokens and session.drafts.leaves_out():
+        failure = session.round_failure = RoundFailure(OneByOne(proposal))
+    history = session.shared.logits_pipeline.history(
+        state.committed, proposal.tokens, num_rows=1 + len(proposal.tokens)
+    )
+    alone = failure is not None and failure.goes_alone
+    if failure is not None and (one_by_one := failure.one_by_one) is not None:
+        plan = session.cached_tokens.plan(state.committed, one_by_one.accepted)
+        ready, is_drafted = ReadyRound(len(plan.feed)), bool(proposal.tokens)
+        return Part(session, sequence, plan, one_by_one.left, ready, now_s, history, one_by_one=is_drafted, alone=alone)
+    plan = session.cached_tokens.plan(state.committed)
+    settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
+    # A cache that could not have undone the last pass most likely cannot undo this one.
+    feeds_drafts = not settle and not session.was_single_step
+    num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_drafts and not proposal.reach else 0)
+    ready = ReadyRound(num_needed, proposal.reach if feeds_drafts else ())
+    part = Part(session, sequence, plan, proposal, ready, now_s, history, settle, alone=alone)
+    part.alone = alone or (part.feeds_drafted and session.suspects is not None)
+    return part
+
+
+def verdict_of(part: Part, on_rewind: Callable[[TargetSession, int], None]) -> Verdict | None:
+    """The verdict of a part whose pass is over, or None if another pass follows. Records what the cache holds.
+
+    Args:
+        on_rewind: called with the session and the number of tokens, >= 1, that its cache was rewound by.
+    """
+    session, plan, failure = part.session, part.plan, part.session.round_failure
+    if part.one_by_one and failure is not None and failure.one_by_one is not None:
+        session.cached_tokens.follow(plan)
+        return _verdict_one_by_one(failure.one_by_one, part)
+    proposal = part.proposal
+    session.was_single_step = part.single_step and not part.settle
+    num_drafted_fed = part.num_tokens - len(plan.feed)
+    session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + proposal.tokens[:num_drafted_fed]))
+    wanted_length = proposal.start + (0 if part.single_step else part.num_accepted)
+    if len(session.cached_tokens) > part.length:
+        on_rewind(session, len(session.cached_tokens) - part.length)
+        session.shared.counts.replayed_tokens += wanted_length - part.length
+        session.cached_tokens.rewind(part.length)
+    return Verdict(
+        session.id,
+        proposal.round,
+        proposal.start,
+        part.num_accepted,
+        part.token,
+        part.single_step,
+        settles=part.single_step and part.settle,
+        likelihoods=part.likelihoods,
+        num_judged=len(part.drafted),
+        features=part.features,
+    )
+
+
+def _verdict_one_by_one(one_by_one: OneByOne, part: Part) -> Verdict | None:
+    """The verdict, if the tokens are judged; None if the next one is to be."""
+    one_by_one.likelihoods += part.likelihoods
+    one_by_one.features = part.features
+    num_accepted = len(one_by_one.accepted) + part.num_accepted
+    one_by_one.advance()
+    if part.token is None and one_by_one.left.tokens:
+        return None
+    return verdict_so_far(one_by_one, num_accepted, part.token)
+
+
+def verdict_so_far(one_by_one: OneByOne, num_accepted: int, token: int | None = None) -> Verdict:
+    """The verdict of a proposal of which some tokens were judged."""
+    proposal = one_by_one.proposal
+    return Verdict(
+        proposal.session,
+        proposal.round,
+        proposal.start,
+        num_accepted,
+        token,
+        likelihoods=one_by_one.likelihoods,
+        num_judged=len(proposal.tokens) - len(one_by_one.left.tokens),
+        features=one_by_one.features,
+    )
+
+
+# --- texts without drafts -------------------------------------------------------------------------
+
+
+def is_plain(session: TargetSession) -> bool:
+    """Whether the next round of a text is one token of the target's own."""
+    state, sequence = session.state, session.sequence
+    assert sequence is not None
+    return (
+        state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
+        and state.outstanding is None
+        and session.round_failure is None
+        and not has_lost_tokens(session, sequence)
+    )
+
+
+def stays_plain(session: TargetSession) -> bool:
+    """Whether there is a round after this one, and it is the target's own as well, whatever this one's token is."""
+    state = session.state
+    rests_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
+    return rests_on and (state.remaining is None or state.remaining > 1)
+
+
+def has_lost_tokens(session: TargetSession, sequence: CachedSequence) -> bool:
+    """Whether a text must be read again, since a pass that it shared has failed."""
+    if sequence.length < len(session.cached_tokens):
+        session.reads_again = len(session.state.committed) > 1 or bool(session.accepted)
+        session.plain_row = None  # it may be ahead in the cache that is lost
+        session.cached_tokens.rewind(sequence.length)
+    return session.reads_again

@@ -1,0 +1,258 @@
+"""Decoding texts without drafts, one or several in a pass, one pass ahead; on the target's own thread.
+
+The next pass is launched before the tokens that it reads are read back. So building its graph, and the tokens' way
+through the event loop, cost nothing while the device computes. A text that is ahead has its last committed token in the
+cache, and the token after it is known, or is being computed: it has that one before it takes part in any other pass.
+
+Texts of one kind (`LogitsPipeline.kind`) are judged by one set of array operations. A text whose processors depend on
+its tokens is judged by itself; a user's processor or sampler is called with evaluated logits, so then the token after a
+pass ahead is chosen in the next step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import cast
+
+import attrs
+import mlx.core as mx
+
+from actors.model import CachedSequence, CacheLostError, Feed, Model
+from actors.sampling.logit_check import LogitCheck, not_a_number
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline, TokenHistory
+from protocol.acceptance import LazyLikelihoods, choices_together
+from protocol.cached_tokens import FeedPlan
+from protocol.errors import OutriderError
+from protocol.messages import Features, Likelihood, Open
+
+
+@attrs.define(eq=False)
+class PlainRow:
+    """One text.
+
+    Attributes:
+        sequence: its cache.
+        opened: the message that began its session.
+        logits_pipeline: of its session.
+        plan: how to bring the cache in line with the committed text; feeds nothing while it is ahead.
+        history: of the committed text.
+        is_ahead: whether the cache has the last committed token, whose logits are those of a pass ahead.
+
+    Set by a step:
+        result: the token, or the error that concerns this text alone.
+        likelihoods: of the token, if the session asks for them.
+        features: of the tokens that were fed since the last step, if they are recorded.
+    """
+
+    sequence: CachedSequence
+    opened: Open
+    logits_pipeline: LogitsPipeline
+    plan: FeedPlan = attrs.field(factory=lambda: FeedPlan(0, ()))
+    history: TokenHistory = NO_HISTORY
+    is_ahead: bool = False
+    result: int | Exception = 0
+    likelihoods: tuple[Likelihood, ...] = ()
+    features: Features | None = None
+    # Of a pass ahead that others have gone on without: its logits (1, V), from which no token was chosen yet.
+    _logits: mx.array | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the token that comes next."""
+        return self.plan.keep + len(self.plan.feed)
+
+
+@attrs.frozen
+class _Chosen:
+    """The next token of each of several texts, which may not be computed yet.
+
+    Attributes:
+        tokens: (n,) ids.
+        largest: (n,) the largest logit of each of the model's own rows.
+        own: by index, the logit check of a text that is judged by itself, or the error of its processors.
+        likelihoods: by index, of a text that asks for them.
+    """
+
+    tokens: mx.array
+    largest: mx.array
+    own: dict[int, LogitCheck | OutriderError]
+    likelihoods: dict[int, LazyLikelihoods]
+
+    def launch(self) -> None:
+        mx.async_eval(*self._arrays())
+
+    def read(self, rows: Sequence[PlainRow]) -> None:
+        """Give each text its token, or the error if none can be chosen from its logits."""
+        mx.eval(*self._arrays())
+        tokens, largest = cast(list[int], self.tokens.tolist()), cast(list[float], self.largest.tolist())
+        for row, token, value in zip(rows, tokens, largest, strict=True):
+            row.result = token if math.isfinite(value) else not_a_number(value, row.position, "target")
+        for index, check in self.own.items():
+            row = rows[index]
+            error = check.error(0, row.position, "target") if isinstance(check, LogitCheck) else check
+            row.result = row.result if error is None else error
+        for index, lazy in self.likelihoods.items():
+            rows[index].likelihoods = lazy.read()
+
+    def _arrays(self) -> list[mx.array]:
+        arrays = [self.tokens, self.largest]
+        for check in self.own.values():
+            arrays += check.arrays() if isinstance(check, LogitCheck) else []
+        for lazy in self.likelihoods.values():
+            arrays += lazy.arrays()
+        return arrays
+
+
+@attrs.frozen
+class _PassAhead:
+    """A pass over the next tokens of some texts, which nobody has asked for yet.
+
+    Attributes:
+        rows: the texts.
+        logits: (n, V) after these tokens; lazy.
+        chosen: from them; None if that is left to the next step.
+    """
+
+    rows: tuple[PlainRow, ...]
+    logits: mx.array
+    chosen: _Chosen | None
+
+
+class PlainRows:
+    """The passes of one model over texts that nobody drafts for."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._ahead: _PassAhead | None = None
+
+    def step(self, rows: Sequence[PlainRow], *, goes_ahead: bool) -> list[int | Exception]:
+        """The next token of each text.
+
+        Args:
+            rows: the texts. The others that are ahead stay so.
+            goes_ahead: whether each of them goes on with one more token, whatever it is.
+
+        Returns: `PlainRow.result` of each. `CacheLostError`: a pass that the text shared has failed since this one was
+            planned.
+        Raises: whatever the model raises: the pass has failed for all, and their caches are empty.
+        """
+        sound = []
+        for row in rows:
+            if row.sequence.length == row.plan.keep:
+                sound.append(row)
+            else:
+                row.result, row.is_ahead, row._logits = CacheLostError(), False, None
+        try:
+            if sound:
+                self._decode(sound, goes_ahead)
+        except BaseException:
+            # What is in the caches now is not known.
+            self._ahead = None
+            self._model.abandon_shared()
+            for row in rows:
+                row.sequence.forget()
+                row.is_ahead, row._logits = False, None
+            raise
+        return [row.result for row in rows]
+
+    def _decode(self, rows: Sequence[PlainRow], goes_ahead: bool) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.rows == tuple(rows):
+            chosen = ahead.chosen or _choose(rows, ahead.logits)
+        else:
+            if ahead is not None:
+                for index, row in enumerate(ahead.rows):
+                    row._logits = ahead.logits[index : index + 1]
+            chosen = self._chosen_now(rows)
+        if goes_ahead:
+            chosen.launch()
+            self._go_ahead(rows, chosen)
+        chosen.read(rows)
+        for row in rows:
+            if row.sequence.records_features:
+                row.features = row.sequence.take_features(row.position)
+            row.is_ahead = goes_ahead
+            row.sequence.check(row.position + goes_ahead)
+
+    def _chosen_now(self, rows: Sequence[PlainRow]) -> _Chosen:
+        """The next tokens, from logits that are there, and from a pass over the texts of which there are none."""
+        fed = [row for row in rows if not row.is_ahead]
+        found = iter(self._model.feed_together([Feed(row.sequence, row.plan.feed, 1) for row in fed]) if fed else ())
+        logits = [next(found) if row._logits is None or not row.is_ahead else row._logits for row in rows]
+        for row in rows:
+            row._logits = None
+        if any(row.logits_pipeline.runs_user_code for row in rows):
+            # User code must not be blamed for a pass that fails.
+            mx.eval(logits)
+        return _choose(rows, logits[0] if len(logits) == 1 else mx.concatenate(logits))
+
+    def _go_ahead(self, rows: Sequence[PlainRow], chosen: _Chosen) -> None:
+        logits = self._model.feed_ahead([row.sequence for row in rows], chosen.tokens)
+        if any(row.logits_pipeline.runs_user_code for row in rows):
+            mx.async_eval(logits)
+            self._ahead = _PassAhead(tuple(rows), logits, None)
+        else:
+            chosen_ahead = _choose(rows, logits, chosen.tokens)
+            chosen_ahead.launch()
+            self._ahead = _PassAhead(tuple(rows), logits, chosen_ahead)
+
+
+def _choose(rows: Sequence[PlainRow], logits: mx.array, ahead: mx.array | None = None) -> _Chosen:
+    """Choose the next token of each text; lazy, but that user code is called.
+
+    Args:
+        logits: (n, V).
+        ahead: (n,) tokens that come after the rows' plans and before these logits; None if there are none.
+    """
+    kinds: dict[Hashable, list[int]] = {}
+    for index, row in enumerate(rows):
+        kinds.setdefault(row.logits_pipeline.kind or index, []).append(index)
+    own: dict[int, LogitCheck | OutriderError] = {}
+    lazy_likelihoods = {}
+    parts = []
+    for kind, indices in kinds.items():
+        some = logits if len(kinds) == 1 else logits[mx.array(indices)]
+        if isinstance(kind, int):
+            token, some, own[kind] = _choose_alone(rows[kind], some, None if ahead is None else ahead[kind : kind + 1])
+        else:
+            token = _choose_alike([rows[index] for index in indices], some, ahead is not None)
+        parts.append(token.astype(mx.uint32))
+        for i, index in enumerate(indices):
+            if num_top := rows[index].opened.settings.logprobs:
+                lazy_likelihoods[index] = LazyLikelihoods.of(some[i : i + 1], token[i : i + 1], num_top)
+    tokens = parts[0]
+    if len(kinds) > 1:
+        order = [index for indices in kinds.values() for index in indices]
+        tokens = mx.concatenate(parts)[mx.argsort(mx.array(order))]
+    return _Chosen(tokens, mx.max(logits, axis=-1), own, lazy_likelihoods)
+
+
+def _choose_alike(rows: Sequence[PlainRow], logits: mx.array, is_ahead: bool) -> mx.array:
+    settings, pipeline = rows[0].opened.settings, rows[0].logits_pipeline
+    decisions = [(row.opened.seed, row.position + is_ahead) for row in rows] if settings.temperature > 0 else []
+    return choices_together(pipeline.filter(logits, 0), settings.rule, settings.temperature, decisions)
+
+
+def _choose_alone(
+    row: PlainRow, logits: mx.array, before: mx.array | None
+) -> tuple[mx.array, mx.array, LogitCheck | OutriderError]:
+    """The next token of a text (1,), its processed logits (1, V), and its logit check.
+
+    If its processors fail: any token, and the error.
+    """
+    settings, pipeline, position = row.opened.settings, row.logits_pipeline, row.position
+    if before is None:
+        try:
+            processed = pipeline.process(logits, row.history, position)
+            filtered = pipeline.filter(processed, position)
+            chosen = pipeline.sample(filtered)
+        except OutriderError as error:
+            return mx.zeros((1,), mx.uint32), logits, error
+    else:
+        processed, chosen = pipeline.process_lazily(logits, row.history, position, before), None
+        position += 1
+        filtered = pipeline.filter(processed, position)
+    if chosen is None:
+        chosen = choices_together(filtered, settings.rule, settings.temperature, [(row.opened.seed, position)])
+    return chosen, processed, LogitCheck.of(logits, processed)

@@ -1,0 +1,151 @@
+"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole.
+
+A chunk of the tokens that a session scores is read with their scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import trio
+
+from actors.model import CachedSequence, Model
+from actors.prefill import can_read_together, next_chunk
+from actors.target.scoring import next_scored_chunk
+from actors.target.target_session import TargetSession
+from actors.workers.worker import Job, JobError, Worker
+from protocol.cached_tokens import FeedPlan
+from protocol.prefill_chunks import PrefillChunkSize, read_together
+from protocol.trace import Share
+
+
+class Reading:
+    """The prompts that are being read, in the order in which they came.
+
+    Attributes:
+        prompts: their sessions.
+        running: those whose prompts the running pass reads.
+        pass_over: set once that pass is over.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        worker: Worker,
+        chunk_size: PrefillChunkSize,
+        num_shared: Callable[[], int],
+        share: Callable[[list[Any], list[Share], Job[Any]], None],
+    ) -> None:
+        """No prompt so far.
+
+        Args:
+            model: lives on the worker's thread.
+            worker: runs the passes.
+            chunk_size: of the model; updated.
+            num_shared: returns how many texts may share a pass, >= 1.
+            share: called when a job of several parts begins; see `RoundJobs.share`.
+        """
+        self._model = model
+        self._worker = worker
+        self._chunk_size = chunk_size
+        # A pass that scores costs more than one that only reads.
+        self._score_size = PrefillChunkSize()
+        self._num_shared = num_shared
+        self._share = share
+        self.prompts: dict[TargetSession, None] = {}
+        self.running: Sequence[TargetSession] = ()
+        self.pass_over = trio.Event()
+
+    @property
+    def wanted(self) -> list[TargetSession]:
+        """The sessions whose prompts somebody still wants to be read."""
+        return [session for session in self.prompts if not session.shared.is_unwanted]
+
+    async def run_pass(self) -> None:
+        """Read a chunk of the first prompt that is wanted, or that prompt whole together with others of like length.
+
+        An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
+        alone.
+        """
+        self.running, self.pass_over = self._chosen(), trio.Event()
+        try:
+            await (self._read_chunk(self.running[0]) if len(self.running) == 1 else self._read_whole(self.running))
+        finally:
+            for session in self.running:
+                if session in self.prompts and (session.failure is not None or not _num_left(session)):
+                    del self.prompts[session]
+                    session.prompt_is_read.set()
+            self.running = ()
+            self.pass_over.set()
+
+    def _chosen(self) -> list[TargetSession]:
+        first, *others = self.wanted
+        if self._num_shared() == 1 or not _can_share(first):
+            return [first]
+        fitting = [first, *filter(_can_share, others)]
+        indices = read_together([_num_left(each) for each in fitting], self._chunk_size(), self._model.widest_row)
+        return [fitting[index] for index in indices[: self._num_shared()]]
+
+    async def _read_chunk(self, session: TargetSession) -> None:
+        sequence, opened = session.sequence, session.shared.opened
+        assert sequence is not None
+        scores = len(session.cached_tokens) >= opened.num_read
+        chunk_size = self._score_size if scores else self._chunk_size
+        call: Callable[[], Any]
+        if scores:
+            vocab_size = self._model.vocab_size
+            plan, call = next_scored_chunk(sequence, session.cached_tokens, opened, chunk_size, vocab_size)
+        else:
+            chunk = next_chunk(sequence, session.cached_tokens, opened, chunk_size)
+            plan, call = chunk.plan, partial(chunk.feed, sequence)
+        job: Job[Any] = Job("prefill", call, session.id, len(plan.feed))
+        try:
+            session.shared.scores += await self._worker.run(job) or ()
+        except JobError as error:
+            session.failure = error
+            return
+        chunk_size.observe(job.num_tokens, job.seconds)
+        session.cached_tokens.follow(plan)
+
+    async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
+        plans = [
+            session.cached_tokens.plan(session.shared.opened.prompt[: session.shared.opened.num_read], num_logits=0)
+            for session in sessions
+        ]
+        sequences = [session.sequence for session in sessions if session.sequence is not None]
+        shares = [Share(session.id, 0, len(plan.feed)) for session, plan in zip(sessions, plans, strict=True)]
+        job = Job("prefill", partial(_read_together, self._model, sequences, plans))
+        job.prepare = partial(self._share, plans, shares, job)
+        try:
+            await self._worker.run(job)
+        except JobError:
+            for session in sessions:
+                session.reads_alone = True
+            return
+        # Only the first one where texts of the model cannot share passes.
+        for session, plan in zip(sessions, plans, strict=False):
+            session.cached_tokens.follow(plan)
+        self._chunk_size.observe(job.num_tokens, job.seconds)
+
+
+def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Sequence[FeedPlan]) -> None:
+    try:
+        if len(plans) == 1:
+            sequences[0].feed(plans[0].feed, 0)
+        else:
+            model.read_together(sequences, [plan.feed for plan in plans])
+    except BaseException:
+        for sequence in sequences:
+            sequence.forget()
+        raise
+
+
+def _can_share(session: TargetSession) -> bool:
+    assert session.sequence is not None
+    return not session.reads_alone and can_read_together(session.sequence, session.shared.opened)
+
+
+def _num_left(session: TargetSession) -> int:
+    return session.reads_until - len(session.cached_tokens)

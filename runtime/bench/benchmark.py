@@ -1,0 +1,331 @@
+"""What all benchmarks share: the plan, the measuring, and the figures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, ClassVar, Generic, TypeVar
+
+import attrs
+
+from actors.distributed.rank_group import RankGroup
+from actors.mlx.cache_options import CacheOptions
+from actors.workers.worker import JobError
+from protocol.errors import ModelError, PromptError
+from protocol.open_options import OpenOptions
+from protocol.settings import settings_from
+from protocol.validation import check_integer, must_be, validator
+from protocol.wording import Message
+from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
+from runtime.loading.demo import DEMO_PROMPTS
+from runtime.loading.model_sources import Source, caches_of
+from runtime.measuring.contest import Contest, Step
+from runtime.measuring.figures import Figure, Record, Spread, ratio, record_of, spread, total
+from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_models
+from runtime.measuring.reports import Report
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Enough to leave something to time after the first round.
+MIN_TOKENS = 16
+
+
+def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The values in order, each once."""
+    return tuple(dict.fromkeys(values))
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What to measure, as far as all benchmarks share it.
+
+    Raises: SettingsError, PromptError: something is out of its range.
+
+    Attributes:
+        prompts: texts or sequences of token ids; at least one.
+        max_tokens: number of tokens to generate for each prompt, >= 16; nothing ends a text earlier.
+        repeats: number of times that each contender runs everything, >= 1.
+        temperature: >= 0; 0 is greedy.
+        dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
+        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
+            same way.
+    """
+
+    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
+    max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
+    repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
+    temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
+    dtype: str | None = attrs.field(default=None)
+    rewind: str = "auto"
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+
+    def __attrs_post_init__(self) -> None:
+        _ = self.cache_options
+
+    @property
+    def cache_options(self) -> CacheOptions:
+        """Options of the runtime's caches."""
+        return caches_of(
+            OpenOptions(
+                rewind=self.rewind,
+                kv_bits=self.kv_bits,
+                kv_group_size=self.kv_group_size,
+                quantized_kv_start=self.quantized_kv_start,
+            )
+        )
+
+    @prompts.validator
+    def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
+        if not prompts:
+            raise PromptError("there is no prompt to measure with; give at least one")
+
+    @dtype.validator
+    def _check_dtype(self, _: object, dtype: Any) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise must_be("dtype", Message("one of {types} or {none}", types=", ".join(DTYPES)), dtype)
+
+
+P = TypeVar("P", bound=Plan)
+Progress = Callable[[str], None]
+
+
+class Benchmark(ABC, Generic[P]):
+    """A benchmark, and what it has measured so far; `result` may be called at any time.
+
+    A case is a number: that of a prompt, or of streams.
+
+    Attributes:
+        plan: what to measure.
+        about: what it runs on.
+        contest: the runs so far.
+        figures: of each row, for JSON and the table.
+        with_prompts: whether the time of the prompts counts.
+        prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
+            of them, too.
+    """
+
+    figures: ClassVar[tuple[Figure, ...]]
+    with_prompts: ClassVar[bool] = True
+    prefix_cache_bytes: ClassVar[int] = 0
+
+    def __init__(self, plan: P) -> None:
+        self.plan = plan
+        self.about = Circumstances()
+        self.contest = self._contest()
+
+    # --- what each benchmark decides --------------------------------------------------------------
+
+    @abstractmethod
+    def _contest(self) -> Contest[Contender, int, Run]:
+        """The contest that the plan describes, without runs."""
+
+    @abstractmethod
+    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
+        """The prompts that are decoded in a case."""
+
+    @abstractmethod
+    def _described(self, case: int) -> str:
+        """A case in a progress line."""
+
+    @abstractmethod
+    def result(self) -> Record:
+        """The figures so far, and what they were measured on. `rows` has a record for each contender."""
+
+    @abstractmethod
+    def report(self, result: Record) -> Report:
+        """What is printed of a result."""
+
+    def plot(self, result: Record) -> Any:
+        """A matplotlib figure of a result."""
+        raise NotImplementedError
+
+    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
+        """The texts that a case should have."""
+        return ()
+
+    def value(self, runs: Sequence[Run]) -> float | None:
+        """What is compared: here tokens per second."""
+        return ratio(total(runs, "num_timed"), total(runs, "seconds"))
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    def entries(self, cases: Sequence[int]) -> list[Entry]:
+        """What the rows of some cases are computed from: one for each contender that takes part in them."""
+        complete = {key: turn for key, turn in self.contest.complete.items() if key[1] in cases}
+        return [Entry(self, complete, contender, cases) for contender in self.contest.contenders_of(cases[0])]
+
+    def rows(self, cases: Sequence[int]) -> list[Record]:
+        """The figures of some cases: a row for each contender that takes part in them."""
+        return [record_of(self.figures, entry) for entry in self.entries(cases)]
+
+    def _facts(self) -> dict[str, Any]:
+        """How far it came, and on which machine."""
+        return {
+            "machine": self.about.machine,
+            "max_tokens": self.plan.max_tokens,
+            "repeats": self.plan.repeats,
+            "repeats_done": self.contest.repeats_done,
+            "is_complete": self.contest.is_complete,
+        }
+
+    def _facts_of_models(self) -> dict[str, Any]:
+        about = self.about
+        models = {"target": about.target, "draft": about.draft, "dtypes": about.dtypes}
+        return models | self._facts() | {"temperature": self.plan.temperature}
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    async def _measure(
+        self, target: Source, drafts: Mapping[str, Source], on_progress: Progress, group: RankGroup | None = None
+    ) -> Record:
+        async with AsyncExitStack() as stack:
+            plan = self.plan
+            models = await load_models(
+                stack, target, drafts, plan.cache_options, dtype=plan.dtype, group=group, on_progress=on_progress
+            )
+            self.about = models.circumstances
+            prompts = models.encoded(plan.prompts, plan.max_tokens)
+            runner = ContenderRunner(models)
+            self._note_models(models)
+            await runner.open_runtimes(stack, self.contest.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
+            await self._prepare(runner, prompts, on_progress)
+            await self._run(runner, prompts, on_progress)
+        return self.result()
+
+    def _note_models(self, models: LoadedModels) -> None:
+        """Called once the models are loaded, before the contest begins."""
+
+    async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
+        """Called before the contest begins."""
+
+    async def _run(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
+        """Have all contenders run all cases, in turn.
+
+        Raises: ModelError: mlx-lm cannot decode plainly with the target.
+        """
+        plan = self.plan
+        for step in self.contest.steps():
+            repeat = "" if step.repeat is None else f"repeat {step.repeat + 1} of {plan.repeats}, "
+            when = f"{repeat}{self._described(step.case)}" if repeat else "warming up"
+            on_progress(f"{when}: {step.contender.name} ({step.progress})")
+            case, is_timed_from_call = self._prompts_of(step.case, prompts), self.with_prompts
+            try:
+                run = await runner.run(
+                    step.contender, case, plan.max_tokens, plan.temperature, with_prompts=is_timed_from_call
+                )
+            except JobError as error:
+                self._note_failure(step, error)
+            else:
+                self.contest.record(step, run)
+
+    def _note_failure(self, step: Step[Contender, int], error: JobError) -> None:
+        if step.contender == PLAIN:
+            raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
+        self.contest.fail(step, str(error.__cause__))
+
+
+@attrs.frozen
+class Entry:
+    """What a row's figures are computed from: a contender, and the complete turns of some cases."""
+
+    benchmark: Benchmark[Any]
+    complete: Mapping[tuple[int, int], Mapping[Contender, Run]]
+    contender: Contender
+    cases: Sequence[int]
+
+    @property
+    def runs(self) -> dict[tuple[int, int], Run]:
+        """The contender's runs, by (repeat, case)."""
+        return {key: turn[self.contender] for key, turn in self.complete.items() if self.contender in turn}
+
+    @property
+    def spread(self) -> Spread:
+        """What is compared: one value a repeat, over the cases."""
+        by_repeat: dict[int, list[Run]] = {}
+        for (repeat, _), run in self.runs.items():
+            by_repeat.setdefault(repeat, []).append(run)
+        return spread(self.benchmark.value(runs) for runs in by_repeat.values())
+
+    def total(self, *names: str) -> float | None:
+        """The sum of counters over the runs."""
+        return total(list(self.runs.values()), *names)
+
+    def by(self, other: Contender) -> Entry:
+        """The same of another contender."""
+        return attrs.evolve(self, contender=other)
+
+    def versus(self, other: Contender | None) -> float | None:
+        """Its median over that of another contender."""
+        return None if other is None else ratio(self.spread.median, self.by(other).spread.median)
+
+    def same_texts(self) -> int | None:
+        """Number of texts that are what they should be; None above temperature 0.
+
+        In low precision a pass of another width, or over more texts, may decide a near-tie differently.
+        """
+        expected = {case: self.benchmark.expected(self, case) for _, case in self.complete}
+        pairs = (pair for (_, case), run in self.runs.items() for pair in zip(run.texts, expected[case], strict=True))
+        return None if self.benchmark.plan.temperature > 0 else sum(text == should for text, should in pairs)
+
+
+# --- figures that several benchmarks have ---------------------------------------------------------
+
+
+def share(part: str, *whole: str) -> Callable[[Entry], float | None]:
+    """The ratio of two counters of `Run`, or of one and the sum of others."""
+    return lambda entry: ratio(entry.total(part), entry.total(*whole))
+
+
+def spread_figures(name: str, heading: str) -> tuple[Figure, ...]:
+    """What is compared: `name` has one value a repeat."""
+    return (
+        Figure(name, lambda entry: entry.spread.values),
+        Figure("median", lambda entry: entry.spread.median, heading, ".1f"),
+        Figure("low", lambda entry: entry.spread.low),
+        Figure("high", lambda entry: entry.spread.high),
+        Figure(heading="spread", show=lambda row: f"{row.low:.1f}–{row.high:.1f}"),
+    )
+
+
+LABEL = Figure("name", lambda entry: entry.contender.name, "")
+LOOKAHEAD = Figure("lookahead", lambda entry: entry.contender.lookahead)
+FAILURE = Figure("failure", lambda entry: entry.benchmark.contest.failures.get(entry.contender))
+TOKENS_PER_ROUND = Figure("tokens_per_round", share("num_tokens", "rounds"), "a round", ".2f")
+# Verdicts whose text had been drafted ahead.
+HIT_RATE = Figure("hit_rate", share("hits", "hits", "misses"), "hits", ".0%")
+# The fraction of the time in which each model's thread worked.
+BUSY = (
+    Figure("target_busy", share("target_seconds", "seconds")),
+    Figure("draft_busy", share("draft_seconds", "seconds")),
+    Figure(
+        heading="busy",
+        show=lambda row: "–" if row.target_busy is None else f"{row.target_busy:.0%} {row.draft_busy:.0%}",
+    ),
+)
+SAME_TEXTS = (
+    Figure("same_texts", Entry.same_texts),
+    Figure("num_texts", lambda entry: sum(len(run.texts) for run in entry.runs.values())),
+    Figure(heading="same", show=lambda row: "–" if row.same_texts is None else f"{row.same_texts}/{row.num_texts}"),
+)
+
+
+def about_models(result: Record, num_texts: int | str) -> Iterator[tuple[str, str]]:
+    """Models, texts, repeats and machine, as rows of (name, value)."""
+    yield "target", f"{result.target}, {', '.join(result.dtypes['target'])}"
+    yield "draft", ", ".join([result.draft, *result.dtypes.get("draft", ())])
+    for name, dtypes in result.dtypes.items():
+        if name not in ("target", "draft"):
+            yield "", f"{name}: {', '.join(dtypes)}"
+    yield "texts", f"{num_texts} of {result.max_tokens} tokens, temperature {result.temperature:g}"
+    cut = "" if result.is_complete else ", the last perhaps in part: it was interrupted"
+    yield "repeats", f"{result.repeats_done} of {result.repeats}{cut}"
+    yield from result.machine.items()
+
+
+def failures(result: Record) -> Iterator[str]:
+    """Who cannot run, and why."""
+    for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
+        yield f"{name} cannot run: {why}"

@@ -1,0 +1,276 @@
+"""The models of a measurement: a target and its drafters, each on its own thread, and runtimes over them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from actors.distributed.rank_group import RankGroup
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.memory import wired_memory
+from actors.mlx.model import MLXModel, dtypes_of
+from actors.trained.drafter_model import TrainedDrafter
+from actors.translated.translated_model import TranslatedModel
+from actors.warm_up import warm_up
+from actors.workers.core_sharing import CORES
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError, Worker
+from protocol.errors import PromptError, SettingsError
+from protocol.open_options import MAX_BATCH
+from protocol.prices import Prices
+from protocol.settings import NGRAM
+from protocol.trace import Event
+from runtime.engine.events import Events
+from runtime.engine.running import running
+from runtime.engine.runtime import Runtime
+from runtime.generation.text import encode_prompt
+from runtime.loading import blas
+from runtime.loading.device import processor_name
+from runtime.loading.model_files import name_of
+from runtime.loading.model_sources import Source, check_draft_source, check_source, load_draft_onto
+from runtime.ranks.leading import check_group, ending_all, leading, worker_for
+from runtime.ranks.sharded_target import load_target_onto
+
+# Any of the models of a benchmark.
+AnyModel = MLXModel | TranslatedModel | TrainedDrafter
+# The names of the target and of an only drafter among the models of a benchmark.
+TARGET, ONLY_DRAFT = "target", "draft"
+
+
+class EventSwitch:
+    """Passes the workers' events to the runtime of the current contender."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[Event], None] | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Pass on an event."""
+        if self.listener is not None:
+            self.listener(event)
+
+
+@attrs.define
+class Circumstances:
+    """What a measurement ran on.
+
+    Attributes:
+        target, draft: the models, by name; of several drafters all names.
+        dtypes: those of their weights, by role; or the name of a drafter, if there are several.
+        machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
+        num_ranks: that the target is sharded over.
+    """
+
+    target: str = ""
+    draft: str = ""
+    dtypes: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
+    machine: dict[str, str] = attrs.field(factory=dict)
+    num_ranks: int = 1
+
+
+@attrs.frozen
+class LoadedModels:
+    """A target with one drafter or several, and their workers.
+
+    Attributes:
+        models, workers: by name: `TARGET`, `ONLY_DRAFT`, or the drafter's if there are several. Each model was made on
+            its worker's thread. A drafter that is missing here drafts by prompt lookup.
+        events: receives the spans of the workers.
+        tokenizer: the target's; None without one.
+        cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
+        drafts: what was asked for, by name. The first one is the drafter without a name.
+        group: the ranks that the target is sharded over; None for one machine. mlx-lm cannot decode with it there.
+        target_source: what the target was loaded from.
+    """
+
+    models: dict[str, AnyModel]
+    workers: dict[str, Worker]
+    events: EventSwitch
+    tokenizer: Any = None
+    cache_options: CacheOptions = attrs.field(factory=CacheOptions)
+    drafts: Mapping[str, Source] = {ONLY_DRAFT: NGRAM}
+    group: RankGroup | None = None
+    target_source: Source = ""
+
+    @property
+    def target(self) -> MLXModel:
+        """The target."""
+        target = self.models[TARGET]
+        assert isinstance(target, MLXModel)
+        return target
+
+    @property
+    def circumstances(self) -> Circumstances:
+        """The models by name, and the machine."""
+        machine = _machine()
+        if self.group is not None:
+            machine["ranks"] = f"{self.group.size}, of which this is the first"
+        return Circumstances(
+            target=name_of(self.target_source),
+            draft=", ".join(NGRAM if draft == NGRAM else name_of(draft) for draft in self.drafts.values()),
+            dtypes={name: dtypes_of(model.module) for name, model in self.models.items()},
+            machine=machine,
+            num_ranks=1 if self.group is None else self.group.size,
+        )
+
+    def drafter(self, name: str = "") -> tuple[AnyModel, Worker] | None:
+        """A drafter and its worker, the first one for ""; None for prompt lookup."""
+        name = name or next(iter(self.drafts))
+        return (self.models[name], self.workers[name]) if name in self.models else None
+
+    def record_for(self, drafter: tuple[AnyModel, Worker] | None) -> None:
+        """Have the target record what a drafter reads, in texts that begin from now on."""
+        model = None if drafter is None else drafter[0]
+        self.target.record_features(model.feature_layers if isinstance(model, TrainedDrafter) else None)
+
+    @contextmanager
+    def evaluating_layers(self) -> Iterator[None]:
+        """Evaluate layer by layer inside the block, as this runtime does; mlx-lm runs the models as they are."""
+        with ExitStack() as stack:
+            for model in self.models.values():
+                stack.enter_context(model.evaluating_layers())
+            yield
+
+    async def open_runtime(
+        self,
+        stack: AsyncExitStack,
+        draft: str = "",
+        *,
+        events: Events | None = None,
+        max_batch: int = MAX_BATCH,
+        **options: Any,
+    ) -> Runtime:
+        """Open a runtime as `runtime.open` does, inside `evaluating_layers`.
+
+        Args:
+            stack: closes the runtime on exit.
+            draft: the drafter's name; "" for the first.
+            events: where the runtime announces what happens; the workers announce it through `self.events`.
+            max_batch: most streams that share a pass, if the target's can.
+            options: of `running`.
+        """
+        self.events.listener = events
+        target, drafter = (self.target, self.workers[TARGET]), self.drafter(draft)
+        self.record_for(drafter)
+        prices = Prices(core_hold_s=CORES.hold_s)
+        if drafter is not None:
+            # Not only for the prices: it runs each model for the first time while the other one rests. What fails here
+            # fails again in a run, where it is known whose it is.
+            with suppress(JobError):
+                await warm_up(target, drafter, prices)
+        batch = self.target.bounded_batch(max_batch)
+        runtime = await stack.enter_async_context(
+            running(target, drafter or NGRAM, events=events, prices=prices, max_batch=batch, **options)
+        )
+        if self.group is not None:
+            stack.enter_context(ending_all(self.group, runtime._sessions.fail))
+        return runtime
+
+    def encoded(self, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+        """Prompts as token ids, of which each leaves room for `max_tokens` more in every context.
+
+        Raises: PromptError.
+        """
+        found = [encode_prompt(prompt, self.tokenizer, self.target.vocab_size) for prompt in prompts]
+        lengths = (model.context_length for model in self.models.values())
+        context = min((length for length in lengths if length is not None), default=None)
+        longest = max(map(len, found))
+        if context is not None and longest + max_tokens > context:
+            raise PromptError.of(
+                "a prompt of {longest} tokens and {max_tokens=} do not fit a context of {context} tokens; shorten one "
+                "of them",
+                longest=longest,
+                max_tokens=max_tokens,
+                context=context,
+            )
+        return found
+
+
+async def load_models(
+    stack: AsyncExitStack,
+    target: Source,
+    drafts: Mapping[str, Source],
+    options: CacheOptions | None = None,
+    *,
+    dtype: str | None = None,
+    group: RankGroup | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> LoadedModels:
+    """Load a target and its drafters onto threads of their own.
+
+    Args:
+        stack: ends the threads on exit.
+        target: as for `runtime.open`.
+        drafts: likewise, by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing.
+        options: of the caches.
+        dtype: the models are cast to it; None leaves them as they are.
+        group: the ranks that the target is sharded over; None for one machine.
+        on_progress: called with a description of each step before it starts.
+
+    Raises: SettingsError, ModelError, VocabularyMismatchError, RankError: see
+        `runtime.bench.one_stream.OneStream.measure`.
+    """
+    options = options or CacheOptions()
+    target = check_source("target", target)
+    sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
+    if dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
+        raise SettingsError.of("{dtype} is for models that are loaded here; cast one that is there already yourself")
+    if group is not None:
+        for draft in (None, *sources.values()):
+            check_group(group, target, draft)
+        if dtype is not None:
+            raise SettingsError.of(
+                "{dtype} does not go with ranks: each has its part as it is in the files; leave it out"
+            )
+    stack.enter_context(wired_memory())
+    events = EventSwitch()
+    target_thread = worker_for("target", events, group, None)
+    workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(target_thread)}
+    if group is not None:
+        stack.enter_context(leading(group, target_thread))
+    for name in sources:
+        workers[name] = await stack.enter_async_context(ThreadWorker("draft", events))
+    on_progress("loading the target")
+    loaded = await load_target_onto(workers[TARGET], target, options, group)
+    models: dict[str, AnyModel] = {TARGET: loaded.model}
+    await _cast_on(workers[TARGET], loaded.model, dtype)
+    for name, source in sources.items():
+        on_progress("loading the draft" + ("" if name == ONLY_DRAFT else f" {name}"))
+        models[name] = (await load_draft_onto(workers[name], source, options, loaded)).model
+        await _cast_on(workers[name], models[name], dtype)
+    loaded.model.record_features(None)  # until a drafter needs them
+    return LoadedModels(models, workers, events, loaded.tokenizer, options, drafts, group, target)
+
+
+async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
+    if dtype is not None:
+        await worker.run(Job("load", partial(_cast, model.module, getattr(mx, dtype))))
+
+
+def _cast(module: Module, dtype: mx.Dtype) -> None:
+    module.set_dtype(dtype)
+    mx.eval(module)
+
+
+def _machine() -> dict[str, str]:
+    """Processor, versions, device and BLAS."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    machine = {
+        "device": mx.default_device().type.name,
+        "processor": f"{processor_name()}, {blas.num_usable_cores()} cores",
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {versions}",
+    }
+    if (library := blas.blas_in_use()) is not None:
+        machine["linear algebra"] = library
+    if blas.shares_cores():
+        machine["BLAS threads"] = (
+            f"{blas.num_usable_cores()} for a model that computes alone, shared by models that compute at the same time"
+        )
+    return machine

@@ -1,0 +1,297 @@
+"""A chat to continue, in no API's form but that of chat templates; requests of the APIs are translated to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal, TypeVar
+
+import attrs
+from pydantic import AliasChoices, Field, ValidationError
+
+from protocol.errors import SettingsError
+from runtime.generation.text import Prompt
+from runtime.generation.tool_calls.tools import Tools, tools_of
+from runtime.server.answers.body import Body, NoEffect, ignored_fields
+from runtime.server.answers.request import Objects, Request
+from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
+
+Effort = Annotated[str, Field(max_length=100)]
+
+
+class TextPart(Body):
+    """A part of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """The text of a content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class ChatMessage(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Objects | None = None
+    tool_call_id: str | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message calls functions."""
+        return bool(self.tool_calls)
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether an answer continues the message, if it is the last one and the request says nothing else."""
+        return self.role == "assistant" and not self.has_calls
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template."""
+        # "developer" is OpenAI's newer name for "system"; chat templates do not know it.
+        role = "system" if self.role == "developer" else self.role
+        plain: dict[str, Any] = {"role": role, "content": joined(self.content or "")}
+        if self.reasoning_content:
+            plain["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            plain["tool_calls"] = self.tool_calls
+        if self.role == "tool":
+            result = {"tool_call_id": self.tool_call_id or None, "name": self.name}
+            plain |= {key: value for key, value in result.items() if value is not None}
+        return plain
+
+
+class Thinking(Body):
+    """Whether the model reasons before it answers, in Anthropic's form."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: NoEffect = None
+
+
+class Prediction(Body):
+    """A text that the answer may resemble, such as a file that is edited."""
+
+    type: Literal["content"]
+    content: Content
+
+
+# What `apply_chat_template` takes beside variables of the template. A template is a program, and is the model's own.
+_NO_VARIABLES = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+
+
+class Chat(Request):
+    """A chat to continue."""
+
+    prompt_field = "messages"
+    is_chat = True
+    # The bounds of lists of objects are for the time of reading them.
+    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Objects | None = Field(None, description="functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='"none", "auto", "required", or the function that must be called'
+    )
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description="whether an answer may have several calls; by default only where the model decides whether to call",
+    )
+    reasoning_effort: Effort | None = Field(
+        None, description='a variable of the chat template; "none" switches reasoning off, if the template can'
+    )
+    thinking: Thinking | bool | None = Field(
+        None,
+        validation_alias=AliasChoices("thinking", "enable_thinking"),
+        description="whether the model reasons before it answers, if its chat template has a switch for that; also "
+        "`enable_thinking`",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        validation_alias=AliasChoices("chat_template_kwargs", "chat_template_args"),
+        description="further variables of the chat template",
+    )
+    continue_final_message: bool | None = Field(
+        None,
+        description="true: the answer continues the last message; false: it is a new one; by default, it continues a "
+        "message of the assistant's without calls",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="true: the answer is a new message; false: the prompt ends with the last message"
+    )
+    prediction: Prediction | None = Field(None, description="a text that the answer may resemble, to draft from")
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and self.logprobs is None:
+            raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
+        if self.continue_final_message and (problem := self._problem_of_continuing()) is not None:
+            message = f"continue_final_message {problem}; leave it out"
+            raise ErrorResponse(400, message, param="continue_final_message")
+        if taken := sorted(_NO_VARIABLES & (self.chat_template_kwargs or {}).keys()):
+            message = f"chat_template_kwargs cannot have {taken[0]}, which is no variable of the template; leave it out"
+            raise ErrorResponse(400, message, param="chat_template_kwargs")
+
+    def _problem_of_continuing(self) -> str | None:
+        """Why the last message cannot be continued; None if it can."""
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            return "cannot go together with add_generation_prompt: true, which begins a new message"
+        if last.role != "assistant":
+            return f"needs a last message of the assistant's, got one of {last.role!r}"
+        return "cannot continue a message with calls, which is complete" if last.has_calls else None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message; the default is llama.cpp's."""
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        return self.messages[-1].may_go_on and not self.add_generation_prompt
+
+    def prompts(self, *, has_template: bool) -> Sequence[Prompt]:
+        messages = [message.plain() for message in self.messages]
+        if not has_template:
+            # One running text, as in a conversation with a base model.
+            return ["".join(message["content"] for message in messages)]
+        messages[-1] |= {"prefix": self.continues}
+        return [messages]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        variables: dict[str, Any] = {} if self.add_generation_prompt is not False else {"add_generation_prompt": False}
+        if self.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+        elif self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.thinking is not None:
+            is_on = self.thinking if isinstance(self.thinking, bool) else self.thinking.type != "disabled"
+            variables["enable_thinking"] = is_on
+        return {**variables, **(self.chat_template_kwargs or {})}
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools)
+
+    def checked_tools(self) -> Tools | None:
+        return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def predicted_text(self) -> str:
+        return "" if self.prediction is None else joined(self.prediction.content)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt_length(self) -> int:
+        return sum(len(message.plain()["content"]) for message in self.messages)
+
+
+def checked_tools(
+    listed: Any, choice: Any, is_parallel: bool | None, choice_field: str = "tool_choice"
+) -> Tools | None:
+    """The tools of a request; None where the model may call nothing.
+
+    Args:
+        listed, is_parallel: see `tools_of`.
+        choice: likewise, or a function as an object.
+
+    Raises: ErrorResponse: a tool or the choice is invalid.
+    """
+    match choice:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            choice = name
+        case str() | None:
+            choice = "auto" if choice is None else choice
+        case _:
+            raise ErrorResponse(
+                400,
+                f'{choice_field} must be "none", "auto", "required" or '
+                f'{{"type": "function", "function": {{"name": "…"}}}}, got {short_json(choice)}',
+                param=choice_field,
+            )
+    try:
+        return tools_of(listed, choice, is_parallel=is_parallel)
+    except SettingsError as error:
+        raise ErrorResponse(400, str(error), param="tools") from error
+
+
+# --- translation ----------------------------------------------------------------------------------
+
+# Fields that each API says in its own way.
+_OF_ITS_OWN = frozenset(
+    (
+        *("model", "stream", "max_tokens", "n_predict", "messages", "response_format", "thinking"),
+        *("tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"),
+    )
+)
+
+
+def _names(body: type[Body]) -> Iterator[str]:
+    """The names of all fields of a body, also their other ones."""
+    for name, field in body.model_fields.items():
+        yield name
+        if isinstance(field.validation_alias, AliasChoices):
+            yield from map(str, field.validation_alias.choices)
+
+
+# Fields that mean the same in every API.
+PASSED_ON = frozenset(_names(Chat)) - _OF_ITS_OWN
+
+
+class TranslatedBody(Body):
+    """The body of a request; unknown fields that mean the same in every API are taken as in a chat."""
+
+    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the chat that this stands for.
+
+        Raises: ErrorResponse: something that it asks for is not supported.
+        """
+        raise NotImplementedError
+
+
+R = TypeVar("R", bound=TranslatedBody)
+C = TypeVar("C", bound=Chat)
+
+
+def parse_translated(
+    body: bytes,
+    request_type: type[R],
+    chat_type: type[C],
+    tags: Set[str],
+    fields: Callable[[R], Mapping[str, Any]] = lambda request: request.fields(),
+) -> tuple[R, C]:
+    """Parse and validate the body of a request, and translate it.
+
+    Args:
+        tags: the types of items of lists in the body.
+        fields: returns the fields of the chat that a body stands for.
+
+    Raises: ErrorResponse: the body is invalid.
+    """
+    try:
+        request = request_type.model_validate_json(body)
+        passed_on = {name: value for name, value in (request.model_extra or {}).items() if name in PASSED_ON}
+        chat = chat_type.model_validate({**passed_on, **fields(request)})
+        chat.take_other_names()
+    except ValidationError as error:
+        raise error_response_of_body(error, tags) from error
+    ignored = ignored_fields(request, PASSED_ON)
+    chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *chat.unknown())))
+    chat.check()
+    return request, chat

@@ -1,0 +1,277 @@
+"""The way of a request: from its body to a stream of tokens, and the response to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import attrs
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import OutriderError
+from protocol.statistics import Counts, Statistics
+from runtime.engine.runtime import Runtime
+from runtime.generation.token_stream import TokenStream
+from runtime.server.answers.api import Answer, Api, Choice, Choices
+from runtime.server.answers.body import RequestBody
+from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_tokens
+from runtime.server.answers.request import Request
+from runtime.server.answers.sending import encoded_aside, send_events, send_whole
+from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
+from runtime.server.context import ServerContext
+from runtime.server.errors import ErrorResponse, error_response_of
+from runtime.server.fair_threads import SHORT
+from runtime.server.middleware import TOKENS
+from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.served_model import ModelLoadError
+from runtime.server.timelines import Timeline
+
+B = TypeVar("B")
+R = TypeVar("R", bound=RequestBody)
+
+
+async def read_request(
+    context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive, client: str
+) -> B:
+    """The parsed body of a request.
+
+    Args:
+        parse: parses the body; runs in another thread where that is long.
+
+    Raises:
+        ErrorResponse: the request is rejected.
+        ClientGone: the client has left.
+    """
+    # Before the body is read, so that a client need not send one that cannot be admitted.
+    context.admission.check()
+    limits = context.limits
+    with context.body_memory.claim() as claim:
+        body = await read_body(scope, receive, limits.max_body_bytes, limits.body_s, claim)
+        # A long one is not read on trio's thread, which serves everybody.
+        if len(body) <= SHORT:
+            return parse(body)
+        return await context.preparation.run(partial(parse, body), len(body), client)
+
+
+def model_of(context: ServerContext, request: Any) -> str:
+    """The name of a request's model.
+
+    Raises: ErrorResponse: there is none of that name; or the server is strict, and the request has an unknown field.
+    """
+    if context.is_strict:
+        request.ignored.refuse()
+    return context.requested_model(request.model)
+
+
+class TokenizerEndpoint(Generic[R]):
+    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        parse: Callable[[bytes], R],
+        result: Callable[[R, Runtime], Mapping[str, Any]],
+        field_and_length: Callable[[R], tuple[str, int]],
+    ) -> None:
+        """For one path.
+
+        Args:
+            parse: parses and validates a body; may raise ErrorResponse.
+            result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
+            field_and_length: the name of the field that the tokenizer works on, and the characters or tokens in it.
+        """
+        self._context = context
+        self._parse = parse
+        self._result = result
+        self._field_and_length = field_and_length
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request.
+
+        Raises: ErrorResponse: the request is rejected; nothing was sent.
+
+        Cancellation: as of `FairThreads.run`.
+        """
+        context, client = self._context, client_address(scope)
+        with suppress(ClientGone):
+            body = await read_request(context, self._parse, scope, receive, client)
+            respond = partial(self._respond, body, model_of(context, body), client)
+            await while_there(receive, body.ignored.named_by(send), context.limits.stalled_s, respond)
+
+    async def _respond(self, body: R, model_name: str, client: str, send: Send) -> None:
+        field, length = self._field_and_length(body)
+        try:
+            async with self._context.models.use(model_name) as model:
+                runtime = model.runtime
+                # The JSON of a long result takes a while, too.
+                make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
+                response = await self._context.preparation.run(make, length, client)
+        except OutriderError as error:
+            raise error_response_of(error, field) from error
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body})
+
+
+@attrs.define
+class _Outcome:
+    """What became of a request, for metrics and access log.
+
+    Attributes:
+        model: the name of its model, once that is known.
+        streams: its generations that have begun.
+        num_texts: generations that it asks for, once that is known.
+        num_prompt_tokens: of its prompts.
+        is_sent: whether the whole response was sent.
+        failure: the error of the generation or of the server.
+        status: the HTTP status of an error response.
+    """
+
+    model: str | None = None
+    streams: list[TokenStream] = attrs.Factory(list)
+    num_texts: int = 0
+    num_prompt_tokens: int = 0
+    is_sent: bool = False
+    failure: Exception | None = None
+    status: int | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all that was asked for has been generated."""
+        num_finished = sum(stream.finish_reason is not None for stream in self.streams)
+        return self.is_sent or 0 < num_finished == self.num_texts
+
+
+class Endpoint(Generic[B]):
+    """An ASGI application that generates for one type of request; `B` is the type of its parsed body."""
+
+    def __init__(self, context: ServerContext, api: Api[B]) -> None:
+        """For one path."""
+        self._context = context
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request.
+
+        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
+
+        Cancellation: ends the generation.
+        """
+        context, outcome, client = self._context, _Outcome(), client_address(scope)
+        try:
+            body = await read_request(context, self._api.parse, scope, receive, client)
+            request = self._api.request(body)
+            outcome.model = model_of(context, request)
+            with context.admission.admit():
+                respond = partial(self._respond, body, request, client, outcome)
+                await while_there(receive, request.ignored.named_by(send), context.limits.stalled_s, respond)
+        except ErrorResponse as error:
+            outcome.status = error.status
+            raise
+        except ClientGone:
+            pass
+        except Exception as error:
+            outcome.failure, outcome.status = error, 500  # the status that the application responds with
+            raise
+        finally:
+            is_finished = outcome.is_finished
+            context.metrics.count(outcome.model, outcome.streams, outcome.failure, outcome.status, is_finished)
+            if outcome.streams:
+                num_generated = sum(stream.statistics().generated_tokens for stream in outcome.streams)
+                scope[TOKENS] = outcome.num_prompt_tokens, num_generated
+
+    async def _respond(self, body: B, request: Request, client: str, outcome: _Outcome, send: Send) -> None:
+        """Generate, and send the response; `outcome` gets the streams and their failure.
+
+        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
+        """
+        assert outcome.model is not None
+        try:
+            async with self._context.models.use(outcome.model) as model:
+                preparation = Preparation(self._context, model, request, client)
+                try:
+                    await self._generate(preparation, body, client, outcome, send)
+                except OutriderError as error:
+                    raise error_response_of(error, request.prompt_field) from error
+        except ModelLoadError as error:
+            raise error_response_of(error) from error
+
+    async def _generate(self, preparation: Preparation, body: B, client: str, outcome: _Outcome, send: Send) -> None:
+        """As `_respond`.
+
+        Raises: also OutriderError: a prompt or a setting is invalid, or a generation cannot begin.
+        """
+        request, model = preparation.request, preparation.model
+        prompts = await preparation.prompts()
+        outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+        outcome.num_texts = request.num_candidates * sum(prompt.is_generated_for for prompt in prompts)
+        begin = partial(self._begun, preparation, body, outcome)
+        begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
+        with Choices(begins, model.runtime.max_streams) as choices:
+            await choices.begin_first()
+            if request.stream:
+                num_named = 1 + (request.num_logprobs or 0)
+                outcome.failure = await send_events(choices, self._api.last_events, num_named, send)
+                outcome.is_sent = outcome.failure is None
+                return
+            make = partial(self._body_of, body, request, client)
+            outcome.failure = await send_whole(choices, make, send)
+            if outcome.failure is not None:
+                raise error_response_of(outcome.failure) from outcome.failure
+            outcome.is_sent = True
+
+    async def _body_of(self, body: B, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
+        """The body of a response, whose generations are over."""
+        lengths = [(choice.num_prompt_tokens, len(choice.tokens)) for choice in choices]
+        make = partial(self._api.whole, body, choices)
+        return await encoded_aside(make, num_named_tokens(request, lengths), self._context.encoding, client)
+
+    def _begun(
+        self,
+        preparation: Preparation,
+        body: B,
+        outcome: _Outcome,
+        prompt: PreparedPrompt,
+        number: int,
+        before: Sequence[Choice],
+    ) -> Choice:
+        """A choice whose generation has begun, the prompt's text of this number; `outcome` gets its stream.
+
+        Raises: OutriderError: it cannot begin.
+        """
+        model, stream = preparation.model, None
+        if prompt.is_generated_for:
+            stream = model.runtime.stream(prompt.ids, **prompt.settings_of_text(number))
+            outcome.streams.append(stream)
+
+        def watch(id: str) -> Timeline:
+            assert stream is not None, "a request that watches its answer has one"
+            return model.timelines.watch(id, stream.session, stream.began)
+
+        answer = Answer(
+            model.name,
+            preparation.tokenizer,
+            preparation.splitter(stream),
+            watch,
+            index=len(before),
+            counts_prompt=number == 0,
+            echo=prompt.echo,
+            score=prompt.score,
+            is_empty=stream is None,
+            first=before[0].serializer if before else None,
+        )
+        statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
+        return Choice(self._api.serializer(body, answer), stream, statistics, len(prompt.ids))
+
+
+def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
+    """The statistics of a choice for which nothing is generated."""
+    return Counts(prompt_tokens=len(prompt.ids)).snapshot(
+        elapsed=0.0,
+        generation_seconds=0.0,
+        time_to_first_token=None,
+        peak_memory=0,
+        estimates=model.runtime.estimates,
+    )

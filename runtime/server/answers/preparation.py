@@ -1,0 +1,444 @@
+"""The preparation of a request: its prompts as token ids, with the settings of their generations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import mlx.core as mx
+import trio
+
+from protocol.errors import PromptError, PromptTooLongError
+from protocol.logits_processors import Stateless, stateless
+from protocol.randomness import seed_of_text
+from protocol.scores import Score
+from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.text import Detokenizer, check_prompt_length
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat, call_format
+from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.tools import Tools, check_callable
+from runtime.server.answers.request import Request
+from runtime.server.answers.splitting import AnswerSplitter
+from runtime.server.context import ServerContext
+from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.models.loaded_model import LoadedModel
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runtime.engine.runtime import Runtime
+    from runtime.generation.grammar import Grammar
+    from runtime.generation.token_stream import TokenStream
+
+# Tokens and likely other tokens of all answers to a request. Each takes some 60 bytes of JSON, and several times that
+# in memory.
+MAX_NAMED_TOKENS = 2**20
+
+# Tokens of a prediction, which is indexed as a prompt is, and costs as much memory.
+_MAX_PREDICTED_TOKENS = 2**15
+
+# Characters of a prompt in whose time a key of `logit_bias` is tokenised: each is a call of its own.
+_CHARACTERS_OF_KEY = 128
+
+
+@attrs.frozen
+class PreparedPrompt:
+    """One prompt of a request.
+
+    Attributes:
+        settings: of its generations; `max_tokens` may be 0, and then there is none.
+        echo: of the prompt, if the response begins with it.
+        score: of its tokens but the first, if the response has their log-probabilities and there are any.
+    """
+
+    ids: tuple[int, ...]
+    settings: dict[str, Any]
+    echo: Echo | None = None
+    score: Score | None = None
+
+    @property
+    def is_generated_for(self) -> bool:
+        """Whether anything is generated."""
+        return bool(self.settings["max_tokens"] != 0)
+
+    def settings_of_text(self, number: int) -> dict[str, Any]:
+        """The settings of one of several texts, the first of which is that of a request for one."""
+        seed = self.settings.get("seed")
+        return self.settings if seed is None else {**self.settings, "seed": seed_of_text(seed, number)}
+
+
+@attrs.frozen
+class _Encoded:
+    """What the tokenizer makes of a request.
+
+    Attributes:
+        prompts: the prompts as token ids, at least one; a chat is one.
+        logit_bias: biases by token id.
+        ends: ids of tokens that end the answers beside the end of text, where a model fills in the middle.
+    """
+
+    prompts: Sequence[tuple[int, ...]]
+    logit_bias: dict[int, float]
+    ends: tuple[int, ...] = ()
+
+
+class Preparation:
+    """Prepares the prompts of one request, and the readers of its answers.
+
+    Attributes:
+        model: generates.
+        tools: that the model may call; None for none.
+    """
+
+    def __init__(self, context: ServerContext, model: LoadedModel, request: Request, client: str) -> None:
+        """Of one request.
+
+        Args:
+            client: the client's address; clients take turns at long prompts and at schemas.
+
+        Raises: ErrorResponse: a tool is invalid.
+        """
+        self.model = model
+        self.request = request
+        self.tools = request.checked_tools()
+        self.tokenizer = tokenizer_of(model.runtime)
+        self._context = context
+        self._client = client
+
+    async def prompts(self) -> list[PreparedPrompt]:
+        """The prompts, at least one; those whose log-probabilities are wanted have been scored.
+
+        Raises:
+            OutriderError: a setting or a prompt is invalid, or the target has failed.
+            ErrorResponse: a prompt or what may be answered is too long, or the JSON schema cannot be compiled.
+        """
+        max_tokens = self._max_tokens()
+        encoded, grammar = await self._encoded_and_grammar()
+        settings, ends = await self._settings_and_ends(encoded, grammar, max_tokens)
+        self._check_size(encoded.prompts, max_tokens)
+        prepared = []
+        for index, ids in enumerate(encoded.prompts):
+            await trio.lowlevel.checkpoint()
+            own = settings
+            if self.request.min_tokens:
+                processor = min_tokens(len(ids) + self.request.min_tokens, ends)
+                own = {**settings, "logits_processors": [*settings.get("logits_processors", ()), processor]}
+            echo, score = await self._echo(index, ids), await self._score(ids, settings)
+            prepared.append(PreparedPrompt(ids, own, echo, score))
+        return prepared
+
+    def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
+        """The splitter of an answer's tokens."""
+        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
+        may_reason = stream is not None and self.request.is_chat and self.request.constraint is None
+        marks = stream.answer.marks if stream is not None and may_reason else None
+        has_reasoning = marks is not None and marks["tags"] is not None
+        reader = AnswerReader(
+            **(marks if marks is not None and has_reasoning else {"tags": None, "is_thinking": False}),
+            format=None if self.tools is None else call_format(self.tokenizer),
+            tools=() if self.tools is None else self.tools.listed,
+        )
+        return AnswerSplitter(reader, has_reasoning=has_reasoning)
+
+    # --- what the tokenizer makes of the request, and grammars ------------------------------------
+
+    async def _encoded_and_grammar(self) -> tuple[_Encoded, Grammar | None]:
+        """What the tokenizer makes of the request, and what holds the answers to a schema or to tools."""
+        constraint, schemas, tools = self.request.constraint, self.model.schemas, self.tools
+        format = None if tools is None else check_callable(tools, self.tokenizer)
+        if tools is None or format is None:
+            # First, as it may turn out invalid.
+            grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
+            return await self._encoded(), grammar
+        if constraint is not None and constraint.kind != "json":
+            raise ErrorResponse(
+                400,
+                f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out",
+                param=constraint.field,
+            )
+        encoded = await self._encoded()
+        (prompt,) = encoded.prompts  # of a chat
+        if constraint is None and not tools.needs_grammar:
+            return encoded, None
+        write = partial(self._call_grammar, tools, format, prompt)
+        is_strict = constraint is not None or tools.is_strict
+        return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
+
+    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
+        """The grammar of an answer with calls."""
+        if (constraint := self.request.constraint) is None:
+            marks = ReasoningTracker(self.tokenizer, prompt).marks
+            return call_grammar(tools, format, self.tokenizer, **marks, is_loose=is_loose)
+        content = None if tools.must_call else constraint.schema
+        return call_grammar(tools, format, self.tokenizer, content=content, is_loose=is_loose)
+
+    async def _encoded(self) -> _Encoded:
+        """What the tokenizer makes of the request.
+
+        Raises:
+            OutriderError: a prompt is invalid.
+            ErrorResponse: a prompt is too long, or see `_encode`.
+        """
+        num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
+        length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
+        encoded = await self._context.preparation.run(self._encode, length, self._client)
+        lengths, limit = list(map(len, encoded.prompts)), self._context.limits.max_prompt_tokens
+        named = [f"prompt[{index}]: " if len(lengths) > 1 else "" for index in range(len(lengths))]
+        if limit is not None and (most := max(lengths)) > limit:
+            raise ErrorResponse(
+                400,
+                f"{named[lengths.index(most)]}the prompt must have at most {limit} tokens, got {most}; shorten it",
+                param=self.request.prompt_field,
+                code="context_length_exceeded",
+            )
+        for name, length in zip(named, lengths, strict=True):
+            try:
+                check_prompt_length(length, self.model.runtime.context_length)
+            except PromptTooLongError as error:
+                raise PromptTooLongError(f"{name}{error}") from error
+        return encoded
+
+    def _encode(self) -> _Encoded:
+        """What the tokenizer makes of the request; in a thread.
+
+        Raises:
+            PromptError: a prompt is empty, or cannot be encoded.
+            ErrorResponse: the model cannot fill in the middle, or a key of `logit_bias` stands for no token.
+        """
+        request, runtime = self.request, self.model.runtime
+        biases = _biases(request.logit_bias or {}, self.tokenizer)
+        if (suffix := request.suffix_text) is None:
+            return _Encoded(encode_prompts(request, runtime), biases)
+        if (fill := self.model.fill_in_middle) is None:
+            raise ErrorResponse(
+                400,
+                f"the tokenizer of {self.model.name!r} has no fill-in-the-middle tokens, so nothing can be written in "
+                "front of a suffix; leave it out, or ask a model that was trained for it",
+                param="suffix",
+            )
+        texts = [prompt for prompt in request.prompts(has_template=False) if isinstance(prompt, str)]
+        prompts = [fill.prompt(text, suffix, self.tokenizer) for text in texts]
+        return _Encoded(prompts, biases, fill.stop_tokens)
+
+    # --- settings and bounds ----------------------------------------------------------------------
+
+    async def _settings_and_ends(
+        self, encoded: _Encoded, grammar: Grammar | None, max_tokens: int | None
+    ) -> tuple[dict[str, Any], set[int]]:
+        """The settings of all prompts, without `min_tokens`, and the ids of the tokens that end their answers.
+
+        Raises: SettingsError: one is invalid.
+        """
+        runtime, defaults = self.model.runtime, self.model.spec.settings
+        step_size = defaults.get("prefill_step_size", self._context.limits.prefill_step_size)
+        settings = {"reuse_prefix": True, "prefill_step_size": step_size, **self.request.settings()}
+        settings["max_tokens"] = max_tokens
+        if encoded.logit_bias:
+            settings["logit_bias"] = encoded.logit_bias
+        if predicted := self.request.predicted_text:
+            encode_ahead = partial(encode_prediction, predicted, self.tokenizer)
+            settings["prediction"] = await self._context.preparation.run(encode_ahead, len(predicted), self._client)
+        if grammar is not None:
+            settings["logits_processors"] = [grammar]
+        # Before any model work. What the request does not say, the server may have a default for.
+        whole = runtime.check_settings({**settings, "max_tokens": max_tokens or None})
+        settings["seed"] = whole.seed
+        if whole.ignore_eos:
+            return settings, set(whole.stop_tokens)
+        if encoded.ends:
+            settings["stop_tokens"] = [*whole.stop_tokens, *encoded.ends]
+        return settings, {*whole.stop_tokens, *encoded.ends, *self.tokenizer.eos_token_ids}
+
+    def _max_tokens(self) -> int | None:
+        """The most tokens of an answer; None for as many as the model's context has room for."""
+        requested, limits = self.request.max_answer_tokens, self._context.limits
+        limit = limits.max_tokens_limit
+        if requested is None:
+            requested = self.model.spec.settings.get("max_tokens", limits.max_tokens)
+        elif requested == -1:
+            requested = None
+        elif self._context.is_strict and limit is not None and requested > limit:
+            field = self.request.max_answer_tokens_field
+            raise ErrorResponse(400, f"{field} must be at most {limit} here, got {requested}", param=field)
+        if limit is None:
+            return requested
+        return limit if requested is None else min(requested, limit)
+
+    def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
+        """Check the size that the response may have. A single plain answer may be of any.
+
+        Raises: ErrorResponse: it may have too many tokens, with the likely others that it names at each position.
+        """
+        request = self.request
+        # No answer is longer than the context.
+        bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
+        each, most = 1 + (request.num_logprobs or 0), min(bounds, default=0)
+        of_prompts = _named_with_prompt(request) * sum(map(len, prompts))
+        num_answers = request.num_candidates * len(prompts)
+        num_named = request.num_candidates * (of_prompts + each * most * len(prompts))
+        is_plain = num_answers * each == 1 and request.num_prompt_logprobs is None
+        if num_named > MAX_NAMED_TOKENS and not is_plain:
+            raise ErrorResponse(
+                400,
+                f"the response may have {num_named} tokens ({num_answers} answers of up to {most} tokens, each with "
+                f"{each - 1} likely others, and {of_prompts} of prompts), and the most is {MAX_NAMED_TOKENS}; ask "
+                f"for fewer answers or log-probabilities, or lower {request.max_answer_tokens_field}",
+                param=request.max_answer_tokens_field,
+            )
+
+    # --- echo and score ---------------------------------------------------------------------------
+
+    async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
+        """The echo of a prompt, if the request asks for it."""
+        if not self.request.echoes:
+            return None
+        prompt = self.request.prompts(has_template=False)[index]
+        make = partial(make_echo, prompt if isinstance(prompt, str) else None, ids, self.tokenizer)
+        return await self._context.preparation.run(make, len(ids), self._client)
+
+    async def _score(self, ids: tuple[int, ...], settings: dict[str, Any]) -> Score | None:
+        """The score of a prompt, if the request asks for it."""
+        if (num_top := self.request.num_scored) is None or len(ids) == 1:
+            return None
+        reading = {name: settings[name] for name in ("reuse_prefix", "prefill_step_size")}
+        return await self.model.runtime.score(ids[:1], ids[1:], logprobs=num_top, **reading)
+
+
+def num_named_tokens(request: Request, prompt_and_answer_lengths: Iterable[tuple[int, int]]) -> int:
+    """How many tokens, and likely other tokens, the response to a request has; see `MAX_NAMED_TOKENS`."""
+    each, with_prompt = 1 + (request.num_logprobs or 0), _named_with_prompt(request)
+    return sum(with_prompt * prompt + each * answer for prompt, answer in prompt_and_answer_lengths)
+
+
+def _named_with_prompt(request: Request) -> int:
+    """How many tokens a response names for each token of the prompt."""
+    echoed = 1 + (request.num_logprobs or 0) if request.echoes else 0
+    return echoed + (0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs)
+
+
+# --- with the tokenizer ---------------------------------------------------------------------------
+
+
+def tokenizer_of(runtime: Runtime) -> TokenizerWrapper:
+    """The target's tokenizer."""
+    assert runtime.tokenizer is not None, "a server's target has a tokenizer"
+    return runtime.tokenizer
+
+
+def encode_prompts(request: Request, runtime: Runtime) -> list[tuple[int, ...]]:
+    """The prompts of a request as token ids; a chat is one.
+
+    Raises:
+        PromptError: one cannot be encoded.
+        ErrorResponse: a tool or the choice among them is invalid.
+    """
+    has_template = bool(tokenizer_of(runtime).has_chat_template)
+    prompts, variables = request.prompts(has_template=has_template), {}
+    if request.is_chat and has_template:
+        tools = request.checked_tools()
+        variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
+        if request.constraint is not None:
+            # An answer that is JSON from its first token has no reasoning. Templates without this switch ignore it.
+            variables["enable_thinking"] = False
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            encoded.append(runtime.encode(prompt, **variables))
+        except PromptError as error:
+            if len(prompts) == 1:
+                raise
+            raise type(error)(f"prompt[{index}]: {error}") from error
+    return encoded
+
+
+def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
+    """A text that an answer may resemble as token ids: the first 32,768, of which at most as many are of use."""
+    # Of text that is no code, a token has some five characters.
+    tokens: list[int] = tokenizer.encode(text[: 16 * _MAX_PREDICTED_TOKENS], add_special_tokens=False)
+    return tokens[:_MAX_PREDICTED_TOKENS]
+
+
+def _biases(by_key: dict[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:
+    """Biases by token id, from biases by id or by text. Those of one token add up."""
+    biases: dict[int, float] = {}
+    for key, bias in by_key.items():
+        tokens = [int(key)] if _is_id(key) else tokenizer.encode(key, add_special_tokens=False)
+        if not tokens:
+            raise ErrorResponse(
+                400,
+                f"the key {short_json(key)} of logit_bias stands for no token; give token ids or texts",
+                param="logit_bias",
+            )
+        for token in tokens:
+            biases[token] = biases.get(token, 0.0) + bias
+    return biases
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdigit()
+
+
+def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
+    """A logits processor that forbids tokens which end a text, until the text has a length.
+
+    Drafter and target apply it to the same texts, so what is proposed is judged by the same rule. Where nothing else is
+    allowed, as after JSON that is complete, the text may end.
+
+    Args:
+        length: in tokens, prompt included.
+        ends: ids of the tokens; those beyond the model's vocabulary do not matter.
+    """
+    ids = sorted(ends)
+
+    def forbid(tokens: mx.array, logits: mx.array) -> mx.array:
+        known = [id for id in ids if id < logits.shape[-1]]
+        if tokens.size >= length or not known:
+            return logits
+        masked = mx.put_along_axis(logits, mx.array([known]), mx.array(-mx.inf, logits.dtype), axis=-1)
+        return mx.where(mx.max(masked) == -mx.inf, logits, masked)
+
+    return stateless(forbid)
+
+
+# Tokens before an answer that decide where its first spaces go, and complete its first character.
+_NUM_LAST = 16
+
+
+@attrs.frozen
+class Echo:
+    """A prompt as a response repeats it.
+
+    Attributes:
+        text: of the prompt.
+        tokens: the text of each token, decoded alone.
+        offsets: where in `text` each token begins.
+        last_ids: its last tokens, with which what follows is decoded.
+    """
+
+    text: str
+    tokens: list[str]
+    offsets: list[int]
+    last_ids: tuple[int, ...]
+
+
+def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
+    """An echo.
+
+    Args:
+        prompt: the text of the prompt; None if the request has token ids, which are decoded then.
+    """
+    detokenizer, decoded, ends = Detokenizer(tokenizer), "", [0]
+    for id in ids:
+        decoded += detokenizer.add(id)
+        ends.append(len(decoded))
+    decoded += detokenizer.unread
+    text = decoded if prompt is None else prompt
+    # A tokenizer may put special tokens and a space in front, which the prompt's text does not have, or has in part.
+    num_added = max(0, len(decoded) - len(text))
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decoded, text, strict=False)))
+    offsets = [max(0, end - num_added, min(end, num_same)) for end in ends[:-1]]
+    return Echo(text, [detokenizer.alone(id) for id in ids], offsets, ids[-_NUM_LAST:])

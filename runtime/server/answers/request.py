@@ -1,0 +1,350 @@
+"""What every request for a generation may say, in no API's form: settings, limits, and what the answer must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import attrs
+from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic_core import PydanticKnownError
+
+from protocol.settings import MAX_LOOKAHEAD, MAX_SEED, Settings
+from runtime.generation.text import Prompt
+from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
+from runtime.server.answers.body import Body, NoEffect, RequestBody
+from runtime.server.errors import ErrorResponse
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
+
+# Bounds that are wider than the runtime's are left to the runtime, which has an error message for each.
+Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
+# Clients send "" for none.
+Stop = Annotated[str, Field(max_length=1000)]
+Id = Annotated[int, Field(ge=0)]
+MinusOne = Annotated[int, Field(ge=-1, le=-1)]
+# -1 for as many as there may be.
+MaxTokens = Annotated[int, Field(ge=1)] | MinusOne
+# A token id, or a text.
+BiasKey = Annotated[str, Field(min_length=1, max_length=100)]
+_MAX_BIAS = 1e6
+Bias = Annotated[float, Field(ge=-_MAX_BIAS, le=_MAX_BIAS)]
+# Validation stops at the first invalid item: to report each of a million takes seconds.
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ContextSize = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description="number of latest tokens that the penalty counts, prompt included; null for all"),
+]
+
+
+_MAX_BIASES = 10_000
+
+
+def _biases(biases: Any) -> Any:
+    # llama.cpp's form: pairs of an id or a text and a bias, which is false for a token that is forbidden.
+    if isinstance(biases, list) and len(biases) <= _MAX_BIASES and all(map(_is_pair, biases)):
+        biases = {str(key): -_MAX_BIAS if bias is False else bias for key, bias in biases}
+    # The field's own bound is checked last, after the problems of all entries were gathered.
+    if isinstance(biases, (dict, list)) and len(biases) > _MAX_BIASES:
+        context = {"field_type": "Dictionary", "max_length": _MAX_BIASES, "actual_length": len(biases)}
+        raise PydanticKnownError("too_long", context)
+    return biases
+
+
+def _is_pair(item: Any) -> bool:
+    if not isinstance(item, list) or len(item) != 2:
+        return False
+    return isinstance(item[0], str) or (type(item[0]) is int and item[0] >= 0)
+
+
+Biases = Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES), BeforeValidator(_biases)]
+
+
+# A JSON schema, or one as JSON.
+_Schema = dict[str, Any] | bool | str
+_Choices = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
+
+
+class AnyText(Body):
+    """Unconstrained text."""
+
+    type: Literal["text"]
+
+
+class AnyJson(Body):
+    """One JSON object; or JSON that matches a schema, in llama.cpp's form."""
+
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class NamedSchema(Body):
+    """A JSON schema and its name."""
+
+    name: str | None = None
+    description: NoEffect = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaJson(Body):
+    """JSON that matches a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(Body):
+    """What an answer must be, in vLLM's form: one of these."""
+
+    json_: _Schema | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class ConstrainedRequest(RequestBody):
+    """The fields of a request that say what the answer must be; at most one of them."""
+
+    response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, description="llama.cpp's field: the answer matches it")
+    grammar: str | None = Field(None, description="llama.cpp's field: the answer matches a grammar, in GBNF or Lark's")
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field")
+    guided_json: _Schema | None = Field(None, description="vLLM's older field, like the next three")
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must be; None for any text."""
+        return next(self._constraints(), None)
+
+    def check(self) -> None:
+        super().check()
+        if len(given := [constraint.field for constraint in self._constraints()]) > 1:
+            raise ErrorResponse(
+                400, f"the answer cannot follow both {given[0]} and {given[1]}; leave one out", param=given[1]
+            )
+
+    def _constraints(self) -> Iterator[Constraint]:
+        match self.response_format:
+            case SchemaJson(json_schema=named):
+                yield Constraint("json", named.schema_, "response_format")
+            case AnyJson(schema_=schema):
+                yield Constraint("json", ANY_OBJECT if schema is None else schema, "response_format")
+        if (given := self.structured_outputs) is not None:
+            json = ANY_OBJECT if given.json_ is None and given.json_object else given.json_
+            yield from _given("structured_outputs", json, given.regex, given.choice, given.grammar)
+        yield from _given("json_schema", json=self.json_schema)
+        yield from _given("grammar", grammar=self.grammar)
+        yield from _given("guided_json", json=self.guided_json)
+        yield from _given("guided_regex", regex=self.guided_regex)
+        yield from _given("guided_choice", choice=self.guided_choice)
+        yield from _given("guided_grammar", grammar=self.guided_grammar)
+
+
+def _given(
+    field: str,
+    json: dict[str, Any] | bool | str | None = None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+) -> Iterator[Constraint]:
+    if json is not None:
+        yield Constraint("json", json, field)
+    if regex is not None:
+        yield Constraint("regex", regex, field)
+    if choice is not None:
+        yield Constraint("choice", choice, field)
+    # Clients of llama.cpp send "" for none.
+    if grammar:
+        yield Constraint("grammar", grammar, field)
+
+
+class Request(ConstrainedRequest):
+    """A request for one or more generations. A field that is missing or null has the runtime's default: the temperature
+    is 0, for instance. Only for a context size null is a value, the whole text.
+
+    Attributes:
+        prompt_field: the name of the field that has the prompt.
+        is_chat: whether reasoning and calls are told apart from the text of an answer.
+    """
+
+    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+    stream: bool | None = Field(None, description="send the text while it is generated, as server-sent events")
+    max_tokens: MaxTokens | None = Field(
+        None,
+        validation_alias=AliasChoices("max_tokens", "n_predict"),
+        description="maximum number of tokens of the answer, -1 for as many as fit into the context; also `n_predict`",
+    )
+    min_tokens: Id | None = Field(
+        None, description="number of tokens before which no end-of-text or stop token can end the answer"
+    )
+    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
+    top_p: Probability | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = Field(
+        None,
+        validation_alias=AliasChoices("seed", "random_seed"),
+        description="makes the text reproducible at any temperature, -1 for a fresh one; also `random_seed`",
+    )
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="end the text with what has stopped it")
+    skip_special_tokens: bool | None = Field(
+        None, description="true: leave special tokens out of the text, except those around reasoning and calls"
+    )
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = Field(
+        None,
+        description="added to the logits of tokens, by token id, or by text for each of its tokens; -100 practically "
+        "forbids a token; also a list of pairs of a token and its bias",
+    )
+    # Settings of the runtime.
+    top_k: int | None = Field(None, ge=-1, description="0 and -1 keep all tokens")
+    min_p: Probability | None = None
+    draft_temperature: float | None = Field(
+        None, ge=0, le=1e6, description="temperature of the drafter; by default the same as the target's"
+    )
+    xtc_probability: Probability | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"), description="also `repeat_penalty`"
+    )
+    repetition_context_size: ContextSize = 20
+    presence_context_size: ContextSize = 20
+    frequency_context_size: ContextSize = 20
+    stop_tokens: Ids | None = Field(
+        None, validation_alias=AliasChoices("stop_tokens", "stop_token_ids"), description="also `stop_token_ids`"
+    )
+    ignore_eos: bool | None = None
+    lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["auto"] | None = Field(
+        None, validation_alias=AliasChoices("lookahead", "num_draft_tokens"), description="also `num_draft_tokens`"
+    )
+    acceptance: Literal["auto", "match", "rejection"] | None = None
+    cache_prompt: bool | None = Field(
+        None, description="false: neither reuse what is cached of the prompt, nor keep it for later requests"
+    )
+
+    prompt_field: ClassVar[str]
+    is_chat: ClassVar[bool] = False
+
+    def prompts(self, *, has_template: bool) -> Sequence[Prompt]:
+        """The prompts, at least one; for a model with a chat template, or without."""
+        raise NotImplementedError
+
+    @property
+    def suffix_text(self) -> str | None:
+        """The text behind the answers, which stand between their prompt and it; None where they continue the prompt."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answers begin with their prompt."""
+        return False
+
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts, each of which has its answers."""
+        return 1
+
+    @property
+    def num_choices(self) -> int:
+        """Number of answers to each prompt."""
+        return 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of texts of which the best are the answers to a prompt."""
+        return self.num_choices
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens to return beside each token; None to return no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Likewise for the tokens of the prompt."""
+        return None
+
+    @property
+    def num_scored(self) -> int | None:
+        """The most that either of both needs for the prompt; None not to score it."""
+        asked = (self.num_prompt_logprobs, self.num_logprobs if self.echoes else None)
+        return max((number for number in asked if number is not None), default=None)
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        """Maximum number of tokens of the answer; -1 for as many as there may be, None if the request does not say."""
+        return self.max_tokens
+
+    @property
+    def max_answer_tokens_field(self) -> str:
+        """The name of the field that has `max_answer_tokens`."""
+        return "max_tokens"
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of characters or token ids of the prompts."""
+        raise NotImplementedError
+
+    @property
+    def predicted_text(self) -> str:
+        """A text that the answer may resemble; "" for none."""
+        return ""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return {}
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the request lists tools, which its answer may call or not."""
+        return False
+
+    def checked_tools(self) -> Tools | None:
+        """The tools of the request; None where the model may call nothing.
+
+        Raises: ErrorResponse: a tool or the choice is invalid.
+        """
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Settings for `Runtime.stream`, without those that need the tokenizer: see `Preparation`."""
+        given = {name: getattr(self, name) for name in _SETTINGS if name in self.model_fields_set}
+        # Only for these is None a value.
+        settings = {name: value for name, value in given.items() if value is not None or name.endswith("context_size")}
+        # Penalties without effect would still cost time.
+        for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
+            if settings.get(name) == neutral:
+                del settings[name]
+        if self.seed == -1:
+            settings["seed"] = None
+        if self.top_k == -1:
+            settings["top_k"] = 0
+        if self.stop is not None:
+            settings["stop"] = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
+        if self.cache_prompt is not None:
+            settings["reuse_prefix"] = self.cache_prompt
+        # For OpenAI, 0 keeps only the most probable token; for the runtime, it turns the filter off.
+        if settings.get("top_p") == 0:
+            del settings["top_p"]
+            settings["top_k"] = 1
+        if self.num_logprobs is not None:
+            # For the runtime, 0 would turn off the log-probability of the token itself, too.
+            settings["logprobs"] = max(1, self.num_logprobs)
+        elif self.num_candidates > self.num_choices:
+            settings["logprobs"] = 1  # by which the best are told
+        return settings
+
+
+# Fields that are settings of the same name and meaning; the rest needs more than a copy.
+_SETTINGS = [
+    field.name
+    for field in attrs.fields(Settings)
+    if field.name in Request.model_fields.keys() - {"max_tokens", "stop", "logit_bias"}
+]

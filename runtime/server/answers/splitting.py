@@ -1,0 +1,84 @@
+"""The tokens of an answer as a request wants them: their texts, split into text, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import AnswerEvent, CallEnded, ReasoningPart, TextPart
+from runtime.server.answers.request import Request
+
+if TYPE_CHECKING:
+    from runtime.generation.token_reader import Token
+
+
+class AnswerSplitter:
+    """Splits the tokens of one answer into parts, in the order in which they were generated.
+
+    Attributes:
+        num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
+        has_calls: whether a call is complete.
+        has_reasoning: whether reasoning is told apart; otherwise the whole text is the answer.
+    """
+
+    def __init__(self, reader: AnswerReader, *, has_reasoning: bool) -> None:
+        """For one answer.
+
+        Args:
+            reader: splits the text; new.
+        """
+        self.num_reasoning_tokens = 0
+        self.has_calls = False
+        self.has_reasoning = has_reasoning
+        self._reader = reader
+
+    def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+        """The parts that the next tokens add: text may be withheld that can be the beginning of a tag or a call."""
+        if self.has_reasoning:
+            self.num_reasoning_tokens += sum(token.is_thinking for token in tokens)
+        parts = self._reader.add("".join(token.text for token in tokens))
+        if tokens and tokens[-1].finish_reason is not None:
+            parts += self._reader.finish(is_complete=tokens[-1].is_complete)
+        self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
+        return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
+
+
+# Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.
+_MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+
+
+class ShownTokens:
+    """Changes the texts of an answer's tokens."""
+
+    def __init__(self, request: Request, tokenizer: Any) -> None:
+        """For one answer."""
+        # Calls, where there may be some, are told apart by special tokens.
+        has_tools = request.has_tools
+        self._tokenizer = tokenizer
+        self._shows_stop = bool(request.include_stop_str_in_output)
+        self._hidden = _special_texts(tokenizer) if request.skip_special_tokens and not has_tools else {}
+
+    def __call__(self, tokens: Sequence[Token]) -> Sequence[Token]:
+        """The next tokens, with other texts."""
+        if self._hidden:
+            tokens = [attrs.evolve(token, text=self.without_special(token.id, token.text)) for token in tokens]
+        if not self._shows_stop or not tokens or (stop := tokens[-1].stop_reason) is None:
+            return tokens
+        last = tokens[-1]
+        text = stop if isinstance(stop, str) else self._tokenizer.decode([stop])
+        return [*tokens[:-1], attrs.evolve(last, text=last.text + text)]
+
+    def without_special(self, token: int, text: str) -> str:
+        """The text that ends with a token, without the token if it is a special one that is hidden."""
+        return text.removesuffix(self._hidden.get(token, ""))
+
+
+def _special_texts(tokenizer: Any) -> dict[int, str]:
+    """The texts of special tokens by id, without those that mark reasoning and calls."""
+    marks = {getattr(tokenizer, name, None) for name in _MARKS}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    texts = {id: tokenizer.decode([id]) for id, token in added.items() if token.special}
+    return {id: text for id, text in texts.items() if text not in marks}

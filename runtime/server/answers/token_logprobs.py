@@ -1,0 +1,92 @@
+"""Tokens with their log-probabilities and their bytes, which may be a part of a character."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
+
+from runtime.loading.token_pieces import byte_fallback, byte_level_piece
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from runtime.generation.token_reader import Token
+
+
+# In place of minus infinity, which JSON does not have; OpenAI's own.
+_MIN_LOGPROB = -9999.0
+
+
+class TopLogprob(TypedDict):
+    """A token and its log-probability; `bytes` is null where the tokenizer tells none for part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the most probable tokens at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class TokenLogprobs:
+    """The log-probabilities of an answer's tokens, in the form of chats and responses."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, num_top: int) -> None:
+        """For one answer.
+
+        Args:
+            num_top: how many of the most probable tokens to name beside each.
+        """
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+
+    def of(self, tokens: Sequence[Token]) -> list[TokenLogprob]:
+        """The log-probabilities of some tokens, in order; without an end-of-text or stop token, which has no text."""
+        return [self._of(token) for token in text_tokens(tokens)]
+
+    def _of(self, token: Token) -> TokenLogprob:
+        top = [self._top(top.id, top.text, top.logprob) for top in token.top_logprobs[: self._num_top]]
+        return {**self._top(token.id, self._tokenizer.decode([token.id]), token.logprob), "top_logprobs": top}
+
+    def _top(self, id: int, text: str, logprob: float | None) -> TopLogprob:
+        return {"token": text, "logprob": finite(logprob), "bytes": token_bytes(self._tokenizer, id, text)}
+
+
+def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
+    """The tokens without an end-of-text or stop token, which has no text."""
+    if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
+        return tokens[:-1]
+    return tokens
+
+
+def finite(logprob: float | None) -> float:
+    """A log-probability for JSON."""
+    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
+
+
+def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:
+    """The bytes of a token.
+
+    Args:
+        text: the token decoded alone.
+
+    Returns: None where they are unknown: the token is part of a character, of a tokenizer that has neither byte-level
+        tokens nor byte fallback.
+    """
+    if "\ufffd" not in text:
+        return list(text.encode())
+    convert = getattr(tokenizer, "convert_ids_to_tokens", None)
+    name = None if convert is None else convert(token)
+    if not isinstance(name, str):
+        return None
+    piece = byte_fallback(name)
+    if piece is None:
+        piece = byte_level_piece(name)
+    return None if piece is None else list(piece)

@@ -1,0 +1,202 @@
+"""Response bodies and events in Anthropic's format."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from runtime.server.errors import ErrorResponse
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+]
+
+
+class MessagesErrorDetail(TypedDict):
+    """An error: its type for programs, a message for people."""
+
+    type: ErrorType
+    message: str
+
+
+class MessagesErrorBody(TypedDict):
+    """The body of every response of this API with a status of 400 or more, and the event that ends a failed answer."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class TokenCount(TypedDict):
+    """Number of tokens of a conversation."""
+
+    input_tokens: int
+
+
+class MessagesUsage(TypedDict):
+    """Token counts: of the prompt, without what was still cached; of the prompt that was; and of the answer."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class TextContentBlock(TypedDict):
+    """Text of the answer."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContentBlock(TypedDict):
+    """Reasoning before the answer. Anthropic signs it; here the signature is empty."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Literal[""]
+
+
+class ToolUseContentBlock(TypedDict):
+    """A call of a tool; where its block starts, the input is empty."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Content = TextContentBlock | ThinkingContentBlock | ToolUseContentBlock
+
+
+class AnthropicMessage(TypedDict):
+    """A response of `/v1/messages`; as the first event of a stream, it is empty."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Content]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+class MessageStart(TypedDict):
+    """The request was accepted."""
+
+    type: Literal["message_start"]
+    message: AnthropicMessage
+
+
+class Ping(TypedDict):
+    """Nothing new; keeps the connection alive."""
+
+    type: Literal["ping"]
+
+
+class BlockStart(TypedDict):
+    """A block of content begins; it is empty yet."""
+
+    type: Literal["content_block_start"]
+    index: int
+    content_block: Content
+
+
+class TextBlockDelta(TypedDict):
+    """Further text."""
+
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingBlockDelta(TypedDict):
+    """Further reasoning."""
+
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class SignatureBlockDelta(TypedDict):
+    """The signature of the reasoning, at its end."""
+
+    type: Literal["signature_delta"]
+    signature: Literal[""]
+
+
+class InputBlockDelta(TypedDict):
+    """Further text of a call's input; the texts of a block add up to a JSON object."""
+
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+BlockDelta = TextBlockDelta | ThinkingBlockDelta | SignatureBlockDelta | InputBlockDelta
+
+
+class BlockDeltaEvent(TypedDict):
+    """A block of content goes on."""
+
+    type: Literal["content_block_delta"]
+    index: int
+    delta: BlockDelta
+
+
+class BlockStop(TypedDict):
+    """A block of content is complete."""
+
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessageEnd(TypedDict):
+    """Why the answer has ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(TypedDict):
+    """The answer has ended."""
+
+    type: Literal["message_delta"]
+    delta: MessageEnd
+    usage: MessagesUsage
+
+
+class MessageStop(TypedDict):
+    """The last event."""
+
+    type: Literal["message_stop"]
+
+
+MessagesEvent = MessageStart | Ping | BlockStart | BlockDeltaEvent | BlockStop | MessageDelta | MessageStop
+
+
+_TYPES: dict[int, ErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def messages_error_body(error: ErrorResponse) -> MessagesErrorBody:
+    """The body of an error response."""
+    type = _TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": type, "message": error.detail["message"]}}

@@ -1,0 +1,120 @@
+"""What all requests of a server share: its models, limits, admission, metrics and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import attrs
+
+from runtime.server.admission import RequestAdmission
+from runtime.server.connections.client import BodyMemory
+from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.fair_threads import Background, FairThreads
+from runtime.server.metrics import Metrics
+from runtime.server.models.pool import ModelPool
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Limits:
+    """Limits of one request.
+
+    Attributes:
+        max_body_bytes: of the body.
+        max_bodies_bytes: of the bodies of all requests that are being read, beyond the first 16 KiB of each; at least
+            `max_body_bytes`.
+        max_prompt_tokens: of the prompt; None for the context's length.
+        max_tokens: default of the request's field `max_tokens`.
+        max_tokens_limit: maximum of that field, to which higher values are lowered; None for the context's length.
+        prefill_step_size: see `Settings`. During one prefill pass, other requests wait and a cancellation has no effect
+            on the models.
+        body_s: seconds within which the whole body must arrive.
+        schema_s: seconds that a JSON schema may wait to be compiled, and then again seconds that it may take.
+        stalled_s: seconds that the client may leave 64 KiB of the response unread.
+        max_stored_responses, max_stored_bytes: of the responses of `/v1/responses` that are kept, and of their JSON.
+    """
+
+    max_body_bytes: int = 2 * 2**20
+    max_bodies_bytes: int = 64 * 2**20
+    max_prompt_tokens: int | None = None
+    max_tokens: int = 512
+    max_tokens_limit: int | None = None
+    prefill_step_size: int | Literal["auto"] = "auto"
+    body_s: float = 30.0
+    schema_s: float = 10.0
+    stalled_s: float = 60.0
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 64 * 2**20
+
+
+class ServerContext:
+    """What all requests of a server share.
+
+    Attributes:
+        background: runs what is neither preparation nor encoding.
+        preparation: parses bodies and tokenises prompts, which may take long.
+        encoding: makes the bodies of responses, which may take long, too.
+        body_memory: of the bodies that are being read.
+        is_strict: whether what means nothing here is refused instead of ignored: unknown fields, a `max_tokens` beyond
+            the limit, and the name of another model where there is one.
+        started_at: when the server began, in seconds of Unix time.
+    """
+
+    def __init__(
+        self,
+        models: ModelPool,
+        limits: Limits,
+        admission: RequestAdmission,
+        background: Background,
+        *,
+        is_strict: bool,
+        started_at: int,
+    ) -> None:
+        """No requests yet."""
+        self.models = models
+        self.limits = limits
+        self.admission = admission
+        self.metrics = Metrics(models, is_draining=lambda: admission.is_draining)
+        self.background = background
+        self.preparation = FairThreads(background)
+        self.encoding = FairThreads(background)
+        self.body_memory = BodyMemory(limits.max_bodies_bytes)
+        self.is_strict = is_strict
+        self.started_at = started_at
+        self._kept: dict[type, Any] = {}
+
+    def kept(self, kind: type[T], make: Callable[[Limits], T]) -> T:
+        """What an API keeps for all of its requests: one object of a class, made at the first call."""
+        if kind not in self._kept:
+            self._kept[kind] = make(self.limits)
+        kept: T = self._kept[kind]
+        return kept
+
+    def requested_model(self, name: str | None) -> str:
+        """The name of the model that the body of a request asks for: the only one whatever the name, as clients have
+        names of their own; of several the first one if there is no name.
+
+        Raises: ErrorResponse: there are several models or the server is strict, and none has this name.
+        """
+        is_any = len(self.models.specs) == 1 and not self.is_strict
+        return self.find_model(None if is_any else name, param="model")
+
+    def find_model(self, name: str | None, *, param: str | None = None) -> str:
+        """The name of a model; the first one's for None.
+
+        Args:
+            name: as a request gives it.
+            param: the field that has it, if it is one of the body.
+
+        Raises: ErrorResponse: there is no such model.
+        """
+        names = [spec.name for spec in self.models.specs]
+        if name is None:
+            return names[0]
+        if name not in self.models:
+            known = f"use {names[0]!r}" if len(names) == 1 else f"the models are {', '.join(map(repr, names))}"
+            message = f"there is no model {short_json(name)} here; {known}"
+            raise ErrorResponse(404, message, param=param, code="model_not_found")
+        return name

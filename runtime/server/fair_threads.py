@@ -1,0 +1,121 @@
+"""Long work on requests and responses, off trio's thread, which it would hold up: clients take turns at two threads."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
+
+import trio
+
+T = TypeVar("T")
+
+
+class Background(Protocol):
+    """Runs a function in the background while trio runs other tasks."""
+
+    async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
+        """The result of `do`; see `trio.to_thread.run_sync`."""
+
+
+async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
+    """`trio.to_thread.run_sync`, as a `Background`."""
+    return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+
+
+class ClientSlots:
+    """A limited number of slots, with a smaller limit for each client; waiting clients take turns.
+
+    Attributes:
+        num_waiting: number of tasks that wait for a slot.
+    """
+
+    def __init__(self, total: int, per_client: int) -> None:
+        """All of `total` slots free, of which one client may hold `per_client`."""
+        self._num_free = total
+        self._per_client = per_client
+        self._num_held: Counter[str] = Counter()  # by client
+        # Waiting tasks by client; the clients are in the order of their turns.
+        self._waiting: dict[str, deque[trio.Event]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @asynccontextmanager
+    async def slot(self, client: str) -> AsyncIterator[None]:
+        """Hold a slot for the duration of the block.
+
+        Cancellation: stops waiting.
+        """
+        granted = trio.Event()
+        self._waiting.setdefault(client, deque()).append(granted)
+        self._grant()
+        try:
+            await granted.wait()
+            yield
+        finally:
+            if granted.is_set():
+                self._num_free += 1
+                self._num_held[client] -= 1
+                self._num_held += Counter()  # drops clients with 0
+                self._grant()
+            else:
+                self._stop_waiting(client, granted)
+
+    def _grant(self) -> None:
+        """Grant the free slots; each goes to the waiting client that holds the fewest."""
+        while self._num_free:
+            ready = [client for client in self._waiting if self._num_held[client] < self._per_client]
+            if not ready:
+                return
+            client = min(ready, key=lambda client: self._num_held[client])
+            self._num_free -= 1
+            self._num_held[client] += 1
+            granted = self._waiting[client][0]
+            granted.set()
+            queue = self._waiting[client]
+            self._stop_waiting(client, granted)
+            if queue:
+                self._waiting[client] = self._waiting.pop(client)  # to the end: the others' turn
+
+    def _stop_waiting(self, client: str, granted: trio.Event) -> None:
+        queue = self._waiting[client]
+        queue.remove(granted)
+        if not queue:
+            del self._waiting[client]
+
+
+# A body or prompt of this many bytes or characters takes a few milliseconds.
+SHORT = 2**14
+
+
+class FairThreads:
+    """Two threads for work on requests or responses: one for short ones, and one for long ones, at which clients take
+    turns.
+
+    So a short one waits for short ones only, however many long ones there are, and a client with a long one for at most
+    one of each other client.
+    """
+
+    def __init__(self, background: Background) -> None:
+        """Nothing to do yet."""
+        self._background = background
+        self._short = trio.CapacityLimiter(1)
+        self._long = trio.CapacityLimiter(1)
+        self._turns = ClientSlots(1, 1)
+
+    async def run(self, do: Callable[[], T], length: int, client: str) -> T:
+        """The result of a function.
+
+        Args:
+            do: uses no model: it is abandoned when the client leaves.
+            length: bytes, characters or tokens that it works on.
+
+        Cancellation: the function runs to its end in its thread, for which others of its length wait.
+        """
+        if length <= SHORT:
+            return await self._background(do, abandon_on_cancel=True, limiter=self._short)
+        async with self._turns.slot(client):
+            return await self._background(do, abandon_on_cancel=True, limiter=self._long)

@@ -1,0 +1,229 @@
+"""Response bodies and chunks, in OpenAI's format and with extensions of our own."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from typing_extensions import TypedDict
+
+from runtime.server.answers.token_logprobs import TokenLogprob
+from runtime.server.timelines import ModelActivity
+
+FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+class PromptLogprob(TypedDict):
+    """The log-probability of a token of the prompt, or of a likely other one; the most probable has the rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt, log-probabilities by token id; None for the first one, which nothing precedes."""
+
+
+# --- usage ----------------------------------------------------------------------------------------
+
+
+class PromptDetails(TypedDict):
+    """Prompt tokens that were still cached."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    """Answer tokens that are reasoning, and drafted tokens that were accepted and rejected."""
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(TypedDict):
+    """Token counts of a request and its answer, and of the proposed and accepted drafted tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+# --- speculation, for `stream_options.include_speculation` ----------------------------------------
+
+
+class SpeculationToken(TypedDict):
+    """A token, and whether the drafter had proposed it."""
+
+    id: int
+    text: str
+    from_draft: bool
+    is_thinking: bool
+
+
+class SpeculationStatistics(TypedDict):
+    """Statistics of the stream so far: see `runtime.Statistics`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    generated_tokens: int
+    proposed: int
+    accepted: int
+    acceptance_rate: float | None
+    rows_per_pass: float | None
+    generation_tps: float | None
+    time_to_first_token: float | None
+    elapsed: float
+
+
+class Speculation(ModelActivity):
+    """The chunk's tokens, the statistics so far, and the activity of the models since the last chunk."""
+
+    tokens: list[SpeculationToken]
+    statistics: SpeculationStatistics
+
+
+class _Response(TypedDict):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+# --- /v1/completions ------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(TypedDict):
+    """Log-probabilities; each list has an item per token. The first of a prompt that is repeated has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """The text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    prompt_logprobs: NotRequired[PromptLogprobs | None]
+
+
+class Completion(_Response):
+    """A response of `/v1/completions`, or a chunk of one; chunks have `usage` at the end, or all if asked for."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage]
+    speculation: NotRequired[Speculation]
+
+
+# --- /v1/chat/completions -------------------------------------------------------------------------
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of the answer's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(TypedDict):
+    """The function of a call, and its arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallEntry(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict):
+    """The answer, and the reasoning before it if there is any; the content is null where there are only calls.
+
+    `function_call` answers a request with `functions`.
+    """
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    function_call: NotRequired[CalledFunction]
+    tool_calls: NotRequired[list[ToolCallEntry]]
+
+
+class ChatChoice(TypedDict):
+    """The message."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+
+
+class ChatCompletion(_Response):
+    """A response of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
+
+
+class FunctionDelta(TypedDict):
+    """The part of a call's function that is new in a chunk: the name once, the arguments piece by piece."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The part of a call that is new in a chunk; `id` and `type` come with its first."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class Delta(TypedDict):
+    """The part of the message that is new in a chunk."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    function_call: NotRequired[FunctionDelta]
+    tool_calls: NotRequired[list[ToolCallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    """The part of the choice that is new in a chunk."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+
+
+class ChatChunk(_Response):
+    """A chunk of a response of `/v1/chat/completions`; chunks have `usage` as there."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage]
+    speculation: NotRequired[Speculation]

@@ -1,0 +1,267 @@
+"""The bodies of requests for chats, completions and texts in the middle, in OpenAI's format.
+
+A field that means something here is taken, also under the names that other servers have for it. One that means nothing
+is ignored and named in a header of the response, or refused by a strict server. A value of the wrong type, or out of
+its bounds, is an error, and so is one that asks for something unsupported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AliasChoices, Field
+
+from runtime.generation.text import Prompt
+from runtime.generation.tool_calls.tools import Tools
+from runtime.server.answers.body import Body, NoEffect, SentBack
+from runtime.server.answers.chat import Chat, ChatMessage, checked_tools
+from runtime.server.answers.request import Ids, MaxTokens, Objects, Request
+from runtime.server.errors import ErrorResponse
+
+# Most answers of one request, to all of its prompts.
+MAX_ANSWERS = 128
+
+# Of answers to one prompt.
+Number = Annotated[int, Field(ge=1, le=16)]
+_ListOfTexts = Annotated[list[str], Field(max_length=128, fail_fast=True)]
+_ListOfIds = Annotated[list[Ids], Field(max_length=128, fail_fast=True)]
+
+
+class StreamOptions(Body):
+    """Options of a streamed response.
+
+    Attributes:
+        include_usage: add a last chunk with the usage.
+        continuous_usage_stats: add the usage so far to each chunk, unless `include_usage` is false.
+        include_obfuscation: an option of OpenAI's without effect here: chunks are never padded.
+        include_speculation: add to each chunk its tokens, which of them the drafter proposed, the statistics, and what
+            the models did; send at least four chunks a second, also while the prompt is read.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: NoEffect = None
+    include_speculation: bool | None = None
+
+
+class OpenAIRequest(Request):
+    """The fields that requests for chats and for completions share, beside those of every request."""
+
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        None,
+        description="vLLM's field: give the log-probabilities of the prompt's tokens, and of so many of the most "
+        "probable others",
+    )
+    n: Number | None = Field(None, description="number of answers, which are worked on side by side")
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    service_tier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    keep_alive: NoEffect = None
+    priority: NoEffect = None
+    request_id: NoEffect = None
+
+    has_functions: ClassVar[bool] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None and not self.stream:
+            raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
+        if self.speculation and self.num_prompts * self.num_candidates > 1:
+            raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
+    def speculation(self) -> bool:
+        """Whether the chunks have `speculation`."""
+        return self.stream_options is not None and bool(self.stream_options.include_speculation)
+
+    @property
+    def usage(self) -> bool:
+        """Whether there is a last chunk with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats) and options.include_usage is not False
+
+
+# --- chats ----------------------------------------------------------------------------------------
+
+# The one call of a message in the older form needs an id in the newer.
+_OLD_CALL_ID = "call_0"
+
+
+class Message(ChatMessage):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]  # type: ignore[assignment]
+    function_call: dict[str, Any] | None = None
+    prefix: bool | None = Field(
+        None, description="Mistral's field: whether the answer continues this message, if it is the last one"
+    )
+    refusal: SentBack = None
+    audio: SentBack = None
+    annotations: SentBack = None
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self.tool_calls or self.function_call)
+
+    @property
+    def may_go_on(self) -> bool:
+        return super().may_go_on and self.prefix is not False
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template, with calls and results in the newer form, which templates know."""
+        plain = super().plain()
+        if self.function_call is not None and not self.tool_calls:
+            plain["tool_calls"] = [{"id": _OLD_CALL_ID, "type": "function", "function": self.function_call}]
+        if self.role == "function":
+            plain |= {"role": "tool", "tool_call_id": self.tool_call_id or _OLD_CALL_ID}
+            plain |= {} if self.name is None else {"name": self.name}
+        return plain
+
+
+class ChatRequest(OpenAIRequest, Chat):
+    """The body of a request to `/v1/chat/completions`: a chat to continue."""
+
+    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)  # type: ignore[assignment]
+    max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
+    functions: Objects | None = Field(None, description="OpenAI's older form of `tools`")
+    function_call: str | dict[str, Any] | None = Field(None, description="OpenAI's older form of `tool_choice`")
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools or self.functions)
+
+    def checked_tools(self) -> Tools | None:
+        if self.functions is None:
+            return super().checked_tools()
+        listed = [{"type": "function", "function": function} for function in self.functions]
+        return checked_tools(listed, self.function_call, None, "function_call")
+
+    @property
+    def has_functions(self) -> bool:  # type: ignore[override]
+        """Whether the request has the older form of tools, in which the answer is sent then."""
+        return self.functions is not None
+
+    @property
+    def max_answer_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_answer_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+# --- completions ----------------------------------------------------------------------------------
+
+
+class CompletionRequest(OpenAIRequest):
+    """The body of a request to `/v1/completions`: a text to continue, or several."""
+
+    prompt_field = "prompt"
+    prompt: str | Ids | _ListOfTexts | _ListOfIds = Field(
+        description="a text or token ids; or a list of texts or of ids"
+    )
+    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None,
+        validation_alias=AliasChoices("max_tokens", "n_predict"),
+        description="maximum number of tokens of the answer, -1 for as many as fit into the context, 0 with `echo` for "
+        "none; also `n_predict`",
+    )
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = Field(
+        None, description="begin the answer with the prompt, and with its log-probabilities if `logprobs` are asked for"
+    )
+    best_of: Number | None = Field(
+        None,
+        description="generate so many texts, and answer with those of the highest mean log-probability; at least n",
+    )
+    suffix: str | None = Field(
+        None, description="the text after the answer, for models that were trained to fill in the middle"
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise _error("max_tokens must be at least 1, got 0; only with echo: true it may be 0", "max_tokens")
+        if self.max_tokens == 0 and self.speculation:
+            raise _error(
+                "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out", "stream_options"
+            )
+        if self.num_candidates < self.num_choices:
+            raise _error(f"best_of must be at least n = {self.num_choices}, got {self.best_of}", "best_of")
+        if self.stream and self.num_candidates > self.num_choices:
+            raise _error("the best of several texts is known at their end; leave out best_of or stream", "best_of")
+        if self.num_prompts * self.num_candidates > MAX_ANSWERS:
+            raise _error(
+                f"{self.num_prompts} prompts with {self.num_candidates} texts each are too many: a request has at most "
+                f"{MAX_ANSWERS}; send several requests",
+                self.prompt_field,
+            )
+        if self.suffix_text is not None and self.echo:
+            raise _error("echo gives a prompt that is continued, and this one has a suffix; leave one out", "echo")
+        if self.suffix_text is not None and not all(isinstance(prompt, str) for prompt in self.prompts()):
+            raise _error("a suffix needs prompts that are texts, not token ids", "suffix")
+
+    def prompts(self, *, has_template: bool = False) -> Sequence[Prompt]:
+        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], (str, list)):
+            return self.prompt
+        return [self.prompt]  # type: ignore[list-item]  # the check above has excluded lists of prompts
+
+    @property
+    def suffix_text(self) -> str | None:
+        return self.suffix or None
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
+    @property
+    def num_candidates(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompt_length(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts()) + len(self.suffix or "")
+
+
+class FimRequest(CompletionRequest):
+    """The body of a request to `/v1/fim/completions`, in Mistral's form: what stands between two texts."""
+
+    prompt: str
+
+    @property
+    def suffix_text(self) -> str:
+        """As of a completion; may be "", where the text is to end there."""
+        return self.suffix or ""
+
+
+def _error(message: str, param: str) -> ErrorResponse:
+    return ErrorResponse(400, message, param=param)

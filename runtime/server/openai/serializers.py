@@ -1,0 +1,431 @@
+"""Serializers of completions and chats: from tokens to bodies and chunks; several choices in one response."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+
+# pydantic cannot read `typing.TypedDict` before Python 3.12.
+from protocol.scores import Score, ScoredToken
+from protocol.statistics import Statistics
+from runtime.generation.text import Detokenizer
+from runtime.generation.token_reader import Token
+from runtime.generation.tool_calls.events import Answer as WholeAnswer
+from runtime.generation.tool_calls.events import AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
+from runtime.server.answers.api import Answer, Choice, Event, Serializer
+from runtime.server.answers.preparation import Echo
+from runtime.server.answers.token_logprobs import TokenLogprobs, finite, text_tokens
+from runtime.server.errors import ErrorResponse
+from runtime.server.models.reports import fingerprint
+from runtime.server.openai.bodies import (
+    ChatChoice,
+    ChatFinishReason,
+    ChatLogprobs,
+    ChatMessage,
+    ChunkChoice,
+    CompletionChoice,
+    CompletionLogprobs,
+    Delta,
+    FunctionDelta,
+    PromptLogprob,
+    PromptLogprobs,
+    Speculation,
+    SpeculationStatistics,
+    ToolCallDelta,
+    Usage,
+)
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest, OpenAIRequest
+from runtime.server.timelines import Timeline
+
+# The longest time between two chunks with speculation.
+INTERVAL_S = 0.25
+
+
+def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timeline) -> Speculation:
+    """The tokens of a chunk, the statistics so far, and what the models did since the last chunk."""
+    so_far: SpeculationStatistics = {
+        "prompt_tokens": statistics.prompt_tokens,
+        "cached_tokens": statistics.cached_tokens,
+        "prefilled_tokens": statistics.prefilled_tokens,
+        "generated_tokens": statistics.generated_tokens,
+        "proposed": statistics.proposed,
+        "accepted": statistics.accepted,
+        "acceptance_rate": statistics.acceptance_rate,
+        "rows_per_pass": statistics.rows_per_pass,
+        "generation_tps": statistics.generation_tps,
+        "time_to_first_token": statistics.time_to_first_token,
+        "elapsed": statistics.elapsed,
+    }
+    return {
+        "tokens": [
+            {"id": token.id, "text": token.text, "from_draft": token.from_draft, "is_thinking": token.is_thinking}
+            for token in tokens
+        ],
+        "statistics": so_far,
+        **timeline.new_activity(),
+    }
+
+
+def prompt_logprobs(score: Score | None, num_top: int, decoded: Callable[[int], str]) -> PromptLogprobs:
+    """The log-probabilities of a prompt.
+
+    Args:
+        score: of all tokens but the first; None where there are no others.
+        num_top: how many of the most probable tokens to name beside each.
+        decoded: returns the text of a token alone.
+    """
+    return [None, *(_at(token, num_top, decoded) for token in (() if score is None else score.tokens))]
+
+
+def _at(token: ScoredToken, num_top: int, decoded: Callable[[int], str]) -> dict[str, PromptLogprob]:
+    own: PromptLogprob = {
+        "logprob": finite(token.logprob),
+        "rank": token.rank,
+        "decoded_token": decoded(token.id),
+    }
+    tops: dict[str, PromptLogprob] = {
+        str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
+        for rank, top in enumerate(token.top_logprobs[:num_top], start=1)
+    }
+    return {str(token.id): own} | tops
+
+
+class ChunkSerializer(Serializer):
+    """Serializer of OpenAI's bodies and chunks: what those of chats and completions share."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+
+    def __init__(self, request: OpenAIRequest, answer: Answer) -> None:
+        """For one response."""
+        super().__init__(request, answer)
+        first = answer.first
+        assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
+        self.id = f"{self.id_prefix}-{secrets.token_hex(16)}" if first is None else first.id
+        self._created: int = int(time.time()) if first is None else first._created
+        self._request = request
+        self._num_given = 0
+        self._num_reasoning_tokens = 0
+        self._timeline = answer.watch(self.id) if request.stream and request.speculation else None
+        if self._timeline is not None:
+            self.interval_s = INTERVAL_S
+
+    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`: none before the first token, except for who watches."""
+        return self.idle_events(statistics)
+
+    def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
+        chunks = self.chunks(self._shown(tokens))
+        self._num_given += len(tokens)
+        for i, chunk in enumerate(chunks):
+            if self._request.continuous_usage:
+                # The stream may be ahead of what the client has read.
+                chunk["usage"] = self._usage(attrs.evolve(statistics, generated_tokens=self._num_given))
+            if self._timeline is not None:
+                # The tokens came with the first; a chunk that only ends the text has none.
+                chunk["speculation"] = speculation([] if i else tokens, statistics, self._timeline)
+        return [Event(chunk) for chunk in chunks]
+
+    def idle_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`: who watches hears what the models do."""
+        return () if self._timeline is None else self.events([], statistics)
+
+    def last_events(self, statistics: Statistics) -> Sequence[Event]:
+        usage = [Event({**self._chunk([]), "usage": self._usage(statistics)})] if self._request.usage else []
+        return [*usage, Event("[DONE]")]
+
+    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+        """See `Serializer`: the error alone, without [DONE]."""
+        return [Event(error.body())]
+
+    def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        """The chunks with the tokens since the last one, possibly none.
+
+        At the end of the text the finish reason comes in a chunk of its own, after the content if any: some clients do
+        not look for text where they find a finish reason.
+        """
+        choice, empty = self._choice(tokens)
+        if choice["finish_reason"] is None:
+            return [self._chunk([choice])]
+        finishing = self._chunk([{**choice, **empty}])
+        if not self._has_content(choice):
+            return [finishing]
+        return [self._chunk([{**choice, "finish_reason": None}]), finishing]
+
+    @abstractmethod
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The choice of a chunk with some tokens, and its fields as they are where it only ends the text."""
+
+    @abstractmethod
+    def _has_content(self, choice: Mapping[str, Any]) -> bool:
+        """Whether the choice of a chunk has anything beside a finish reason."""
+
+    def _chunk(self, choices: Sequence[Mapping[str, Any]], kind: str | None = None) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind or self.kind,
+            "created": self._created,
+            "model": self._answer.model,
+            "system_fingerprint": fingerprint(),
+            "choices": choices,
+        }
+
+    def _usage(self, statistics: Statistics) -> Usage:
+        counts_prompt = self._answer.counts_prompt
+        num_prompt_tokens = statistics.prompt_tokens if counts_prompt else 0
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": statistics.generated_tokens,
+            "total_tokens": num_prompt_tokens + statistics.generated_tokens,
+            "proposed_tokens": statistics.proposed,
+            "accepted_tokens": statistics.accepted,
+            "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens if counts_prompt else 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": self._num_reasoning_tokens,
+                "accepted_prediction_tokens": statistics.accepted,
+                "rejected_prediction_tokens": statistics.rejected,
+            },
+        }
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        if (num_top := self._request.prompt_logprobs) is None:
+            return None
+        return prompt_logprobs(self._answer.score, num_top, self._decoded)
+
+    def _decoded(self, token: int) -> str:
+        text: str = self._answer.tokenizer.decode([token])
+        return text
+
+
+class ChatSerializer(ChunkSerializer):
+    """Serializer for `/v1/chat/completions`; it separates the reasoning from the answer."""
+
+    id_prefix = "chatcmpl"
+    kind = "chat.completion.chunk"
+
+    def __init__(self, request: ChatRequest | FimRequest, answer: Answer) -> None:
+        super().__init__(request, answer)
+        self._is_first = True
+
+    def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        """See `ChunkSerializer`; the role comes with the first token, in a chunk of its own as from OpenAI."""
+        role = []
+        if tokens and self._is_first:
+            self._is_first = False
+            delta: Delta = {"role": "assistant", "content": ""}
+            choice: ChunkChoice = {
+                "index": self._answer.index,
+                "delta": delta,
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            role.append(self._chunk([choice]))
+        return [*role, *super().chunks(tokens)]
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
+        tokens = self._shown(tokens)
+        answer = WholeAnswer()
+        answer.add(self._split(tokens))
+        content = None if answer.calls and not answer.content else answer.content
+        message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls and self._request.has_functions:
+            message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
+        elif answer.calls:
+            calls: Any = [call.message_part for call in answer.calls]
+            message["tool_calls"] = calls
+        finish_reason = self._finish_reason(tokens)
+        assert finish_reason is not None, "the last token of a stream has a finish reason"
+        choice: ChatChoice = {
+            "index": self._answer.index,
+            "message": message,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": finish_reason,
+        }
+        return {
+            **self._chunk([choice], "chat.completion"),
+            "usage": self._usage(statistics),
+            "prompt_logprobs": self._prompt_logprobs(),
+        }
+
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        parts = self._split(tokens)
+        delta: Delta = {}
+        if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
+            delta["content"] = text
+        if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
+            delta["reasoning_content"] = reasoning
+        if calls := _call_deltas(parts):
+            if not self._request.has_functions:
+                delta["tool_calls"] = calls
+            elif calls[0]["index"] == 0:
+                # The old form has one call.
+                delta["function_call"] = calls[0]["function"]
+        choice: ChunkChoice = {
+            "index": self._answer.index,
+            "delta": delta,
+            "logprobs": self._logprobs(tokens) if tokens else None,
+            "finish_reason": self._finish_reason(tokens),
+        }
+        return choice, {"delta": {}, "logprobs": None}
+
+    def _has_content(self, choice: Mapping[str, Any]) -> bool:
+        return bool(choice["delta"] or (choice["logprobs"] or {}).get("content"))
+
+    def _split(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+        parts = self._answer.splitter.add(tokens)
+        self._num_reasoning_tokens = self._answer.splitter.num_reasoning_tokens
+        return parts
+
+    def _finish_reason(self, tokens: Sequence[Token]) -> ChatFinishReason | None:
+        reason = tokens[-1].finish_reason if tokens else None
+        if reason != "stop" or not self._answer.splitter.has_calls:
+            return reason
+        return "function_call" if self._request.has_functions else "tool_calls"
+
+    def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
+        if (num_top := self._request.num_logprobs) is None:
+            return None
+        return {"content": TokenLogprobs(self._answer.tokenizer, num_top).of(tokens), "refusal": None}
+
+
+def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
+    """What parts add to calls: an entry for each call."""
+    deltas: dict[int, ToolCallDelta] = {}
+    for part in parts:
+        if isinstance(part, CallBegan):
+            function: FunctionDelta = {"name": part.name, "arguments": ""}
+            deltas[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+        elif isinstance(part, CallArguments):
+            delta = deltas.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += part.text
+    return list(deltas.values())
+
+
+class CompletionSerializer(ChunkSerializer):
+    """Serializer for `/v1/completions`."""
+
+    id_prefix = "cmpl"
+    kind = "text_completion"
+
+    def __init__(self, request: CompletionRequest, answer: Answer) -> None:
+        super().__init__(request, answer)
+        self._echo = answer.echo  # until it was given
+        # Of the text so far. What may become a stop string is withheld, but counts.
+        self._num_characters = 0 if answer.echo is None else len(answer.echo.text)
+        self._detokenizer = Detokenizer(answer.tokenizer)
+        for id in () if answer.echo is None else answer.echo.last_ids:
+            self._detokenizer.add(id)
+
+    def first_events(self, statistics: Statistics) -> Sequence[Event]:
+        """See `ChunkSerializer`; everything, where nothing is to be generated."""
+        return self.events([], statistics) if self._answer.is_empty else super().first_events(statistics)
+
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
+        choice = {**self._choice(self._shown(tokens))[0], "prompt_logprobs": self._prompt_logprobs()}
+        return {**self._chunk([choice]), "usage": self._usage(statistics)}
+
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
+        echo, self._echo = self._echo, None
+        reason = tokens[-1].finish_reason if tokens else None
+        choice: CompletionChoice = {
+            "index": self._answer.index,
+            "text": ("" if echo is None else echo.text) + "".join(token.text for token in tokens),
+            "logprobs": None if self._request.num_logprobs is None else self._logprobs(echo, tokens),
+            "finish_reason": "length" if self._answer.is_empty else reason,
+        }
+        return choice, {"text": "", "logprobs": None}
+
+    def _has_content(self, choice: Mapping[str, Any]) -> bool:
+        return bool(choice["text"] or (choice["logprobs"] or {}).get("tokens"))
+
+    def _logprobs(self, echo: Echo | None, tokens: Sequence[Token]) -> CompletionLogprobs:
+        # With an echo, clients tell the prompt's tokens from the answer's by counting: none is left out.
+        told = tokens if self._answer.echo is not None else text_tokens(tokens)
+        logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if echo is not None:
+            logprobs = self._echoed_logprobs(echo)
+        for token in told:
+            text, logprob = self._decoded(token.id), finite(token.logprob)
+            logprobs["text_offset"].append(self._num_characters)
+            piece = self._detokenizer.add(token.id)
+            self._num_characters += len(self._shown.without_special(token.id, piece))
+            logprobs["tokens"].append(text)
+            logprobs["token_logprobs"].append(logprob)
+            logprobs["top_logprobs"].append(self._by_text(text, logprob, token.top_logprobs))
+        return logprobs
+
+    def _echoed_logprobs(self, echo: Echo) -> CompletionLogprobs:
+        """The log-probabilities of a prompt; nothing precedes its first token."""
+        scored = () if self._answer.score is None else self._answer.score.tokens
+        own = [finite(token.logprob) for token in scored]
+        tops = (token.top_logprobs for token in scored)
+        return {
+            "tokens": list(echo.tokens),
+            "token_logprobs": [None, *own],
+            "top_logprobs": [None, *map(self._by_text, echo.tokens[1:], own, tops)],
+            "text_offset": list(echo.offsets),
+        }
+
+    def _by_text(self, text: str, logprob: float, top_logprobs: Sequence[Any]) -> dict[str, float]:
+        """The log-probabilities of a token and of the likeliest ones; of those with the same text, the highest."""
+        best = reversed(top_logprobs[: self._request.num_logprobs])
+        return {text: logprob} | {top.text: finite(top.logprob) for top in best}
+
+
+# --- several choices in one response ---------------------------------------------------------------
+
+
+def whole_of_choices(request: OpenAIRequest, choices: Sequence[Choice]) -> Mapping[str, Any]:
+    """The body of a response, of the bodies of its choices; the tokens of those that are not given are counted."""
+    bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
+    given = [entry for i in _best(request, choices) for entry in bodies[i]["choices"]]
+    return {
+        **bodies[0],
+        "choices": [{**entry, "index": index} for index, entry in enumerate(given)],
+        "usage": _added([body["usage"] for body in bodies]),
+    }
+
+
+def last_events_of_choices(choices: Sequence[Choice]) -> Sequence[Event]:
+    """The events after the last token of all choices: with the usage of all, if the request asks for it."""
+    each = [choice.serializer.last_events(choice.statistics()) for choice in choices]
+    events = []
+    for alike in zip(*each, strict=True):
+        data = alike[0].data
+        if not isinstance(data, str):
+            data = {**data, "usage": _added([event.data["usage"] for event in alike])}
+        events.append(Event(data))
+    return events
+
+
+def _best(request: OpenAIRequest, choices: Sequence[Choice]) -> list[int]:
+    """The indices of the choices that are given: of each prompt's, those with the highest mean log-probability."""
+    size, num_given = request.num_candidates, request.num_choices
+    if size == num_given:
+        return list(range(len(choices)))
+    best: list[int] = []
+    for begin in range(0, len(choices), size):
+        ranked = sorted(range(begin, begin + size), key=lambda i: _mean_logprob(choices[i]), reverse=True)
+        best += ranked[:num_given]
+    return best
+
+
+def _mean_logprob(choice: Choice) -> float:
+    logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
+    return math.fsum(logprobs) / max(1, len(logprobs))  # none, where only the prompt is wanted
+
+
+def _added(counts: Sequence[Any]) -> Any:
+    """Counts of the same form, added up."""
+    if isinstance(counts[0], Mapping):
+        return {name: _added([each[name] for each in counts]) for name in counts[0]}
+    return sum(counts)

@@ -1,0 +1,208 @@
+"""The operations of a server, each declared once: its path, who answers, and what the description says of it.
+
+The description is OpenAPI's, made from the types of requests and responses.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import attrs
+from pydantic import TypeAdapter
+
+from runtime.server.answers.body import IGNORED_HEADER
+from runtime.server.context import ServerContext
+from runtime.server.errors import ErrorBody, ErrorResponse
+from runtime.server.middleware import needs_key
+
+
+@attrs.frozen
+class ErrorForm:
+    """The form of an API's error bodies: their type, and what makes one."""
+
+    type: type
+    body: Callable[[ErrorResponse], Mapping[str, Any]]
+
+
+# Of everything but APIs with a form of their own.
+COMMON_ERRORS = ErrorForm(ErrorBody, ErrorResponse.body)
+
+_MEANINGS = {
+    "400": "A field, a setting or the prompt is wrong",
+    "401": "The API key is missing or wrong",
+    "404": "Not found",
+    "408": "The body did not arrive in time",
+    "413": "The body is too long",
+    "415": "The content type of the body is not JSON",
+    "429": "Too many requests; Retry-After says when to try again",
+    "500": "The generation failed",
+    "503": "The models are unavailable",
+}
+_OF_BODIES = ("400", "404", "408", "413", "415", "429")
+_OF_GENERATIONS = (*_OF_BODIES, "500", "503")
+
+
+@attrs.frozen
+class Events:
+    """The server-sent events of a response.
+
+    Attributes:
+        types: of their data.
+        are_named: whether each has its type as its name; otherwise the last one is [DONE], after which nothing comes.
+    """
+
+    types: Sequence[type]
+    are_named: bool
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of one event."""
+        content = {"anyOf": [_ref(each) for each in self.types]}
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+        if self.are_named:
+            properties = {"event": {"type": "string"}, "data": data}
+            return {"type": "object", "properties": properties, "required": ["event", "data"]}
+        return {
+            "type": "object",
+            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+            "required": ["data"],
+        }
+
+
+@attrs.frozen
+class Operation:
+    """What the server does at one path for one method.
+
+    Attributes:
+        endpoint: makes who answers: an ASGI application, or an endpoint of Starlette's.
+        id: its name; "" for a page, which the description leaves out.
+        response: the type of the body of a response: of JSON; or its content type.
+        request: the type of the body of a request; None for none.
+        events: those with `stream: true`; None where nothing is streamed.
+        errors: the form of the bodies of errors, also at further paths below this one.
+        statuses: of errors; those of every body by default.
+        responses: descriptions by status, instead of `summary` and `statuses`.
+    """
+
+    path: str
+    endpoint: Callable[[ServerContext], Any]
+    id: str = ""
+    summary: str = ""
+    response: type | str = "text/html"
+    method: str = "GET"
+    request: type | None = None
+    example: Any = None
+    events: Events | None = None
+    errors: ErrorForm = COMMON_ERRORS
+    statuses: Sequence[str] = ()
+    responses: Mapping[str, str] | None = None
+
+    @property
+    def types(self) -> Iterator[type]:
+        """The types of everything that is sent."""
+        yield self.errors.type
+        if isinstance(self.response, type):
+            yield self.response
+        yield from () if self.events is None else self.events.types
+
+    def described(self, *, has_key: bool) -> dict[str, Any]:
+        """The description, without path and method."""
+        is_guarded = has_key and needs_key(self.path)
+        default = () if self.request is None else _OF_BODIES if self.events is None else _OF_GENERATIONS
+        statuses = sorted({*default, *self.statuses, *(("401",) if is_guarded else ())})
+        content: dict[str, Any]
+        if isinstance(self.response, str):
+            content = {self.response: {"schema": {"type": "string"}}}
+        else:
+            content = {"application/json": {"schema": _ref(self.response)}}
+        if self.events is not None:
+            content["text/event-stream"] = {"schema": self.events.schema}
+        described: dict[str, Any] = {"operationId": self.id, "summary": self.summary}
+        if self.events is not None:
+            described["description"] = (
+                "With stream: true, the answer comes as server-sent events. Disconnecting cancels it."
+            )
+        if self.request is not None:
+            body = {"schema": _ref(self.request), "example": self.example}
+            described["requestBody"] = {"required": True, "content": {"application/json": body}}
+        if needs_key(self.path):
+            described["security"] = [{"bearer": []}] if has_key else []
+        if names := [part[1:-1].partition(":")[0] for part in self.path.split("/") if part.startswith("{")]:
+            described["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+            ]
+        if self.responses is not None:
+            described["responses"] = {
+                status: {"description": text, "content": content} for status, text in self.responses.items()
+            }
+            return described
+        answer: dict[str, Any] = {"description": self.summary, "content": content}
+        if self.request is not None:
+            answer["headers"] = _HEADERS
+        error = {"application/json": {"schema": _ref(self.errors.type)}}
+        described["responses"] = {
+            "200": answer,
+            **{status: {"description": _MEANINGS[status], "content": error} for status in statuses},
+        }
+        return described
+
+
+_HEADERS = {
+    IGNORED_HEADER: {
+        "description": "Names of the request's fields that mean nothing here and are ignored; left out if none",
+        "schema": {"type": "string"},
+    }
+}
+
+
+def description(
+    operations: Sequence[Operation], model: str, *, has_key: bool, is_strict: bool = False
+) -> dict[str, Any]:
+    """The OpenAPI 3.1 description, for JSON."""
+    described = [operation for operation in operations if operation.id]
+    sent = dict.fromkeys(each for operation in described for each in operation.types)
+    received = dict.fromkeys(operation.request for operation in described if operation.request is not None)
+    schemas: dict[str, Any] = json.loads(_schemas(tuple(sent), tuple(received)))
+    if is_strict:
+        for schema in schemas.values():
+            # An object that is kept as it came, such as a schema, is a property without a definition of its own.
+            if schema.get("additionalProperties") is True:
+                schema["additionalProperties"] = False
+    components: dict[str, Any] = {"schemas": schemas}
+    if has_key:
+        components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in described:
+        methods = paths.setdefault(operation.path.replace(":path}", "}"), {})
+        methods[operation.method.lower()] = operation.described(has_key=has_key)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Outrider",
+            "version": importlib.metadata.version("outrider"),
+            "description": f"Speculative decoding of {model}, with OpenAI's and Anthropic's APIs.",
+        },
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _ref(named: type) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{named.__name__}"}
+
+
+@cache
+def _schemas(sent: tuple[type, ...], received: tuple[type, ...]) -> str:
+    """The schemas of all types by name, as JSON. They take pydantic a while, and are the same for every server."""
+    modes: list[tuple[tuple[type, ...], typing.Literal["serialization", "validation"]]] = [
+        (sent, "serialization"),
+        (received, "validation"),
+    ]
+    inputs: list[Any] = [((mode, i), mode, TypeAdapter(each)) for types, mode in modes for i, each in enumerate(types)]
+    _, schemas = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
+    return json.dumps(schemas["$defs"])

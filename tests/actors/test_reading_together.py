@@ -1,0 +1,128 @@
+"""Prompts that are read in one pass: each text is what it is alone, and what fails is read again, each alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+from architectures import VOCAB_SIZE, build
+from models import greedy
+from scripted import ScriptedModel, Simulation, collect, continuation, run, simulated, truthful
+
+import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from protocol.prefill_chunks import PrefillChunkSize
+from protocol.trace import Span
+
+NUM_TOKENS = 12
+PROMPTS = [[5, 6, 7, 8], [9, 2, 4], [1, 1, 3, 8], [4, 4, 4], [7, 1, 2, 2]]
+
+
+def prompts_of(count: int, length: int) -> list[list[int]]:
+    draws = random.Random(1)
+    return [[draws.randrange(VOCAB_SIZE) for _ in range(length + draws.randint(-3, 3))] for _ in range(count)]
+
+
+def prompt_passes(events: list[Any]) -> list[Span]:
+    return [each for each in events if isinstance(each, Span) and each.kind == "prefill" and each.actor == "target"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"])
+async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefillChunkSize, "__call__", lambda _: 128)  # whatever was measured
+    model, prompts = build(name), prompts_of(6, 20)
+    events: list[Any] = []
+    async with runtime.open((model, None), trace=events.append) as rt:
+        completions = await rt.generate_many(prompts, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert [[token.id for token in each.tokens] for each in completions] == [
+        greedy(model, prompt, NUM_TOKENS) for prompt in prompts
+    ]
+    passes = prompt_passes(events)
+    assert len(passes) == 2
+    assert sum(each.num_tokens for each in passes) == sum(len(prompt) - 1 for prompt in prompts)
+
+
+def test_a_text_that_was_read_with_others_goes_on_alone_or_with_those_of_another_batch() -> None:
+    model = build("llama")
+    wrapped, prompts = MLXModel(model, CacheOptions()), prompts_of(4, 9)
+    sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
+    for half in (slice(0, 2), slice(2, 4)):
+        wrapped.read_together(sequences[half], [tuple(prompt) for prompt in prompts[half]])
+    assert [sequence.length for sequence in sequences] == [len(prompt) for prompt in prompts]
+    sequences[0].close()
+    for sequence, prompt in zip(sequences[1:], prompts[1:], strict=True):
+        sequence.check(len(prompt))
+        alone = wrapped.open_sequence(beside_another=False)
+        alone.feed(tuple(prompt), 0)
+        found, expected = sequence.feed((3,), 1), alone.feed((3,), 1)
+        assert found is not None
+        assert expected is not None
+        assert mx.allclose(found, expected, atol=1e-4)
+        sequence.close()
+        alone.close()
+
+
+# --- scripted ---------------------------------------------------------------------------------------
+
+
+async def texts(simulation: Simulation, prompts: list[list[int]]) -> list[list[int]]:
+    completions = await simulation.runtime.generate_many(prompts, max_tokens=NUM_TOKENS)
+    return [[token.id for token in completion.tokens] for completion in completions]
+
+
+class FailsTogether(ScriptedModel):
+    """Cannot read prompts together, for want of memory."""
+
+    num_tries = 0
+
+    def read_together(self, sequences: Any, tokens: Any) -> None:
+        self.num_tries += 1
+        super().read_together(sequences[:1], tokens[:1])
+        raise MemoryError("too much at once")
+
+
+def test_prompts_that_cannot_be_read_together_are_read_one_by_one() -> None:
+    async def main() -> None:
+        target = FailsTogether(truthful)
+        async with simulated(target, None) as simulation:
+            assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
+        assert target.num_tries == 1
+
+    run(main)
+
+
+def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time() -> None:
+    async def main() -> None:
+        long = [[i % 7 for i in range(200)], [i % 5 for i in range(180)]]
+        async with simulated(ScriptedModel(truthful), None) as simulation:
+            got: list[int] = []
+
+            async def decode() -> None:
+                got.extend(await collect(simulation.runtime.stream(PROMPTS[0], max_tokens=60)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(decode)
+                await trio.sleep(8.5)  # in simulated time: it has begun
+                begun = len(simulation.events)
+                assert await texts(simulation, long) == [continuation(prompt, NUM_TOKENS) for prompt in long]
+            kinds = [each.kind for each in simulation.events[begun:] if isinstance(each, Span)]
+            while_reading = kinds[kinds.index("prefill") : len(kinds) - kinds[::-1].index("prefill")]
+            assert "prefill prefill" not in " ".join(kind for kind in while_reading if kind != "open")
+            assert got == continuation(PROMPTS[0], 60)
+
+    run(main)
+
+
+def test_tokens_that_were_read_together_are_counted_for_their_own_text() -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), None) as simulation:
+            completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=2)
+            found = [completion.statistics.prefilled_tokens for completion in completions]
+            assert found == [len(prompt) - 1 for prompt in PROMPTS]
+            assert simulation.runtime.statistics().prefilled_tokens == sum(found)
+
+    run(main)

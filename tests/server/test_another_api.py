@@ -1,0 +1,109 @@
+"""An API of one's own is a package: a translation, a serializer and operations; here in Ollama's form, line by line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from asgi import HELLO, JSON, Served, direct, simulated_server
+from typing_extensions import TypedDict
+
+from runtime.server import app
+from runtime.server.answers.api import Api, Event, Serializer
+from runtime.server.answers.chat import Chat, TranslatedBody, parse_translated
+from runtime.server.answers.endpoint import Endpoint
+from runtime.server.errors import ErrorResponse
+from runtime.server.operations import ErrorForm, Operation
+
+
+class OllamaError(TypedDict):
+    error: str
+
+
+class OllamaChat(TypedDict):
+    model: str
+    message: dict[str, str]
+    done: bool
+
+
+class OllamaRequest(TranslatedBody):
+    messages: list[dict[str, Any]]
+    stream: bool = True
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def fields(self) -> dict[str, Any]:
+        settings = {name: value for name, value in self.options.items() if name != "num_predict"}
+        fields = {"messages": self.messages, "stream": self.stream, "max_tokens": self.options.get("num_predict")}
+        return {**settings, **fields}
+
+
+class Line(Event):
+    def encoded(self) -> str:
+        return f"{json.dumps(self.data)}\n"
+
+
+class OllamaSerializer(Serializer):
+    content_type = b"application/x-ndjson"
+    keep_alive = "\n"
+
+    def _said(self, tokens: Sequence[Any], *, done: bool) -> dict[str, Any]:
+        text = "".join(part.text for part in self._parts(tokens))
+        return {"model": self._answer.model, "message": {"role": "assistant", "content": text}, "done": done}
+
+    def whole(self, tokens: Sequence[Any], statistics: Any) -> Mapping[str, Any]:
+        return self._said(tokens, done=True)
+
+    def first_events(self, statistics: Any) -> Sequence[Event]:
+        return ()
+
+    def events(self, tokens: Sequence[Any], statistics: Any) -> Sequence[Event]:
+        return [Line(self._said(tokens, done=False))]
+
+    def last_events(self, statistics: Any) -> Sequence[Event]:
+        return [Line(self._said([], done=True))]
+
+    def error_events(self, error: ErrorResponse, statistics: Any) -> Sequence[Event]:
+        return [Line({"error": error.detail["message"]})]
+
+
+def parse(body: bytes) -> Chat:
+    return parse_translated(body, OllamaRequest, Chat, frozenset())[1]
+
+
+CHAT = Operation(
+    "/api/chat",
+    lambda context: Endpoint(context, Api(parse, lambda chat: chat, OllamaSerializer)),
+    "ollama_chat",
+    "Answer a chat in Ollama's form",
+    OllamaChat,
+    "POST",
+    OllamaRequest,
+    {"messages": HELLO["messages"]},
+    errors=ErrorForm(OllamaError, lambda error: {"error": error.detail["message"]}),
+)
+
+
+def test_an_api_needs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "OPERATIONS", (*app.OPERATIONS, CHAT))
+    asked = {"messages": HELLO["messages"], "options": {"num_predict": 12}}
+    keyed = {**JSON, "authorization": "Bearer s3cret"}
+
+    async def test(server: Served) -> None:
+        expected = (await direct(server, HELLO, max_tokens=12)).text
+        streamed = await server.ask("/api/chat", asked, headers=keyed, method="POST")
+        assert streamed.headers["content-type"] == "application/x-ndjson"
+        lines = [json.loads(line) for line in streamed.body.splitlines() if line]
+        assert "".join(line["message"]["content"] for line in lines) == expected
+        assert [line["done"] for line in lines].count(True) == lines[-1]["done"] == 1
+        whole = await server.ask("/api/chat", {**asked, "stream": False}, headers=keyed, method="POST")
+        assert whole.json["message"]["content"] == expected
+        refused = await server.ask("/api/chat", {"messages": []}, headers=keyed, method="POST")
+        assert (refused.status, refused.json) == (400, {"error": "messages must be a list of at least 1, got []"})
+        without_key = await server.ask("/api/chat", asked, method="POST")
+        assert without_key.status == 401
+        described = (await server.ask("/openapi.json", method="GET")).json["paths"]["/api/chat"]["post"]
+        assert described["operationId"] == "ollama_chat"
+
+    simulated_server(test, api_key="s3cret")
