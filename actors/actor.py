@@ -20,6 +20,7 @@ from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Close, Features, Message, Open
+from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
@@ -29,8 +30,6 @@ from protocol.trace import Event, Instant, InstantKind
 logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
-
-PREFIX_CACHE_BYTES = 2 * 1024**3  # default bound of one model's prefix cache
 
 
 class ActorSession(ABC):
@@ -269,11 +268,11 @@ class ModelActor(Actor[S]):
 
     @property
     def is_alive(self) -> bool:
-        """See `Actor.is_alive`. The worker must be alive, too."""
+        """The worker must be alive, too."""
         return self.is_serving and self.worker.is_alive
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """See `Actor.serve`. Closes the prefix cache in the end."""
+        """Closes the prefix cache in the end."""
         try:
             await super().serve(task_status)
         finally:
@@ -400,7 +399,6 @@ class ModelActor(Actor[S]):
 
     @property
     def busy_seconds(self) -> float:
-        """See `Worker.busy_seconds`."""
         return self.worker.busy_seconds
 
 

@@ -291,14 +291,12 @@ class RecordsNothing:
     records_features = False
 
     def feature_arrays(self) -> list[mx.array]:
-        """See `CachedSequence.feature_arrays`."""
         return []
 
     def record_features(self, wanted: bool) -> None:
         """See `CachedSequence.record_features`."""
 
     def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
         return None
 
 
@@ -312,18 +310,15 @@ class FeedsEach:
     widest_row = sys.maxsize
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """See `Model.read_together`."""
         for sequence, read in zip(sequences, tokens, strict=True):
             sequence.feed(read, 0)
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
-        """See `Model.feed_ahead`."""
         logits = [sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)]
         return mx.concatenate(logits)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`."""
         return None
 
     def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`. Nothing is shared."""
+        """Nothing is shared."""

@@ -60,7 +60,6 @@ class _Entry:
     packed: bytes
 
     def may_serve(self, num_common: int, num_reusable: int) -> bool:
-        """See `may_serve`."""
         return may_serve(self.num_prompt, len(self.tokens), num_common, num_reusable)
 
 

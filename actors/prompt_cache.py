@@ -40,33 +40,28 @@ class ContinuedSequence(MLXSequence):
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return super().length - self._num_before
 
     @property
     def can_be_row(self) -> bool:
-        """See `MLXSequence.can_be_row`. The caches of a batch begin with the texts."""
+        """The caches of a batch begin with the texts."""
         return False
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         return super().prepare(num_tokens, settled + self._num_before)
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         return super().rewind(length + self._num_before) - self._num_before
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         self.check_caches(length + self._num_before)
 
     def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
         features = super().take_features(end + self._num_before)
         return None if features is None else attrs.evolve(features, start=features.start - self._num_before)
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`. The tokens before the text stay."""
+        """The tokens before the text stay."""
         beginning = self._beginning
         self._num_before = 0
         super().forget()
@@ -75,20 +70,17 @@ class ContinuedSequence(MLXSequence):
 
     @property
     def can_fork(self) -> bool:
-        """See `CachedSequence.can_fork`."""
         return False
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """See `MLXSequence.take_state`. None: a file would have to name the tokens before."""
+        """None: a file would have to name the tokens before."""
         return None
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
-        """See `CachedSequence.needs_prefix_checkpoints`."""
         return False
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         return 0
 
 
@@ -103,9 +95,11 @@ def open_continued(model: Model, path: str, *, beside_another: bool) -> Continue
         sequence.begin(_read(Path(path).expanduser()))
     except (MisfitError, RewindError) as error:
         sequence.close()
-        raise SessionFileError(
-            f"the prompt cache file {shown_path(path)} does not fit the target: {error}; open the model that it was "
-            "made with, and with the same kv_bits, kv_group_size and max_kv_size"
+        raise SessionFileError.of(
+            "the prompt cache file {path} does not fit the target: {error}; open the model that it was made with, and "
+            "with the same {kv_bits}, {kv_group_size} and {max_kv_size}",
+            path=shown_path(path),
+            error=error,
         ) from error
     return sequence
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from inspect import cleandoc
 from typing import Any
 
@@ -57,10 +58,34 @@ class DocstringMarkdown(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Put the members that classes inherit behind their own, where griffe has them in front."""
+        """Put the members that classes inherit behind their own, with the types that these classes give them."""
         for cls in _classes(pkg):
+            types = _type_arguments(cls, pkg)
             for name, member in cls.inherited_members.items():
-                cls.members[name] = griffe.Alias(name, member.target, parent=cls)
+                target = member.target
+                if isinstance(target, griffe.Function) and str(target.returns) in types:
+                    own = copy(target)
+                    own.parent, own.returns = cls, types[str(target.returns)]
+                    cls.members[name] = own
+                else:
+                    cls.members[name] = griffe.Alias(name, target, parent=cls)
+
+
+def _type_arguments(cls: griffe.Class, pkg: griffe.Module) -> dict[str, griffe.Expr | str]:
+    """What a class gives for the type variables of its generic bases."""
+    types: dict[str, griffe.Expr | str] = {}
+    for base in cls.bases:
+        if isinstance(base, griffe.ExprSubscript) and base.canonical_path.startswith(f"{pkg.name}."):
+            for generic in pkg[base.canonical_path.partition(".")[2]].bases:
+                if str(generic).startswith("Generic["):
+                    names, given = _elements(generic), _elements(base)
+                    types |= {str(name): type_ for name, type_ in zip(names, given, strict=True)}
+    return types
+
+
+def _elements(subscript: griffe.ExprSubscript) -> list[griffe.Expr | str]:
+    inner = subscript.slice
+    return list(inner.elements) if isinstance(inner, griffe.ExprTuple) else [inner]
 
 
 def _classes(module: griffe.Module) -> Iterator[griffe.Class]:

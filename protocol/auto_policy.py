@@ -10,8 +10,9 @@ import attrs
 
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView, WorkAhead
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Node
+from protocol.open_options import WorkAhead
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
 
@@ -68,7 +69,6 @@ class AutoPolicy:
     _num_empty_proposals: int = 0  # in a row
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
-        """See `Policy.proposal`."""
         nodes = self._proposal(view)
         if nodes is not None:
             self._num_empty_proposals = 0 if nodes else self._num_empty_proposals + 1
@@ -165,7 +165,6 @@ class AutoPolicy:
         return remaining_s + self.prices.draft_share_s(1, beside_target=remaining_s < view.queue_slack_s)
 
     def expansion(self, view: PolicyView) -> Node | None:
-        """See `Policy.expansion`."""
         if view.verdict_due_s is None:
             root = view.tree.root
             return root if view.is_open(root) else view.growable()
@@ -204,7 +203,6 @@ class AutoPolicy:
         return self._best_length(itertools.takewhile(lambda reach: reach >= MIN_REACH, reaches))[0]
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
-        """See `Policy.draft_budget`."""
         if not self.prices.is_known or node.children:
             # Where tokens were looked up, the best token after the node may be one of those, not the drafter's choice.
             return EMPTY_BUDGET
@@ -252,7 +250,7 @@ class AutoPolicy:
         return best
 
     def drops_stale(self, view: PolicyView) -> bool:
-        """See `Policy.drops_stale`. Whether a fresh proposal is worth more, the wait for it included.
+        """Whether a fresh proposal is worth more, the wait for it included.
 
         Only the confidence in the first token that was drafted ahead is considered. The number of tokens after it, and
         their confidence, depend on which token was drawn, so the rejection rule forbids using them.
@@ -299,7 +297,6 @@ class AutoPolicy:
         return best_gain
 
     def should_rest(self) -> bool:
-        """See `Policy.should_rest`."""
         prices, calibration = self.prices, self.calibration
         if not prices.is_known:
             return False
@@ -333,7 +330,6 @@ class AutoPolicy:
         return TRUST_MEMORY_ROUNDS * self.prices.num_texts
 
     def should_rest_on(self, num_behind: int) -> bool:
-        """See `Policy.should_rest_on`."""
         rate = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
         if rate <= 0.0:
             return True
@@ -345,7 +341,6 @@ class AutoPolicy:
         return False
 
     def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        """See `Policy.should_catch_up`."""
         self.calibration.trust += (1.0 - self.calibration.trust) * min(1.0, num_rounds / self._trust_memory)
         self._grow_probe_budget(num_rounds)
         cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)

@@ -104,7 +104,6 @@ class Calibration(MeanAcceptance):
     _means: dict[int, MeanAcceptance] = attrs.field(factory=dict)  # by class of staleness
 
     def begin_text(self) -> None:
-        """See `MeanAcceptance.begin_text`."""
         MeanAcceptance.begin_text(self)
         for mean in self._means.values():
             mean.begin_text()

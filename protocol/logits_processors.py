@@ -32,7 +32,7 @@ class Checkpointed(Protocol):
     """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """See `LogitsProcessor`. Must accept any tokens, also ones that it would not have allowed."""
+        """Must accept any tokens, also ones that it would not have allowed."""
         ...
 
     def save(self) -> Any:

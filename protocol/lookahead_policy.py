@@ -9,16 +9,13 @@ of the drafter's own draws alone, and `reach` is computed from what any draw fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import attrs
 
 from protocol.draft_budget import DraftBudget
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
-
-WorkAhead = Literal["auto", "always", "never"]
-WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
 
 
 @attrs.frozen
@@ -136,12 +133,10 @@ class ChainPolicy:
         return self.overlaps and (self.prices is None or self.prices.works_ahead(self.lookahead))
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
-        """See `Policy.proposal`."""
         ready = view.tree.chain()[: min(self.lookahead, view.max_proposal)]
         return None if len(ready) < self.lookahead and view.growable() is not None else ready
 
     def expansion(self, view: PolicyView) -> Node | None:
-        """See `Policy.expansion`."""
         if view.verdict_due_s is not None and not self.works_ahead:
             return None
         chain = view.tree.chain()
@@ -155,23 +150,18 @@ class ChainPolicy:
         return 2 * self.lookahead + 1
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
-        """See `Policy.draft_budget`."""
         # On the drafter's turn, up to a proposal.
         max_depth = min(self.lookahead, view.max_proposal) if view.verdict_due_s is None else self._max_depth
         return DraftBudget(min(max_depth, view.max_depth) - view.tree.depth(node) - 1)
 
     def drops_stale(self, view: PolicyView) -> bool:
-        """See `Policy.drops_stale`."""
         return False
 
     def should_rest(self) -> bool:
-        """See `Policy.should_rest`."""
         return False
 
     def should_rest_on(self, num_behind: int) -> bool:
-        """See `Policy.should_rest_on`."""
         return False
 
     def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        """See `Policy.should_catch_up`."""
         return False

@@ -10,19 +10,16 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from protocol.argument_aliases import ALIASES, INSTEAD, OPEN_ARGUMENTS, meant
+from protocol.argument_aliases import ALIASES, INSTEAD, meant
 from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
+from protocol.open_options import OpenOptions
+from protocol.options import declared, option
 from protocol.reprs import brief, shown
-from protocol.validation import check_integer, check_number, is_integer, is_number, validator
+from protocol.validation import check_flag, check_integer, check_number, is_integer, is_number, must_be, validator
+from protocol.wording import Message
 
 Acceptance = Literal["auto", "match", "rejection"]
-
-# Default of the most streams that share one forward pass of the target.
-MAX_BATCH = 64
-# Streams at work at once where that is "auto": those that share passes, for the memory of whose caches there is this
-# bound, and those that take turns.
-AUTO_STREAMS, AUTO_TURNS = 16, 4
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
@@ -43,14 +40,9 @@ _number = partial(validator, check_number)
 _LARGEST = sys.float_info.max
 
 
-def _flag(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, bool):
-        raise SettingsError(f"{attribute.name} must be True or False, got {shown(value)}")
-
-
 def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, str) or value not in get_args(Acceptance):
-        raise SettingsError(f'acceptance must be "auto", "match" or "rejection", got {shown(value)}')
+        raise must_be(attribute.name, '"auto", "match" or "rejection"', value)
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
@@ -79,56 +71,62 @@ def _copied(value: Any) -> Mapping[int, float]:
 
 def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of token ids, got {shown(value)}")
+        raise must_be(attribute.name, "a sequence of token ids", value)
     for i in value:
         if not is_integer(i) or i < 0:
-            raise SettingsError(f"{attribute.name} must be token ids of at least 0, got {shown(i)} among them")
+            raise must_be(attribute.name, "token ids of at least 0", i, among=True)
 
 
 def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a text or a sequence of texts, got {shown(value)}")
+        raise must_be(attribute.name, "a text or a sequence of texts", value)
     for text in value:
         if not isinstance(text, str):
-            raise SettingsError(
-                f"{attribute.name} must be texts, got {shown(text)} among them; ids go into stop_tokens"
-            )
+            raise must_be(attribute.name, "texts", text, Message("ids go into {stop_tokens}"), among=True)
         if not 0 < len(text) <= MAX_STOP_LENGTH:
-            raise SettingsError(
-                f"a text in {attribute.name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}"
+            raise SettingsError.of(
+                "a text in {option} must have 1 to {most} characters, got one of {length}",
+                option=attribute.name,
+                most=MAX_STOP_LENGTH,
+                length=len(text),
             )
 
 
 def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise SettingsError(f"{attribute.name} must map token ids to numbers, got {shown(value)}")
+        raise SettingsError.of(
+            "{option} must map token ids to numbers, got {value}", option=attribute.name, value=value
+        )
     for id, bias in value.items():
         if not is_integer(id) or id < 0:
-            raise SettingsError(
-                f"{attribute.name} must have token ids of at least 0 for keys, got {shown(id)} among them"
+            raise SettingsError.of(
+                "{option} must have token ids of at least 0 for keys, got {value} among them",
+                option=attribute.name,
+                value=id,
             )
         # -inf forbids a token; +inf and NaN would make the choice meaningless.
         if not is_number(bias) or not (bias == -math.inf or -_LARGEST <= bias <= _LARGEST):
-            raise SettingsError(f"{attribute.name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
+            raise SettingsError.of(
+                "{option} must have numbers for values, or -inf, got {value} for {id}",
+                option=attribute.name,
+                value=bias,
+                id=id,
+            )
 
 
 def _repetition_penalty(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     check_number(attribute.name, value, 0, remedy="1 changes nothing", or_none="no penalty")
     if value is not None and 0 < value < MIN_REPETITION_PENALTY:
-        raise SettingsError(
-            f"repetition_penalty must be 0 for no penalty, or at least {MIN_REPETITION_PENALTY}, got {shown(value)}; "
-            "1 changes nothing"
-        )
+        bound = f"0 for no penalty, or at least {MIN_REPETITION_PENALTY}"
+        raise must_be(attribute.name, bound, value, "1 changes nothing")
 
 
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, tuple):
-        raise SettingsError(f"{attribute.name} must be a sequence of functions f(tokens, logits), got {shown(value)}")
+        raise must_be(attribute.name, "a sequence of functions f(tokens, logits)", value)
     for processor in value:
         if not callable(processor):
-            raise SettingsError(
-                f"{attribute.name} must be functions f(tokens, logits), got {shown(processor)} among them"
-            )
+            raise must_be(attribute.name, "functions f(tokens, logits)", processor, among=True)
         if hasattr(processor, "save") != hasattr(processor, "restore"):
             raise SettingsError(
                 f"{shown(processor)} in {attribute.name} must have both save() and restore(state), or neither"
@@ -137,9 +135,7 @@ def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not callable(value):
-        raise SettingsError(
-            f"{attribute.name} must be a function f(logprobs), or None for the temperature, got {shown(value)}"
-        )
+        raise must_be(attribute.name, "a function f(logprobs), or None for the temperature", value)
 
 
 def _path(value: Any) -> Any:
@@ -148,7 +144,7 @@ def _path(value: Any) -> Any:
 
 def _file(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise SettingsError(f"{attribute.name} must be the path of a file or None, got {shown(value)}")
+        raise must_be(attribute.name, Message("the path of a file or {none}"), value)
 
 
 # The settings that a user's sampler replaces.
@@ -158,6 +154,11 @@ _OF_SAMPLING = (
 )
 
 
+# Headings of flags.
+_BASIC, _ENDS, _FILTERS, _PENALTIES = "settings", "where the text ends", "filters, at a temperature", "penalties"
+
+
+@declared
 @attrs.frozen(kw_only=True)
 class Settings:
     """Settings of one generation.
@@ -167,35 +168,40 @@ class Settings:
     then the temperature is applied.
 
     Attributes:
-        max_tokens: the most tokens to generate, >= 1; None for no limit. A text also ends where the target's context
-            does.
-        temperature: >= 0; 0 is greedy, and then the filters (`top_p` to `xtc_special_tokens`) do nothing.
-        draft_temperature: the drafter's own temperature, >= 0; None takes `temperature`. At 0 it drafts its likeliest
-            tokens. It changes how many drafted tokens are accepted, never the distribution of the text. At a
-            `temperature` of 0 both models are greedy, and it does nothing.
-        top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1
-            keep all.
+        max_tokens: most tokens to generate, >= 1; None for no limit. A text also ends where the target's context does.
+        temperature: sampling temperature, >= 0; 0 is greedy. Then the filters (`top_p` to `xtc_special_tokens`) do
+            nothing.
+        draft_temperature: the drafter's own temperature, >= 0, if `temperature` is above 0; None takes that. At 0 it
+            drafts its likeliest tokens. It changes how many drafted tokens are accepted, never the distribution of the
+            text.
+        top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1 keep
+            all.
         min_p: keep tokens at least this likely, as a fraction of the likeliest token's probability, in [0, 1]; 0 keeps
             all.
         min_tokens_to_keep: tokens that `min_p` always keeps, >= 1.
         top_k: keep this many of the likeliest tokens, >= 0; 0 keeps all.
         xtc_probability: how often, in [0, 1], XTC removes a position's top choices: all tokens above `xtc_threshold`
             except the least likely of them.
-        xtc_threshold: in [0, 0.5].
-        xtc_special_tokens: ids that XTC never removes.
-        seed: in [0, 2**64), or None for a fresh one. With a seed, `acceptance="auto"` takes the match rule, under which
-            the text depends on target, prompt, settings and seed alone.
-        stop: texts that end the generation where one of them appears; the text is given up to there. A single one may
-            be given without a list. Needs a tokenizer.
-        stop_tokens: ids that end the text, beside the tokenizer's end-of-text ids.
+        xtc_threshold: probability above which a token is a top choice for XTC, in [0, 0.5].
+        xtc_special_tokens: ids that XTC never removes, such as 1,2.
+        seed: seed that makes sampled text repeatable, in [0, 2**64); None for a fresh one. With a seed,
+            `acceptance="auto"` takes the match rule, under which the text depends on target, prompt, settings and seed
+            alone.
+        stop: text that ends the generation where it appears, and is left out; there may be several. A single one may be
+            given without a list. Needs a tokenizer.
+        stop_tokens: ids that end the text, beside the tokenizer's end-of-text ids, such as 1,2.
         ignore_eos: do not end at the tokenizer's end-of-text ids; `stop_tokens` still count.
-        logit_bias: numbers to add to the logits of tokens, by id; -inf forbids a token.
+        logit_bias: numbers to add to the logits of tokens, by id, such as 12=-1.5,7=-inf; -inf forbids a token.
         repetition_penalty: divides positive logits of tokens among the last `repetition_context_size`, and multiplies
             negative ones, >= 0.01; None or 0 does nothing, 1 changes nothing.
+        repetition_context_size: tokens that the repetition penalty looks back, prompt included, >= 1; None for the
+            whole text.
         presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
+        presence_context_size: tokens that the presence penalty looks back, prompt included, >= 1; None for the whole
+            text.
         frequency_penalty: is subtracted once for each time that a token is among the last `frequency_context_size`.
-        repetition_context_size, presence_context_size, frequency_context_size: how many tokens, prompt included, the
-            penalties look back, >= 1; None for the whole text.
+        frequency_context_size: tokens that the frequency penalty looks back, prompt included, >= 1; None for the whole
+            text.
         logits_processors: functions `f(tokens, logits)` as in mlx-lm: they take (n,) ids of the text so far, prompt
             included, and (1, V) logits of the target's width, and return (1, V) logits. They run on the models'
             threads, in any order of texts, and also for texts that are never committed. That suits a function marked
@@ -210,12 +216,12 @@ class Settings:
         logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
             that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
             filters and the temperature.
-        prefill_step_size: prompt tokens per forward pass during prefill, >= 1; or "auto": as many as were measured to
-            be cheap, in at most 0.2 s (where the text depends on it, as with `kv_bits`: 2048). Between two passes a
+        prefill_step_size: prompt tokens per forward pass during prefill, >= 1; "auto" for as many as were measured to
+            be cheap, in at most 0.2 s. (Where the text depends on it, as with `kv_bits`: 2048.) Between two passes a
             cancellation takes effect, and other streams have their turn.
-        acceptance: "match", "rejection", or "auto": match at temperature 0 or with a seed, else rejection. At
-            temperature 0 the two rules are the same.
-        lookahead: the most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
+        acceptance: rule for drafted tokens: "match", "rejection", or "auto", which is match at temperature 0 or with a
+            seed, else rejection. At temperature 0 the two rules are the same.
+        lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
         prediction: ids of a text that the answer may resemble, such as a file that is edited. Prompt lookup drafts from
             it, as from the prompt; a drafter that has a model does so after a miss, with `lookahead="auto"`. It changes
             how many drafted tokens are accepted, never the distribution of the text.
@@ -229,56 +235,143 @@ class Settings:
     Raises: SettingsError: a value is of the wrong type, out of its range or not finite.
     """
 
-    max_tokens: int | None = attrs.field(default=256, validator=_integer(1, or_none="no limit"))
+    max_tokens: int | None = attrs.field(
+        default=256,
+        validator=_integer(1, or_none="no limit"),
+        metadata=option(
+            "N",
+            _BASIC,
+            flags="-m --max-new-tokens",
+            aliases="max_completion_tokens max_length max_new_tokens max_output_tokens n_predict num_predict",
+        ),
+    )
     temperature: float = attrs.field(
-        default=0.0, converter=_real, validator=_number(0, remedy="use 0 for greedy decoding")
+        default=0.0,
+        converter=_real,
+        validator=_number(0, remedy="use 0 for greedy decoding"),
+        metadata=option("T", _BASIC, flags="-t --temp", aliases="temp"),
     )
     draft_temperature: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(0, remedy="0 drafts greedily", or_none="the temperature")
+        default=None,
+        converter=_real,
+        validator=_number(0, remedy="0 drafts greedily", or_none="the temperature"),
+        metadata=option("T", _BASIC),
     )
-    top_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, remedy="0 and 1 keep all tokens"))
-    min_p: float = attrs.field(default=0.0, converter=_real, validator=_number(0, 1, remedy="0 keeps all tokens"))
-    min_tokens_to_keep: int = attrs.field(default=1, validator=_integer(1))
-    top_k: int = attrs.field(default=0, validator=_integer(0))
+    top_p: float = attrs.field(
+        default=0.0,
+        converter=_real,
+        validator=_number(0, 1, remedy="0 and 1 keep all tokens"),
+        metadata=option("P", _FILTERS),
+    )
+    min_p: float = attrs.field(
+        default=0.0,
+        converter=_real,
+        validator=_number(0, 1, remedy="0 keeps all tokens"),
+        metadata=option("P", _FILTERS),
+    )
+    min_tokens_to_keep: int = attrs.field(
+        default=1, validator=_integer(1), metadata=option("N", _FILTERS, in_requests=False)
+    )
+    top_k: int = attrs.field(default=0, validator=_integer(0), metadata=option("K", _FILTERS))
     xtc_probability: float = attrs.field(
-        default=0.0, converter=_real, validator=_number(0, 1, remedy="0 turns XTC off")
+        default=0.0, converter=_real, validator=_number(0, 1, remedy="0 turns XTC off"), metadata=option("P", _FILTERS)
     )
     xtc_threshold: float = attrs.field(
-        default=0.1, converter=_real, validator=_number(0, 0.5, remedy="above a half it could not act")
+        default=0.1,
+        converter=_real,
+        validator=_number(0, 0.5, remedy="above a half it could not act"),
+        metadata=option("P", _FILTERS),
     )
-    xtc_special_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
-    seed: int | None = attrs.field(default=None, validator=_integer(0, MAX_SEED, or_none="a fresh seed"))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings_tupled, validator=_strings)
-    stop_tokens: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
-    ignore_eos: bool = attrs.field(default=False, validator=_flag)
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict, hash=False, converter=_copied, validator=_bias)
-    repetition_penalty: float | None = attrs.field(default=None, converter=_real, validator=_repetition_penalty)
-    repetition_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
+    xtc_special_tokens: tuple[int, ...] = attrs.field(
+        default=(), converter=_tupled, validator=_ids, metadata=option("IDS", _FILTERS, in_requests=False)
+    )
+    seed: int | None = attrs.field(
+        default=None,
+        validator=_integer(0, MAX_SEED, or_none="a fresh seed"),
+        metadata=option("N", _BASIC, aliases="random_seed"),
+    )
+    stop: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_strings_tupled,
+        validator=_strings,
+        metadata=option("TEXT", _ENDS, aliases="extra_eos_token stop_sequences stop_strings stop_words"),
+    )
+    stop_tokens: tuple[int, ...] = attrs.field(
+        default=(),
+        converter=_tupled,
+        validator=_ids,
+        metadata=option("IDS", _ENDS, aliases="eos_token_id stop_token_ids"),
+    )
+    ignore_eos: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option("", _ENDS))
+    logit_bias: Mapping[int, float] = attrs.field(
+        factory=dict, hash=False, converter=_copied, validator=_bias, metadata=option("ID=B,...", _PENALTIES)
+    )
+    repetition_penalty: float | None = attrs.field(
+        default=None,
+        converter=_real,
+        validator=_repetition_penalty,
+        metadata=option("X", _PENALTIES, flags="--repeat-penalty", aliases="repeat_penalty"),
+    )
+    repetition_context_size: int | None = attrs.field(
+        default=20,
+        validator=_integer(1, or_none="the whole text"),
+        metadata=option("N", _PENALTIES, aliases="repeat_last_n"),
+    )
     presence_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")
+        default=None,
+        converter=_real,
+        validator=_number(remedy="0 changes nothing", or_none="no penalty"),
+        metadata=option("X", _PENALTIES),
     )
-    presence_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
+    presence_context_size: int | None = attrs.field(
+        default=20, validator=_integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
+    )
     frequency_penalty: float | None = attrs.field(
-        default=None, converter=_real, validator=_number(remedy="0 changes nothing", or_none="no penalty")
+        default=None,
+        converter=_real,
+        validator=_number(remedy="0 changes nothing", or_none="no penalty"),
+        metadata=option("X", _PENALTIES),
     )
-    frequency_context_size: int | None = attrs.field(default=20, validator=_integer(1, or_none="the whole text"))
-    logits_processors: tuple[LogitsProcessor, ...] = attrs.field(default=(), converter=_tupled, validator=_processors)
-    sampler: Sampler | None = attrs.field(default=None, validator=_sampler)
-    logprobs: int = attrs.field(default=0, validator=_integer(0, MAX_LOGPROBS))
-    prefill_step_size: int | Literal["auto"] = attrs.field(default="auto", validator=_integer(1, or_auto=True))
-    acceptance: Acceptance = attrs.field(default="auto", validator=_rule)
+    frequency_context_size: int | None = attrs.field(
+        default=20, validator=_integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
+    )
+    logits_processors: tuple[LogitsProcessor, ...] = attrs.field(
+        default=(), converter=_tupled, validator=_processors, metadata=option(in_requests=False)
+    )
+    sampler: Sampler | None = attrs.field(default=None, validator=_sampler, metadata=option(in_requests=False))
+    logprobs: int = attrs.field(
+        default=0, validator=_integer(0, MAX_LOGPROBS), metadata=option("N", aliases="top_logprobs")
+    )
+    prefill_step_size: int | Literal["auto"] = attrs.field(
+        default="auto",
+        validator=_integer(1, or_auto=True),
+        metadata=option("N", _BASIC, aliases="prefill_chunk_size", in_requests=False),
+    )
+    acceptance: Acceptance = attrs.field(default="auto", validator=_rule, metadata=option("RULE", _BASIC))
     lookahead: int | Literal["auto"] = attrs.field(
-        default="auto", validator=_integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding")
+        default="auto",
+        validator=_integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding"),
+        metadata=option(
+            "N",
+            _BASIC,
+            flags="--num-draft-tokens",
+            aliases="block_size draft_tokens draft_max gamma k num_assistant_tokens num_draft_tokens "
+            "num_speculative_tokens spec_k spec_tokens speculative_num_draft_tokens",
+        ),
     )
-    prediction: tuple[int, ...] = attrs.field(default=(), converter=_tupled, validator=_ids)
-    reuse_prefix: bool = attrs.field(default=False, validator=_flag)
-    prompt_cache_file: str | None = attrs.field(default=None, converter=_path, validator=_file)
+    prediction: tuple[int, ...] = attrs.field(
+        default=(), converter=_tupled, validator=_ids, metadata=option(in_requests=False)
+    )
+    reuse_prefix: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option(in_requests=False))
+    prompt_cache_file: str | None = attrs.field(
+        default=None, converter=_path, validator=_file, metadata=option("FILE", in_requests=False)
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_cache_file is not None and self.reuse_prefix:
-            raise SettingsError(
-                "a text either continues prompt_cache_file or reuses a prefix; leave out prompt_cache_file or "
-                "reuse_prefix (a conversation always reuses what it has read)"
+            raise SettingsError.of(
+                "a text either continues {prompt_cache_file} or reuses a prefix; leave out {prompt_cache_file} or "
+                "{reuse_prefix} (a conversation always reuses what it has read)"
             )
         if self.sampler is None:
             return
@@ -361,7 +454,7 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
-            if (argument := ALIASES.get(name, name)) in OPEN_ARGUMENTS:
+            if (argument := ALIASES.get(name, name)) in attrs.fields_dict(OpenOptions):
                 hint = f"it is {argument}= of open()"
             elif name in INSTEAD:
                 hint = INSTEAD[name]
@@ -386,10 +479,13 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
     }
     for name, ids in named.items():
         if outside := [token for token in ids if token >= vocab_size]:
-            raise SettingsError(f"{name} {shown(outside)} are outside the target's vocabulary of {vocab_size} ids")
+            raise SettingsError.of(
+                "{option} {value} are outside the target's vocabulary of {size} ids",
+                option=name,
+                value=outside,
+                size=vocab_size,
+            )
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
-            raise SettingsError(
-                f"{name} must be at most the target's vocabulary of {vocab_size} ids, "
-                f"got {shown(getattr(settings, name))}"
-            )
+            bound = f"at most the target's vocabulary of {vocab_size} ids"
+            raise must_be(name, bound, getattr(settings, name))

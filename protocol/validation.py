@@ -13,9 +13,35 @@ from typing import Any, TypeGuard
 import attrs
 
 from protocol.errors import OutriderError, SettingsError
-from protocol.reprs import shown
+from protocol.wording import Message
 
 _LARGEST = sys.float_info.max
+
+
+def must_be(
+    option: str,
+    bound: str,
+    value: Any,
+    remedy: str | None = None,
+    *,
+    among: bool = False,
+    error: type[OutriderError] = SettingsError,
+) -> OutriderError:
+    """An error of a value that is not allowed.
+
+    Args:
+        option: the name of the setting or option.
+        bound: what it must be.
+        value: what it is.
+        remedy: the message's last part.
+        among: whether the value is one of several.
+        error: the class.
+    """
+    template = "{option} must be {bound}, got {value}" + (" among them" if among else "")
+    fields = {"option": option, "bound": bound, "value": value}
+    if remedy is None:
+        return error(Message(template, **fields))
+    return error(Message(template + "; {remedy}", **fields, remedy=remedy))
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -55,8 +81,8 @@ def check_integer(
     if (value is None and or_none) or (or_auto and _is_auto(value)):
         return
     if not _is_integer_in(value, low, high):
-        allowed = f"a whole number {_integer_bounds(low, high)}"
-        raise error(_message(name, allowed + (', or "auto"' if or_auto else ""), or_none, shown(value), remedy))
+        allowed = f"a whole number {_integer_bounds(low, high)}" + (', or "auto"' if or_auto else "")
+        raise must_be(name, _or_none(allowed, or_none), value, remedy, error=error)
 
 
 def check_integers(
@@ -73,7 +99,7 @@ def check_integers(
     for value in values:
         if not (_is_integer_in(value, low, high) or (or_auto and _is_auto(value))):
             allowed = f"whole numbers {_integer_bounds(low, high)}" + (' or "auto"' if or_auto else "")
-            raise error(_message(name, allowed, None, f"{shown(value)} among them", remedy))
+            raise must_be(name, allowed, value, remedy, among=True, error=error)
 
 
 def check_number(
@@ -109,7 +135,13 @@ def check_number(
         and (above is None or above < value)
     )
     if not is_allowed:
-        raise error(_message(name, _number_bounds(low, high, above), or_none, shown(value), remedy))
+        raise must_be(name, _or_none(_number_bounds(low, high, above), or_none), value, remedy, error=error)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check a bool. Raises: SettingsError: it is none."""
+    if not isinstance(value, bool):
+        raise must_be(name, "True or False", value)
 
 
 def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
@@ -123,6 +155,10 @@ def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
 
 def _is_integer_in(value: Any, low: int, high: int | None) -> bool:
     return is_integer(value) and low <= value and (high is None or value <= high)
+
+
+def _or_none(bound: str, meaning: str | None) -> str:
+    return bound if meaning is None else Message("{bound}, or {none} for {meaning}", bound=bound, meaning=meaning)
 
 
 def _is_auto(value: Any) -> bool:
@@ -139,8 +175,3 @@ def _number_bounds(low: float | None, high: float | None, above: float | None) -
     if high is not None:
         return f"a number of at most {high:g}" if low is None else f"a number between {low:g} and {high:g}"
     return "a finite number" if low is None else f"a finite number of at least {low:g}"
-
-
-def _message(name: str, allowed: str, or_none: str | None, got: str, remedy: str | None) -> str:
-    none = f", or None for {or_none}" if or_none else ""
-    return f"{name} must be {allowed}{none}, got {got}" + (f"; {remedy}" if remedy else "")

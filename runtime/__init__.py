@@ -59,8 +59,7 @@ if TYPE_CHECKING:
     from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
     from runtime.engine.opening import keep_open, open
     from runtime.engine.running import stream
-    from runtime.engine.runtime import Runtime
-    from runtime.engine.runtime_state import Health
+    from runtime.engine.runtime import Health, Runtime
     from runtime.generation.conversation import Conversation
     from runtime.generation.grammar import Grammar
     from runtime.generation.many_prompts import Completions, TokenStreams
@@ -171,7 +170,7 @@ _HOMES = {
     "RankGroup": "actors.distributed.rank_group",
     "Completions": "runtime.generation.many_prompts",
     "Grammar": "runtime.generation.grammar",
-    "Health": "runtime.engine.runtime_state",
+    "Health": "runtime.engine.runtime",
     "Completion": "runtime.generation.token_stream",
     "Conversation": "runtime.generation.conversation",
     "Token": "runtime.generation.token_reader",

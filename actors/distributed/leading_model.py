@@ -113,7 +113,6 @@ class TakenParts:
         weakref.finalize(self, announcer.unused_states.append, number).atexit = False
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
-        """See `OtherParts.copied`."""
         parts = {rank: CollectedPart(rank) for rank in self._announcer.followers}
         for step in count():
             waiting = {rank for rank, part in parts.items() if not part.is_complete}
@@ -141,7 +140,6 @@ class LeadingSequence(MLXSequence):
             announcer.ledger.open(self.number)
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         with self._announcer.announced("feed", self.number, tokens, num_logits, reads=[self.number]) as is_outermost:
             logits = super().feed(tokens, num_logits)
             if is_outermost:
@@ -149,31 +147,27 @@ class LeadingSequence(MLXSequence):
             return logits
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         with self._announcer.announced("prepare", self.number, num_tokens, settled, holds_back=True):
             return super().prepare(num_tokens, settled)
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         with self._announcer.announced("rewind", self.number, length):
             kept = super().rewind(length)
             self._announcer.ledger.cut(self.number, kept)
             return kept
 
     def leave_batch(self) -> None:
-        """See `MLXSequence.leave_batch`. Announced where it changes something."""
+        """Announced where it changes something."""
         if self.is_row:
             with self._announcer.announced("leave_batch", self.number):
                 super().leave_batch()
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         with self._announcer.announced("forget", self.number):
             super().forget()
             self._announcer.ledger.cut(self.number, 0)
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         if self._announcer.group.error is not None:
             super().close()  # the other ranks have closed theirs
             return
@@ -182,12 +176,10 @@ class LeadingSequence(MLXSequence):
             self._announcer.ledger.close(self.number)
 
     def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`."""
         with self._announcer.announced("add_prefix_checkpoint", self.number):
             super().add_prefix_checkpoint()
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         with self._announcer.announced("reuse", self.number, length):
             super().reuse(length)
             self._announcer.ledger.cut(self.number, length)
@@ -198,7 +190,7 @@ class LeadingSequence(MLXSequence):
         return False
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """See `MLXSequence.take_state`. The other ranks keep their parts."""
+        """The other ranks keep their parts."""
         announcer = self._announcer
         if (state := super().take_state(tokens)) is None:
             return None
@@ -207,7 +199,7 @@ class LeadingSequence(MLXSequence):
             return attrs.evolve(state, others=TakenParts(announcer, number))
 
     def put_state(self, state: SequenceState) -> None:
-        """See `MLXSequence.put_state`. The other ranks put their parts, which they have kept or are sent now."""
+        """The other ranks put their parts, which they have kept or are sent now."""
         announcer, others = self._announcer, state.others
         followers = announcer.followers
         records: tuple[SequenceRecord, ...] = ()
@@ -261,11 +253,9 @@ class LeadingModel(MLXModel):
 
     @property
     def num_ranks(self) -> int:
-        """See `MLXModel.num_ranks`."""
         return 1 + len(self._announcer.followers)
 
     def open_sequence(self, *, beside_another: bool) -> LeadingSequence:
-        """See `Model.open_sequence`."""
         sequence = super().open_sequence_of(LeadingSequence, beside_another=beside_another)
         sequence.lead(self._announcer)
         return sequence
@@ -290,7 +280,6 @@ class LeadingModel(MLXModel):
         super().record_features(layer_ids)
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """See `Model.feed_together`."""
         numbers = [_number(feed.sequence) for feed in feeds]
         fed = [(number, feed.tokens, feed.num_logits, feed.alone) for number, feed in zip(numbers, feeds, strict=True)]
         with self._announcer.announced("feed_together", None, fed, reads=numbers):
@@ -300,7 +289,6 @@ class LeadingModel(MLXModel):
             return logits
 
     def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
-        """See `Model.read_together`."""
         numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("read_together", None, numbers, list(tokens), reads=numbers):
             super().read_together(sequences, tokens)
@@ -308,7 +296,7 @@ class LeadingModel(MLXModel):
                 self._announcer.ledger.feed(number, read)
 
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
-        """See `Model.feed_ahead`. The tokens travel through a collective: they may not be computed yet."""
+        """The tokens travel through a collective: they may not be computed yet."""
         numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
             shared = shared_tokens(tokens, self._announcer.group)
@@ -318,19 +306,18 @@ class LeadingModel(MLXModel):
             return logits
 
     def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`."""
         with self._announcer.announced("abandon_shared"):
             super().abandon_shared()
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`. The other ranks must find the same."""
+        """The other ranks must find the same."""
         with self._announcer.announced("sharing_obstacle"):
             obstacle = super().sharing_obstacle(rewinds_passes=rewinds_passes)
         with self._announcer.announced("agree_on_sharing", None, obstacle):
             return obstacle
 
     def anatomy(self) -> Anatomy:
-        """See `MLXModel.anatomy`. Weights and caches are those of this rank."""
+        """Weights and caches are those of this rank."""
         with self._announcer.announced("anatomy"):
             return super().anatomy()
 

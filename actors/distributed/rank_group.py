@@ -21,6 +21,7 @@ from actors.distributed.rank_address import left_out
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
+from protocol.wording import Message
 
 logger = logging.getLogger("outrider")
 
@@ -91,9 +92,11 @@ class RankGroup:
     def check_mlx(self, draft_rank: int | None) -> None:
         """Raises: SettingsError: MLX's group was made, once and for all, of other ranks than those of the target."""
         if self.mlx is not None and draft_rank != self._mlx_without:
-            raise SettingsError(
-                f"the ranks were connected with draft_rank={self._mlx_without}, which holds for as long as they run, "
-                f"got draft_rank={draft_rank}; start them again"
+            raise SettingsError.of(
+                "the ranks were connected with {draft_rank=}, which holds for as long as they run, got {given}; start "
+                "them again",
+                draft_rank=self._mlx_without,
+                given=Message("{draft_rank=}", draft_rank=draft_rank),
             )
 
     def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:

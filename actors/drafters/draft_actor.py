@@ -10,7 +10,7 @@ from typing import Any
 import outcome
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ModelActor
+from actors.actor import ModelActor
 from actors.drafters.draft_session import DraftSession
 from actors.drafters.draft_steps import (
     CannotLookAhead,
@@ -35,9 +35,9 @@ from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
 from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
-from protocol.settings import MAX_BATCH
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
@@ -389,7 +389,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
 
     def _queue_slack_s(self, session: DraftSession, now_s: float) -> float:
-        """See `PolicyView.queue_slack_s`. A fixed lookahead does not look at it."""
+        # A fixed lookahead does not look at it.
         if isinstance(session.policy, ChainPolicy):
             return 0.0
         if session.state.phase is not SessionPhase.VERIFYING:

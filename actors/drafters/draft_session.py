@@ -234,7 +234,6 @@ class DraftSession(DrafterSession):
 
     @property
     def _num_to_refresh(self) -> int:
-        """See `PolicyView.num_to_refresh`."""
         if (reader := self._reader) is None or self.sequence is None:
             return 0
         choice = self.tree.root.choice

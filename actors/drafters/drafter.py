@@ -19,9 +19,10 @@ from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
-from protocol.lookahead_policy import Policy, WorkAhead
+from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Rested, Verdict
+from protocol.open_options import WorkAhead
 from protocol.prices import Prices
 from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
 from protocol.session_state import Commit, SessionPhase

@@ -171,12 +171,10 @@ class MLXModel:
 
     @property
     def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
         return self._vocab_size
 
     @property
     def context_length(self) -> int | None:
-        """See `Model.context_length`."""
         return context_length_of(getattr(self._model, "args", None))
 
     @property
@@ -189,24 +187,19 @@ class MLXModel:
         return by_name
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """See `Model.feed_together`."""
         return self._shared_passes.feed(feeds)
 
     @property
     def widest_row(self) -> int:
-        """See `Model.widest_row`."""
         return self._shared_passes.widest_row
 
     def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
-        """See `Model.read_together`."""
         self._shared_passes.read(sequences, tokens)
 
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
-        """See `Model.feed_ahead`."""
         return self._shared_passes.feed_ahead(sequences, tokens)
 
     def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`."""
         self._shared_passes.abandon()
 
     def bounded_batch(self, max_batch: int) -> int:
@@ -217,11 +210,10 @@ class MLXModel:
         return max_batch if self._shared_passes.known_obstacle is None else 1
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
+        """Feeds the model some tokens to find out."""
         return self._shared_passes.obstacle(rewinds_passes=rewinds_passes)
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
-        """See `Model.open_sequence`."""
         return self.open_sequence_of(MLXSequence, beside_another=beside_another)
 
     def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
@@ -290,9 +282,12 @@ class MLXModel:
         try:
             maybe_quantize_kv_cache(cache, 0, self._options.kv_group_size, self._options.kv_bits)
         except ValueError as error:
-            raise ModelError(
-                f"kv_bits={self._options.kv_bits} with kv_group_size={self._options.kv_group_size} does not fit this "
-                f"model: {error}; use a kv_group_size that divides the size of its heads"
+            raise ModelError.of(
+                "{kv_bits=} with {kv_group_size=} does not fit this model: {error}; use a {kv_group_size} that "
+                "divides the size of its heads",
+                kv_bits=self._options.kv_bits,
+                kv_group_size=self._options.kv_group_size,
+                error=error,
             ) from error
 
     def _check_rewind_modes(self, cache: list[Any]) -> None:
@@ -302,18 +297,26 @@ class MLXModel:
             family = type(self._model).__module__.rpartition(".")[2]
             why = f"mlx-lm's {family} gives other logits for several tokens at once than one by one"
             if wanted in ("trim", "checkpoint"):
-                raise ModelError(f'rewind="{wanted}" is not possible: {why}; use "auto" or "none"')
+                raise ModelError.of('{rewind=} is not possible: {why}; use "auto" or "none"', rewind=wanted, why=why)
             if wanted == "auto" and family not in _warned_of:
                 _warned_of.add(family)
                 logger.warning("%s: the model is fed one token at a time", why)
         if wanted == "trim" and (fixed := _names(layer for layer in cache if not can_trim_after(layer, 1))):
-            raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
+            raise ModelError.of(
+                '{rewind=} needs caches that can be trimmed, and this model has {fixed}; use "auto"',
+                rewind=wanted,
+                fixed=fixed,
+            )
         rotating = _names(layer for layer in cache if window(layer) is not None and hasattr(layer, "to_quantized"))
         if self._options.kv_bits is not None and rotating:
-            raise ModelError(f"kv_bits cannot quantise {rotating}: mlx-lm does not support that; leave it None")
+            raise ModelError.of(
+                "{kv_bits} cannot quantise {caches}: mlx-lm does not support that; leave it out", caches=rotating
+            )
         unknown = _names(layer for layer in cache if not can_checkpoint(layer))
         if wanted == "checkpoint" and unknown:
-            raise ModelError(f'rewind="checkpoint" cannot keep the state of {unknown}; use "auto" or "none"')
+            raise ModelError.of(
+                '{rewind=} cannot keep the state of {caches}; use "auto" or "none"', rewind=wanted, caches=unknown
+            )
         for name in unknown:
             if wanted == "auto" and name not in _warned_of:
                 _warned_of.add(name)

@@ -105,7 +105,6 @@ class RowKVCache:
         self._end = 0
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """See `RowCache`."""
         self.offset = mx.array(tuple(lengths), mx.int32)
         self._end = max(lengths) + max(widths)
         if self.keys is not None:
@@ -130,17 +129,15 @@ class RowKVCache:
         return mask if window_size is None else mask & (slots > positions - window_size)
 
     def restore(self, rows: Sequence[bool]) -> None:
-        """See `RowCache`. A smaller length is enough."""
+        """A smaller length is enough."""
 
     def join(self, single: Any, length: int) -> None:
-        """See `RowCache`."""
         if length > 0:
             self.keys = self._joined(self.keys, single.keys[:, :, :length])
             self.values = self._joined(self.values, single.values[:, :, :length])
             single.keys = single.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
-        """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
         single.keys = mx.contiguous(self.keys[row : row + 1, :, :length])
@@ -148,12 +145,10 @@ class RowKVCache:
         single.offset = length
 
     def remove(self, row: int) -> None:
-        """See `RowCache`."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = _without(self.keys, row), _without(self.values, row)
 
     def shrink(self, longest: int) -> None:
-        """See `RowCache`."""
         num_slots = (longest // STEP + 1) * STEP
         if self.keys is not None and self.values is not None and self.keys.shape[2] > 2 * num_slots:
             self.keys = mx.contiguous(self.keys[:, :, :num_slots])
@@ -211,7 +206,6 @@ class RowRingCache(RowKVCache):
         self._first_held: list[int] = []
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """See `RowCache`."""
         self.offset = mx.array(tuple(lengths), mx.int32)
         self._first_held = [
             max(first, length + max(widths) - self._num_slots)
@@ -219,7 +213,6 @@ class RowRingCache(RowKVCache):
         ]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """See `RowKVCache.make_mask`."""
         slots = mx.arange(self._num_slots)
         last = (self.offset + (N - 1))[:, None]
         # The position of the token in each slot, once the pass is written; negative where there was none yet.
@@ -230,7 +223,6 @@ class RowRingCache(RowKVCache):
         return mask[:, None]
 
     def join(self, single: Any, length: int) -> None:
-        """See `RowCache`."""
         if length == 0:
             self._first_held.append(0)
             return
@@ -241,7 +233,6 @@ class RowRingCache(RowKVCache):
         single.keys = single.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
-        """See `RowCache`."""
         assert self.keys is not None
         assert self.values is not None
         # More than the window, so that the text can be trimmed at least to before its last pass.
@@ -251,12 +242,11 @@ class RowRingCache(RowKVCache):
         single.offset, single._idx = length, length - first
 
     def remove(self, row: int) -> None:
-        """See `RowCache`."""
         super().remove(row)
         del self._first_held[row]
 
     def shrink(self, longest: int) -> None:
-        """See `RowCache`. A ring has the slots that it needs."""
+        """A ring has the slots that it needs."""
 
     def _num_slots_for(self, num_tokens: int) -> int:
         return self._num_slots
@@ -289,13 +279,11 @@ class RowArraysCache(ArraysCache):
         self._before: list[Any] = []
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """See `RowCache`."""
         self._before = list(self.cache)
         # Without padding there is no mask, which models that read no lengths do not support.
         self.lengths = mx.array(tuple(widths), mx.int32) if len(set(widths)) > 1 else None
 
     def restore(self, rows: Sequence[bool]) -> None:
-        """See `RowCache`."""
         if all(rows):
             self.cache = list(self._before)
         elif any(rows):
@@ -306,7 +294,6 @@ class RowArraysCache(ArraysCache):
             ]
 
     def join(self, single: Any, length: int) -> None:
-        """See `RowCache`."""
         if length == 0:
             return
         self.cache = [
@@ -316,47 +303,39 @@ class RowArraysCache(ArraysCache):
         single.cache = [None] * len(self.cache)
 
     def leave(self, row: int, length: int, single: Any) -> None:
-        """See `RowCache`."""
         single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]
 
     def remove(self, row: int) -> None:
-        """See `RowCache`."""
         self.cache = [None if state is None else _without(state, row) for state in self.cache]
 
     def shrink(self, longest: int) -> None:
-        """See `RowCache`. States have one size."""
+        """States have one size."""
 
 
 class RowCacheList(CacheList):
     """Several row caches of one layer."""
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """See `RowCache`."""
         for inner in self.caches:
             inner.begin(lengths, widths)
 
     def restore(self, rows: Sequence[bool]) -> None:
-        """See `RowCache`."""
         for inner in self.caches:
             inner.restore(rows)
 
     def join(self, single: Any, length: int) -> None:
-        """See `RowCache`."""
         for inner, one in zip(self.caches, single.caches, strict=True):
             inner.join(one, length)
 
     def leave(self, row: int, length: int, single: Any) -> None:
-        """See `RowCache`."""
         for inner, one in zip(self.caches, single.caches, strict=True):
             inner.leave(row, length, one)
 
     def remove(self, row: int) -> None:
-        """See `RowCache`."""
         for inner in self.caches:
             inner.remove(row)
 
     def shrink(self, longest: int) -> None:
-        """See `RowCache`."""
         for inner in self.caches:
             inner.shrink(longest)
 

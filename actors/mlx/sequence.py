@@ -111,7 +111,7 @@ class MLXSequence(RecordsFeatures):
             self.check_caches(self._length)
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`. Leaves its batch, which must be given up."""
+        """Leaves its batch, which must be given up."""
         self.cache = self._options.make_cache(self._model)
         self._batch, self._length, self._is_quantized = None, 0, False
         self.features.clear()
@@ -126,7 +126,6 @@ class MLXSequence(RecordsFeatures):
     # --- alone ------------------------------------------------------------------------------------
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
@@ -139,7 +138,6 @@ class MLXSequence(RecordsFeatures):
         return logits[-num_logits:]
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`."""
         self.leave_batch()
         with self.features.of_pass(self._length, 1):
             logits: mx.array = self._model(token[None], cache=self.cache)
@@ -157,7 +155,6 @@ class MLXSequence(RecordsFeatures):
         return logits[0]
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         if self._batch is not None:
             return RewindMode.CHECKPOINT if self._batch.is_recurrent else RewindMode.TRIM
         rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
@@ -168,7 +165,6 @@ class MLXSequence(RecordsFeatures):
         return rewind_mode
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         if self._batch is not None:
             self._length = self._batch.rewind(self, length)
             self.features.rewind(self._length)
@@ -186,7 +182,6 @@ class MLXSequence(RecordsFeatures):
         return self._length
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         self.check_caches(length)
 
     def check_caches(self, length: int) -> None:
@@ -257,12 +252,11 @@ class MLXSequence(RecordsFeatures):
 
     @property
     def can_fork(self) -> bool:
-        """See `CachedSequence.can_fork`."""
         # A quantised cache is of another class than the one that a new sequence begins with.
         return self._options.kv_bits is None and all(map(can_take_state, self.cache))
 
     def fork_point(self) -> Fork:
-        """See `CachedSequence.fork_point`. Forks share memory with this sequence until either is fed."""
+        """Forks share memory with this sequence until either is fed."""
         state = self.take_state((0,) * self._length)
         assert state is not None, "`can_fork` is true, and there are tokens"
         mx.eval([layer.arrays for layer in state.all_layers])
@@ -291,7 +285,6 @@ class MLXSequence(RecordsFeatures):
         self._length = length
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         if self._batch is not None:
             self._batch.drop(self)
             self._batch = None
@@ -300,14 +293,12 @@ class MLXSequence(RecordsFeatures):
 
     @property
     def num_bytes(self) -> int:
-        """See `CachedSequence.num_bytes`."""
         self.leave_batch()
         bytes_per_checkpoint = sum(checkpoint_bytes(layer) for layer in self.cache)
         return sum(int(layer.nbytes) for layer in self.cache) + len(self._all_checkpoints()) * bytes_per_checkpoint
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
-        """See `CachedSequence.needs_prefix_checkpoints`."""
         # Prefill ends a pass at each prefix checkpoint, so these caches cannot have any.
         if self.depends_on_passes:
             return False
@@ -315,18 +306,15 @@ class MLXSequence(RecordsFeatures):
 
     @property
     def depends_on_passes(self) -> bool:
-        """See `CachedSequence.depends_on_passes`."""
         # Caches are quantised at the end of a pass, and some caches read several tokens otherwise than one by one.
         return self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize)
 
     def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`."""
         self.leave_batch()
         if not self._prefix_checkpoints or self._prefix_checkpoints[-1].length < self._length:
             self._prefix_checkpoints.append(self._make_checkpoint())
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         self.leave_batch()
         # From the length at which caches were quantised, tokens were read otherwise, and another text may quantise its
         # caches at another length.
@@ -339,7 +327,6 @@ class MLXSequence(RecordsFeatures):
         return max((c.length for c in self._all_checkpoints() if c.length <= num_common), default=0)
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         self.leave_batch()
         if length < self._length:
             if self._options.can_trim(self.cache, 0, length):

@@ -78,7 +78,6 @@ class SharedPasses:
         self._is_probed = self.known_obstacle is not None
 
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """See `Model.feed_together`."""
         rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
         if self._batch.pads_texts:
             others = [text for text in self._rows if text.is_row_of(self._batch)]
@@ -93,7 +92,6 @@ class SharedPasses:
 
     @property
     def widest_row(self) -> int:
-        """See `Model.widest_row`."""
         return self._batch.widest_row
 
     def read(self, sequences: Sequence[MLXSequence], tokens: Sequence[tuple[int, ...]]) -> None:
@@ -108,7 +106,6 @@ class SharedPasses:
             self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
     def feed_ahead(self, sequences: Sequence[MLXSequence], tokens: mx.array) -> mx.array:
-        """See `Model.feed_ahead`."""
         if len(sequences) > 1 and all(text.is_row_of(self._batch) for text in sequences):
             self._has_fed_rows = True
             logits = self._batch.feed_ahead(sequences, tokens, _recorder_for(sequences))
@@ -161,7 +158,7 @@ class SharedPasses:
     # --- what cannot share ------------------------------------------------------------------------
 
     def obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`. Feeds the model some tokens to find out."""
+        """Feeds the model some tokens to find out."""
         if rewinds_passes and not self._batch.rewinds_passes:
             return "its rows cannot go back by more than one pass"
         if not self._is_probed:

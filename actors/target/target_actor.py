@@ -7,7 +7,7 @@ from functools import partial
 
 import trio
 
-from actors.actor import PREFIX_CACHE_BYTES, ModelActor
+from actors.actor import ModelActor
 from actors.model import CachedSequence, Model
 from actors.probe import PROBED, probe
 from actors.session import Session
@@ -17,9 +17,9 @@ from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import OutriderError, StreamFailedError
 from protocol.messages import Close, Message, PromptFeatures
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
-from protocol.settings import MAX_BATCH
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 

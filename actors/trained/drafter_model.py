@@ -43,16 +43,14 @@ class TrainedDrafter(FeedsEach):
         self.vocab_size = self._attached.vocab_size
 
     def open_sequence(self, *, beside_another: bool) -> DrafterSequence:
-        """See `Model.open_sequence`."""
         return self._attached.open_sequence()
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str:
-        """See `Model.sharing_obstacle`."""
         return "a trained drafter reads one text at a time"
 
     @contextmanager
     def evaluating_layers(self) -> Iterator[None]:
-        """See `MLXModel.evaluating_layers`. One layer is evaluated in one go."""
+        """One layer is evaluated in one go."""
         yield
 
     @property

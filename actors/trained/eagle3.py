@@ -91,13 +91,6 @@ class Eagle3Config:
         return ids
 
 
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a model's `config.json` is that of an EAGLE-3 drafter."""
-    if config.get("speculators_model_type") == "eagle3":
-        return True
-    return any("eagle3" in str(name).lower() for name in config.get("architectures") or ())
-
-
 def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
 
@@ -268,15 +261,12 @@ class Eagle3Reader:
         self.vocab_size, self.feature_width = config.vocab_size, config.num_feature_layers * config.target_hidden_size
 
     def project(self, features: mx.array) -> mx.array:
-        """See `FeatureReader.project`."""
         return self._loaded.model.project(features)
 
     def make_cache(self) -> list[KVCache]:
-        """See `FeatureReader.make_cache`."""
         return self._loaded.model.make_cache()
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """See `FeatureReader.read`."""
         embedding = self._loaded.embedding
         if embedding is not None:
             # An index out of bounds would read other memory.

@@ -101,19 +101,16 @@ class FeatureSequence(TrainedSequence):
         self._num_given = max(self._num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
-        """See `FeatureInput.give_nothing`."""
         super().give_nothing(num_tokens)
         # Now, since passes are timed that follow no rewind. Without hidden states they would compute nothing.
         self._look_at_arrived()
 
     @property
     def staleness(self) -> int:
-        """See `FeatureInput.staleness`."""
         return 0 if self._first_stale is None else len(self._tokens) - self._first_stale
 
     @property
     def refreshes_at(self) -> int | None:
-        """See `FeatureInput.refreshes_at`."""
         if self._first_stale is None or self._first_stale < self._first_given + 1:
             return None
         return self._first_stale
@@ -130,7 +127,6 @@ class FeatureSequence(TrainedSequence):
         return len(self._tokens)
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         logits: list[mx.array] = []
         rest = tokens
         while rest:
@@ -147,7 +143,7 @@ class FeatureSequence(TrainedSequence):
         return mx.concatenate(logits)[-num_logits:]
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`. Looks at the features that have come, and so may leave fewer tokens."""
+        """Looks at the features that have come, and so may leave fewer tokens."""
         if length > len(self._tokens):
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {len(self._tokens)}")
         remaining = min(length, self.length)
@@ -156,7 +152,6 @@ class FeatureSequence(TrainedSequence):
         return remaining
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         expected = max(0, length - self._num_skipped)
         for i, layer in enumerate(self._cache):
             if layer.offset != expected or len(self._tokens) != length:
@@ -166,13 +161,12 @@ class FeatureSequence(TrainedSequence):
                 )
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`. Features stay."""
+        """Features stay."""
         self._cache = self._reader.make_cache()
         self._tokens, self._first_stale, self._num_skipped = [], None, 0
         self._own.clear()
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self.forget()
         self._cache = []
         self._fresh.clear()
@@ -182,17 +176,15 @@ class FeatureSequence(TrainedSequence):
 
     @property
     def num_bytes(self) -> int:
-        """See `CachedSequence.num_bytes`."""
         return sum(int(layer.nbytes) for layer in self._cache) + self._fresh.num_bytes
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`. What was read without features is not reused."""
+        """What was read without features is not reused."""
         self._num_common = num_common
         length = len(self._tokens) if self._first_stale is None else self._first_stale
         return 0 if self._num_skipped > 1 else min(num_common, length)
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         self._cut(length)
         self._own.clear()
         self._look_at_arrived()

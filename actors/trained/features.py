@@ -105,20 +105,16 @@ class RecordsFeatures:
     features: RecordedFeatures
 
     def feature_arrays(self) -> list[mx.array]:
-        """See `CachedSequence.feature_arrays`."""
         return self.features.arrays()
 
     @property
     def records_features(self) -> bool:
-        """See `CachedSequence.records_features`."""
         return self.features.recorder is not None
 
     def record_features(self, wanted: bool) -> None:
-        """See `CachedSequence.record_features`."""
         self.features.want(wanted)
 
     def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
         return self.features.take(end)
 
 

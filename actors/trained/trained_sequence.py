@@ -32,19 +32,16 @@ class TrainedSequence(CannotFork, RecordsNothing, FeatureInput):
         self._awaits_features = True
 
     def give_nothing(self, num_tokens: int) -> None:
-        """See `FeatureInput.give_nothing`."""
         zeros = mx.zeros((num_tokens, self._feature_width))
         mx.eval(zeros)
         self.give(0, zeros)
 
     @property
     def awaits_features(self) -> bool:
-        """See `FeatureInput.awaits_features`."""
         return self._awaits_features
 
     @property
     def num_given(self) -> int:
-        """See `FeatureInput.num_given`."""
         return self._num_given
 
     @abstractmethod
@@ -52,14 +49,13 @@ class TrainedSequence(CannotFork, RecordsNothing, FeatureInput):
         """See `CachedSequence.feed`."""
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`. Waits for the token."""
+        """Waits for the token."""
         logits = self.feed((cast(int, token.item()),), 1)
         assert logits is not None
         return logits
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         return RewindMode.TRIM
 
     def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`. A text that can be trimmed needs none."""
+        """A text that can be trimmed needs none."""

@@ -50,15 +50,13 @@ class TranslatedModel:
 
     @property
     def context_length(self) -> int | None:
-        """See `Model.context_length`. A text may have more tokens here than at the target; its sequence checks that."""
+        """A text may have more tokens here than at the target; its sequence checks that."""
         return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """See `MLXModel.evaluating_layers`."""
         return self._model.evaluating_layers()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """See `Model.feed_together`."""
         readings = [cast(TranslatedSequence, feed.sequence).read(feed.tokens, feed.num_logits) for feed in feeds]
         own_feeds = [
             Feed(cast(TranslatedSequence, feed.sequence).own, reading.tokens, reading.num_rows, feed.alone)
@@ -72,7 +70,6 @@ class TranslatedModel:
 
     @property
     def widest_row(self) -> int:
-        """See `Model.widest_row`."""
         return self._model.widest_row
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
@@ -81,18 +78,14 @@ class TranslatedModel:
             sequence.feed(read, 0)
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
-        """See `Model.feed_ahead`."""
         return mx.concatenate([sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)])
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`."""
         return self._model.sharing_obstacle(rewinds_passes=rewinds_passes)
 
     def abandon_shared(self) -> None:
-        """See `Model.abandon_shared`."""
         self._model.abandon_shared()
 
     def open_sequence(self, *, beside_another: bool) -> TranslatedSequence:
-        """See `Model.open_sequence`."""
         own = self._model.open_sequence(beside_another=beside_another)
         return TranslatedSequence(own, self.vocabulary_map, self._tables, self._model.context_length)

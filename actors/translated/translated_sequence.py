@@ -119,7 +119,7 @@ class TranslatedSequence(RecordsNothing):
         return self.take_rows(reading, rows)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`. The token must be one that the model can propose."""
+        """The token must be one that the model can propose."""
         self._follow_own()
         self._check_context(self._own_lengths[-1] + 1)
         rows = self.own.feed_lazy(self._tables.last_read[token])
@@ -163,13 +163,11 @@ class TranslatedSequence(RecordsNothing):
         del self._own_lengths[self.length + 1 :]
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         self._follow_own()
         num_foreseen = 1 if num_tokens == 1 else num_tokens * TOKENS_FORESEEN
         return self.own.prepare(num_foreseen, self._own_lengths[min(settled, self.length)])
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         self._follow_own()
         if length >= len(self._own_lengths):
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self.length}")
@@ -180,48 +178,39 @@ class TranslatedSequence(RecordsNothing):
         return length
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         if length >= len(self._own_lengths):
             raise RewindError(f"the text should have {length} tokens, it has {len(self._own_lengths) - 1}")
         self.own.check(self._own_lengths[length])
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return bisect_right(self._own_lengths, self.own.length) - 1
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         self.own.forget()
         self._own_lengths = [0]
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self.own.close()
 
     # --- reuse by another text with the same beginning --------------------------------------------
 
     @property
     def num_bytes(self) -> int:
-        """See `CachedSequence.num_bytes`."""
         return self.own.num_bytes
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
-        """See `CachedSequence.needs_prefix_checkpoints`."""
         return self.own.needs_prefix_checkpoints
 
     @property
     def depends_on_passes(self) -> bool:
-        """See `CachedSequence.depends_on_passes`."""
         return self.own.depends_on_passes
 
     def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`."""
         self.own.add_prefix_checkpoint()
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         self._follow_own()
         length = min(num_common, self.length)
         while length > 0:
@@ -233,7 +222,6 @@ class TranslatedSequence(RecordsNothing):
         return 0
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         self.own.reuse(self._own_lengths[length])
         del self._own_lengths[length + 1 :]
 
@@ -241,11 +229,9 @@ class TranslatedSequence(RecordsNothing):
 
     @property
     def can_fork(self) -> bool:
-        """See `CachedSequence.can_fork`."""
         return self.own.can_fork
 
     def fork_point(self) -> Fork:
-        """See `CachedSequence.fork_point`."""
         self._follow_own()
         fork_own, own_lengths = self.own.fork_point(), tuple(self._own_lengths)
         vocabulary_map, tables, context_length = self._map, self._tables, self._context_length

@@ -129,25 +129,21 @@ class SimulatedWorker:
 
     @property
     def is_alive(self) -> bool:
-        """See `Worker.is_alive`."""
         return True
 
     @property
     def is_hanging(self) -> bool:
-        """See `Worker.is_hanging`."""
         return False
 
     @property
     def overdue_s(self) -> float:
-        """See `Worker.overdue_s`."""
         return -math.inf
 
     def watch(self) -> None:
-        """See `Worker.watch`. No simulated job hangs."""
+        """No simulated job hangs."""
 
     @property
     def busy_seconds(self) -> float:
-        """See `Worker.busy_seconds`."""
         return self._busy_seconds
 
     def clock(self) -> float:
@@ -155,7 +151,6 @@ class SimulatedWorker:
         return trio.current_time()
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        """See `Worker.run`."""
         if meanwhile is not None:
             meanwhile()
         async with self._lock:

@@ -126,12 +126,10 @@ class ThreadWorker:
 
     @property
     def is_alive(self) -> bool:
-        """See `Worker.is_alive`."""
         return not self._stopped.is_set()
 
     @property
     def busy_seconds(self) -> float:
-        """See `Worker.busy_seconds`."""
         return self._busy_seconds
 
     def clock(self) -> float:
@@ -139,12 +137,10 @@ class ThreadWorker:
         return time.perf_counter()
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        """See `Worker.run`."""
         result: T = await self._enqueue(_QueuedJob(job, trio.lowlevel.current_task()), meanwhile)
         return result
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        """See `Worker.run_steps`."""
         await self._enqueue(_QueuedJob(steps.first(), trio.lowlevel.current_task(), steps))
 
     async def _enqueue(self, queued: _QueuedJob, meanwhile: Callable[[], None] | None = None) -> Any:
@@ -177,12 +173,10 @@ class ThreadWorker:
 
     @property
     def is_hanging(self) -> bool:
-        """See `Worker.is_hanging`."""
         return self.overdue_s > self._base_timeout_s
 
     @property
     def overdue_s(self) -> float:
-        """See `Worker.overdue_s`."""
         began, expected_s = self._job_began, self._hang_timeout_s - self._base_timeout_s
         return -math.inf if began is None else self.clock() - began - expected_s
 
@@ -195,7 +189,6 @@ class ThreadWorker:
         return self._base_timeout_s + HANG_FACTOR * max(self._longest_job_s, num_tokens * self._longest_token_s)
 
     def watch(self) -> None:
-        """See `Worker.watch`."""
         if self._may_be_given_up and not self._is_watched:
             self._is_watched = True
             trio.lowlevel.spawn_system_task(self._give_up_if_it_hangs)

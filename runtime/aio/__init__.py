@@ -24,26 +24,19 @@ from runtime.aio.event_loop import asyncio_loop
 from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
-    from runtime.aio.conversation import Conversation
-    from runtime.aio.many_prompts import Completions, TokenStreams
-    from runtime.aio.runtime import Runtime
-    from runtime.aio.token_stream import TokenStream
-    from runtime.engine.open_options import OpenOptions
+    from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream, TokenStreams
+    from runtime.engine.open_options import OpenArguments
     from runtime.engine.runtime import Runtime as TrioRuntime
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
 
-_MODULES = {
-    "Completions": "runtime.aio.many_prompts",
-    "Conversation": "runtime.aio.conversation",
-    "Runtime": "runtime.aio.runtime",
-    "TokenStream": "runtime.aio.token_stream",
-    "TokenStreams": "runtime.aio.many_prompts",
-}
+# Imported when they are named, or by the trio thread.
+_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream", "TokenStreams")
+_MODULE = "runtime.aio.runtime"
 
 
-def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenOptions]) -> Opening:
+def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Opening:
     """`runtime.open` for asyncio: load the models, and serve them until the runtime is closed.
 
     `async with runtime.aio.open(…) as rt` closes the runtime at the end of the block; `rt = await
@@ -92,15 +85,14 @@ class Opening:
             await self._runtime.aclose()
 
     async def _opened(self) -> Runtime:
-        open_runtime = make_opener(self._target, self._draft, self._options, handle_module=_MODULES["Runtime"])
+        open_runtime = make_opener(self._target, self._draft, self._options, handle_module=_MODULE)
         await _import_in_thread("runtime.aio.thread")
         from runtime.aio.thread import AioThread
 
         thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
         trio_runtime = await thread.start()
         # The trio thread has imported these by now, with the models' libraries that they need.
-        from runtime.aio.bridge import AioBridge
-        from runtime.aio.runtime import Runtime
+        from runtime.aio.runtime import AioBridge, Runtime
 
         return Runtime(AioBridge(thread, trio_runtime))
 
@@ -123,7 +115,7 @@ async def _import_in_thread(module: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _HANDLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULE), name)
     return value

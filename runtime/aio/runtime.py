@@ -2,189 +2,219 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Never, Unpack, cast
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from protocol.argument_aliases import MISSING
+from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
-from protocol.settings import SettingsLike, with_overrides
-from protocol.settings_keywords import ScoreArguments, SettingsArguments
-from runtime.aio.bridge import AioBridge
-from runtime.aio.conversation import Conversation
-from runtime.aio.many_prompts import Completions, TokenStreams
-from runtime.aio.token_stream import TokenStream
-from runtime.bridge.handles import RuntimeHandle, copy_prompt
-from runtime.bridge.many_prompts import prepare_generations
-from runtime.bridge.opener import evaluate_on_this_thread
-from runtime.generation.conversation import turn_settings
-from runtime.generation.many_prompts import ManyPrompt
-from runtime.generation.text import Prompt
-from runtime.generation.token_stream import Completion, SessionFile, complete
+from protocol.session_state import Commit
+from runtime.aio.event_loop import asyncio_loop
+from runtime.aio.thread import AioThread, call_result, wait_result
+from runtime.bridge.call import BridgeCall
+from runtime.bridge.handles import CommitSource, ConversationHandle, RuntimeHandle, StreamHandle
+from runtime.bridge.iterator_handle import IteratorHandle
+from runtime.bridge.many_prompts import MergedHandle, MergedSource
+from runtime.bridge.runtime_bridge import RuntimeBridge
+from runtime.bridge.stream import S
+from runtime.bridge.trio_thread import BridgeFuture
+from runtime.engine.runtime import Runtime as TrioRuntime
+from runtime.generation.conversation import Conversation as TrioConversation
+from runtime.generation.many_prompts import AwaitableCompletions
+from runtime.generation.merged_streams import Merged
+from runtime.generation.token_reader import Token
+from runtime.generation.token_stream import Completion
 from runtime.generation.tool_calls.functions import Functions
-from runtime.generation.tool_calls.tools import StreamArguments, split_tools
-from runtime.loading.model_sources import Source
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+Waiting = Coroutine[Any, Any, T]
 
 
-class Runtime(RuntimeHandle[AioBridge]):
-    """A target and a draft model at work, for one asyncio loop; made by `runtime.aio.open`."""
+class AioBridge(RuntimeBridge[AioThread[TrioRuntime]]):
+    """`RuntimeBridge` for one asyncio loop."""
 
-    def stream(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
-    ) -> TokenStream:
-        """Begin a generation.
+    face = "aio"
+    how_to_close = "aclose()"
+    may_await = True
 
-        Args, Returns: as `runtime.Runtime.stream`.
+    def check_loop(self) -> None:
+        """Raises: WrongEventLoopError: this is not the loop that the runtime was opened in."""
+        if asyncio_loop() is not self.thread.loop:
+            raise WrongEventLoopError(
+                "this runtime belongs to another asyncio loop; open one in this loop, or hand the work over to that one"
+            )
 
-        Raises: as there, before any model work. But the prompt is checked off the loop, since tokenising a long prompt
-            takes time: `async with`, `opened` or the first `__anext__` raises its `PromptError`. And:
-            WrongEventLoopError: this is not the loop that the runtime was opened in.
+    async def call_result(self, call: BridgeCall[T]) -> T:
+        return await call_result(call)
+
+    async def result(self, future: BridgeFuture[T]) -> T:
+        return await wait_result(future)
+
+    async def pause(self) -> None:
+        await asyncio.sleep(0)
+
+    async def call_function(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(function)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return coroutine
+
+
+class AsyncIteration(IteratorHandle[S, T, Item]):
+    """An `IteratorHandle` as an async iterator and async context manager, for one asyncio task at a time."""
+
+    _bridge: AioBridge
+    _is_waiting = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        """The next item.
+
+        Raises: as `__anext__` of the class of the same name in `runtime`, and:
+            PromptError, SettingsError: of a prompt, at the first call.
+            WrongEventLoopError: this is not the loop of the runtime.
+
+        Cancellation: ends the generation, or all of them.
         """
-        tools, keywords = split_tools(overrides)
-        keywords = with_overrides(settings, keywords)
-        self._bridge.check_settings(keywords)
-        begin = partial(self._bridge.runtime.stream, copy_prompt(prompt), **keywords, **tools)
-        return TokenStream(self._bridge, begin)
+        if (item := await self._next()) is None:
+            raise StopAsyncIteration
+        return item
 
-    async def score(
-        self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]
-    ) -> Score:
-        """The log-probability of each token of a continuation; see `runtime.Runtime.score`.
+    async def aclose(self) -> None:
+        """End the generation, or all of them. Returns at once; closing twice is closing once.
 
-        Raises: as there, and:
-            WrongEventLoopError: this is not the loop that the runtime was opened in.
-
-        Cancellation: strikes between two passes.
+        Cancellation: it is closed in any case.
         """
-        score = partial(self._bridge.runtime.score, **options)
-        return await self._bridge.call(partial(score, copy_prompt(prompt), continuation))
+        self._bridge.check_loop()
+        self._close()
+        await asyncio.sleep(0)
 
-    async def generate(
-        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
-    ) -> Completion:
-        """Generate a whole text.
+    async def __aenter__(self) -> Self:
+        return self
 
-        Args, Raises: as `stream`; the errors of a running stream are raised here too.
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
 
-        Cancellation: ends the generation; the text generated so far is lost.
+    async def _next(self) -> Item | None:
+        self._bridge.check_loop()
+        if self._is_waiting:
+            raise StreamBusyError("another task is waiting for the next item; a stream has one consumer")
+        self._is_waiting, self._is_unread = True, False
+        try:
+            return await super()._next()
+        except (asyncio.CancelledError, GeneratorExit):
+            self._close()
+            raise
+        finally:
+            self._is_waiting = False
+
+
+class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Waiting[int]]):
+    """The tokens of one generation: an async iterator, and an async context manager.
+
+    `runtime.TokenStream` for asyncio. The generation starts when the stream is made, and runs ahead of its consumer as
+    far as its buffer allows.
+
+    Cancellation: leaving `async with`, `aclose`, cancelling the task that waits in `__anext__`, and dropping the last
+    reference (which is what `break` does to a stream that has no other) all end the generation. Each returns at once;
+    the models are free after the forward pass that is running.
+    """
+
+    async def opened(self) -> None:
+        """Wait until the prompt was checked; `async with` does so too.
+
+        Raises: PromptError: the prompt is empty, longer than the context, or not encodable; and what else opening a
+            stream raises.
+
+        Cancellation: ends the generation.
         """
-        return await complete(cast(Any, self.stream(prompt, settings, **overrides)))
+        self._bridge.check_loop()
+        try:
+            await self._wait_opened()
+        except (asyncio.CancelledError, GeneratorExit):
+            self._close()
+            raise
 
-    def generate_many(
-        self,
-        prompts: Iterable[ManyPrompt],
-        settings: SettingsLike | None = None,
-        *,
-        max_concurrent: int = 8,
-        **overrides: Unpack[StreamArguments],
-    ) -> Completions:
-        """Generate a whole text for each of many prompts.
+    async def __aenter__(self) -> Self:
+        await self.opened()
+        return self
 
-        Args, Returns: as `runtime.Runtime.generate_many`, for asyncio.
 
-        Raises: as `stream`. An error in a prompt, or in settings of its own, is raised when the completions are
-            awaited.
+class Completions(
+    AsyncIteration[MergedSource[Completion], tuple[int, Completion], tuple[int, Completion]],
+    MergedHandle[Completion],
+    AwaitableCompletions,
+):
+    """The completions of many prompts: awaitable, an async iterator, and an async context manager.
+
+    `runtime.Completions` for asyncio.
+    """
+
+    async def __anext__(self) -> tuple[int, Completion]:
+        """The next finished completion, with the index of its prompt.
+
+        Raises: as when awaited.
+
+        Cancellation: ends all generations.
         """
-        tools, keywords = split_tools(overrides)
-        keywords = with_overrides(settings, keywords)
-        self._bridge.check_settings(keywords)
-        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, {**keywords, **tools})
-        return Completions(self._bridge, begin)
+        self._check_not_gathering()
+        return await super().__anext__()
 
-    def stream_many(
-        self,
-        prompts: Iterable[ManyPrompt],
-        settings: SettingsLike | None = None,
-        *,
-        max_concurrent: int = 8,
-        **overrides: Unpack[StreamArguments],
-    ) -> TokenStreams:
-        """Generate a text for each of many prompts, and give the tokens of all texts as they come.
+    @property
+    def _is_taken(self) -> bool:
+        return self._is_waiting or self._num_finished > 0
 
-        Args, Returns: as `runtime.Runtime.stream_many`, for asyncio.
+    async def _next_completion(self) -> tuple[int, Completion] | None:
+        return await self._next()
 
-        Raises: as `generate_many`.
-        """
-        tools, keywords = split_tools(overrides)
-        keywords = with_overrides(settings, keywords)
-        self._bridge.check_settings(keywords)
-        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, {**keywords, **tools})
-        return TokenStreams(self._bridge, begin)
+    async def _checkpoint(self) -> None:
+        await asyncio.sleep(0)
 
-    def conversation(
-        self,
-        system: str | None = None,
-        settings: SettingsLike | None = None,
-        *,
-        thinking: bool | None = None,
-        tools: Sequence[Callable[..., Any]] = (),
-        **overrides: Unpack[SettingsArguments],
-    ) -> Conversation:
-        """Begin a conversation; nothing is generated before the first turn.
 
-        Args, Returns: as `runtime.Runtime.conversation`, for asyncio; see `Conversation.call_tools` for where functions
-            are called.
+class TokenStreams(AsyncIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
+    """The tokens of many prompts as they come: `runtime.TokenStreams` for asyncio; see `Runtime.stream_many`."""
 
-        Raises: as `stream`. What the chat template does not accept is an error of the first turn.
-        """
-        keywords = turn_settings(settings, overrides)
-        self._bridge.check_settings(keywords)
-        functions = Functions(tools)
-        make = partial(self._bridge.runtime.conversation, system, thinking=thinking, tools=functions.listed, **keywords)
-        return Conversation(self._bridge, functions, make)
 
-    async def load(
-        self,
-        path: SessionFile,
-        *,
-        any_draft: bool = False,
-        tools: Sequence[Callable[..., Any]] = (),
-        **overrides: Unpack[SettingsArguments],
-    ) -> Conversation:
-        """Load a conversation from a file of `Conversation.save`, written here or in trio, and continue it.
+class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[int], Waiting[bool]]):
+    """Turns with a model, each of which continues those before; made by `Runtime.conversation`.
 
-        Args, Raises: as `runtime.Runtime.load`, and:
-            WrongEventLoopError: this is not the loop that the runtime was opened in.
+    `runtime.Conversation` for asyncio: chat templates are rendered, and prompts tokenised, in the trio thread.
+    """
 
-        Cancellation: waits for the running job; no conversation is returned.
-        """
-        functions = Functions(tools)
-        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
-        loaded = await self._bridge.call(load)
-        return Conversation(self._bridge, functions, loaded.make_new, loaded)
+    _stream_handle = TokenStream
 
-    async def load_stream(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
-    ) -> TokenStream:
-        """Load a stream from a file of `TokenStream.save`, written here or in trio; it continues after the last token
-        that was given.
 
-        Args, Returns, Raises: as `runtime.Runtime.load_stream`, and:
-            WrongEventLoopError: this is not the loop that the runtime was opened in.
+class Runtime(
+    RuntimeHandle[
+        AioBridge,
+        TokenStream,
+        TokenStreams,
+        Completions,
+        Conversation,
+        Waiting[Completion],
+        Waiting[Score],
+        Waiting[Conversation],
+        Waiting[TokenStream],
+        Waiting[None],
+    ]
+):
+    """A target and a draft model at work, for one asyncio loop; made by `runtime.aio.open`.
 
-        Cancellation: waits for the running job; no stream is returned.
-        """
-        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
-        loaded = await self._bridge.call(load)
-        stream = TokenStream(self._bridge, lambda: loaded)
-        await stream.opened()
-        return stream
+    Its methods are those of `runtime.Runtime`; `Waiting[T]` is a coroutine that returns a T. Prompts are checked off
+    the loop, since tokenising a long prompt takes time: `async with`, `TokenStream.opened` or the first `__anext__`
+    raises the `PromptError` of a stream.
 
-    async def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> None:
-        """Load a draft model into the open runtime. Streams that begin afterwards use it.
+    Raises: WrongEventLoopError: a method is called in another loop than the one that the runtime was opened in.
+    """
 
-        Args, Raises, Cancellation: as `runtime.Runtime.attach_draft`.
-        """
-        evaluate_on_this_thread(draft)
-        attach = partial(self._bridge.runtime.attach_draft, draft, **unknown)
-        await self._bridge.call(attach)
-
-    async def detach_draft(self) -> None:
-        """Release the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.
-
-        Cancellation: the draft model is detached in any case; the cancellation is raised after that.
-        """
-        await self._bridge.call(self._bridge.runtime.detach_draft)
+    _stream_handle = TokenStream
+    _conversation_handle = Conversation
 
     async def aclose(self) -> None:
         """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
@@ -196,3 +226,12 @@ class Runtime(RuntimeHandle[AioBridge]):
         """
         self._bridge.check_loop()
         await self._bridge.thread.stop_and_join()
+
+    def _completions(self, begin: Callable[[], Merged[Completion]]) -> Completions:
+        return Completions(self._bridge, begin)
+
+    def _tokens(self, begin: Callable[[], Merged[Token]]) -> TokenStreams:
+        return TokenStreams(self._bridge, begin)
+
+    def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> Conversation:
+        return Conversation(self._bridge, functions, make)

@@ -12,13 +12,14 @@ import attrs
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import JobError
-from protocol.errors import ModelError, PromptError, SettingsError
-from protocol.reprs import shown
+from protocol.errors import ModelError, PromptError
+from protocol.open_options import OpenOptions
 from protocol.settings import settings_from
-from protocol.validation import check_integer, validator
+from protocol.validation import check_integer, must_be, validator
+from protocol.wording import Message
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
 from runtime.loading.demo import DEMO_PROMPTS
-from runtime.loading.model_sources import Source, check_cache_options
+from runtime.loading.model_sources import Source, caches_of
 from runtime.measuring.contest import Contest, Step
 from runtime.measuring.figures import Figure, Record, Spread, ratio, record_of, spread, total
 from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_models
@@ -67,7 +68,14 @@ class Plan:
     @property
     def cache_options(self) -> CacheOptions:
         """Options of the runtime's caches."""
-        return check_cache_options(self.rewind, None, self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+        return caches_of(
+            OpenOptions(
+                rewind=self.rewind,
+                kv_bits=self.kv_bits,
+                kv_group_size=self.kv_group_size,
+                quantized_kv_start=self.quantized_kv_start,
+            )
+        )
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
@@ -77,7 +85,7 @@ class Plan:
     @dtype.validator
     def _check_dtype(self, _: object, dtype: Any) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)} or None, got {shown(dtype)}")
+            raise must_be("dtype", Message("one of {types} or {none}", types=", ".join(DTYPES)), dtype)
 
 
 P = TypeVar("P", bound=Plan)

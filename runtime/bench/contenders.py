@@ -18,11 +18,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
-from actors.actor import PREFIX_CACHE_BYTES
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import begin_peak, peak_memory
 from actors.workers.worker import Job
-from protocol.settings import MAX_BATCH
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.statistics import Statistics
 from protocol.trace import Event, Span
 from runtime.engine.events import Events

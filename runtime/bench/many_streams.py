@@ -81,8 +81,8 @@ class StreamsPlan(Plan):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.kv_bits is not None:
-            raise SettingsError(
-                "kv_bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it None"
+            raise SettingsError.of(
+                "{kv_bits} is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it out"
             )
 
     @property
@@ -175,7 +175,6 @@ class ManyStreams(Benchmark[StreamsPlan]):
         return Record(**self._facts_of_models(), streams=self.plan.streams, rows=rows)
 
     def report(self, result: Record) -> Report:
-        """See `Benchmark.report`."""
         return Report(
             table_of(
                 self.figures, result.rows, is_bold=lambda row: row.kind == "at once", num_labels=2, is_grouped=True
@@ -185,7 +184,6 @@ class ManyStreams(Benchmark[StreamsPlan]):
         )
 
     def plot(self, result: Record) -> Drawing:
-        """See `Benchmark.plot`."""
         from runtime.bench.plot import draw_streams
 
         return draw_streams(result)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.model import MLXModel
 from protocol.errors import SettingsError
+from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
@@ -164,7 +164,6 @@ class OneStream(Benchmark[OneStreamPlan]):
         return None if contender.lookahead == 0 else contender.draft or self.about.draft
 
     def result(self) -> Record:
-        """See `Benchmark.result`."""
         best = best_speculative(self.entries(self.contest.cases)[0])
         return Record(
             **self._facts_of_models(),
@@ -175,7 +174,6 @@ class OneStream(Benchmark[OneStreamPlan]):
         )
 
     def report(self, result: Record) -> Report:
-        """See `Benchmark.report`."""
         return Report(
             table_of(self.figures, result.rows, is_bold=lambda row: _stands_out(row, result)),
             about=[("bench", list(about_models(result, result.num_prompts)))],
@@ -184,7 +182,6 @@ class OneStream(Benchmark[OneStreamPlan]):
         )
 
     def plot(self, result: Record) -> Drawing:
-        """See `Benchmark.plot`."""
         from runtime.bench.plot import draw
 
         return draw(result)

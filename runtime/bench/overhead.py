@@ -92,11 +92,9 @@ class Overhead(Benchmark[OverheadPlan]):
         return None if seconds is None else 1e6 * seconds
 
     def result(self) -> Record:
-        """See `Benchmark.result`."""
         return Record(**self._facts(), rows=[row for streams in self.plan.streams for row in self.rows([streams])])
 
     def report(self, result: Record) -> Report:
-        """See `Benchmark.report`."""
         about = [
             ("texts", f"of {result.max_tokens} tokens, greedy, after short prompts"),
             ("repeats", f"{result.repeats_done} of {result.repeats}"),

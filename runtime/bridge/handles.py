@@ -7,27 +7,40 @@ The runtime, its streams and its conversations live in the trio thread. A handle
 from __future__ import annotations
 
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from protocol.argument_aliases import MISSING
 from protocol.errors import ConversationBusyError
 from protocol.session_state import Commit
+from protocol.settings import SettingsLike, with_overrides
+from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Statistics
 from runtime.bridge.iterator_handle import IteratorHandle
+from runtime.bridge.many_prompts import copy_prompt, prepare_generations
+from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.engine.runtime_state import Health
+from runtime.engine.runtime import Health
 from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.conversation import Message
+from runtime.generation.conversation import Message, turn_settings
+from runtime.generation.many_prompts import ManyPrompt
+from runtime.generation.merged_streams import Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
-from runtime.generation.token_stream import SessionFile, StreamState, warn_unread
+from runtime.generation.token_stream import Completion, SessionFile, StreamState, completion_of, warn_unread
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.generation.tool_calls.functions import FunctionCaller, Functions
+from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, FunctionCaller, Functions
 from runtime.generation.tool_calls.messages import calls_without_results
+from runtime.generation.tool_calls.tools import StreamArguments, split_tools
+from runtime.loading.model_sources import Source
+
+# What a method gives that waits: the result, or in an event loop a coroutine.
+SizeT = TypeVar("SizeT")
 
 
 class CommitSource:
@@ -45,31 +58,39 @@ class CommitSource:
         self.arrivals = stream.arrivals
 
     async def receive(self) -> Sequence[Commit]:
-        """See `Source.receive`."""
         commit = await self.arrivals.receive()
         return () if commit is None else (commit, *self.arrivals.receive_ready())
 
     def drain(self) -> Sequence[Commit]:
-        """See `Source.drain`."""
         return self.arrivals.receive_rest()
 
     def close(self) -> None:
-        """See `Source.close`."""
         self.stream.hang_up()
 
 
-class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
+class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Generic[SizeT]):
     """A handle on one generation from outside the trio thread; gives its tokens."""
 
-    _how_to_close: str  # the call that closes a stream, for messages
     _source: CommitSource | None = None  # set once the prompt was checked
+
+    def __init__(self, bridge: RuntimeBridge[Any], open_stream: Callable[[], TrioTokenStream]) -> None:
+        """Made by `Runtime.stream`.
+
+        Args:
+            bridge: to the runtime.
+            open_stream: opens the stream in the trio thread.
+        """
+        super().__init__(bridge, lambda: CommitSource(open_stream()))
+
+    def __repr__(self) -> str:
+        return f"<outrider {self._bridge.face}.TokenStream, {self._state}>"
 
     def __del__(self) -> None:
         # A stream whose making failed has no bridge stream, and is closed.
         is_dropped_unread = not self._is_closed and self._is_unread and self._is_open
         super().__del__()
         if is_dropped_unread:
-            warn_unread(self, self._how_to_close)
+            warn_unread(self, self._bridge.how_to_close)
 
     @property
     def _is_open(self) -> bool:
@@ -93,6 +114,20 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
             if self.finish_reason is not None:  # a loaded stream that was saved at its end
                 self._close()
         return self._source
+
+    def save(self, path: SessionFile) -> SizeT:
+        """Save the stream to a file, for a `load_stream`, here or elsewhere; see `runtime.TokenStream.save`.
+
+        Args, Returns, Raises: as there. A file object is used in another thread.
+
+        Cancellation: leaves the old file, or, at the very last, the whole new one. The stream goes on.
+        """
+        return self._bridge.run(self._save(path))
+
+    async def _save(self, path: SessionFile) -> int:
+        self._bridge.check_caller()
+        await self._wait_opened()
+        return await self._bridge.call(self._make_save(path))
 
     def _make_save(self, path: SessionFile) -> Callable[[], Awaitable[int]]:
         """A function that saves the stream, in the trio thread, behind the last token given by now."""
@@ -129,18 +164,19 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
         super()._close()
 
 
-Handle = TypeVar("Handle", bound=StreamHandle)
+StreamT = TypeVar("StreamT", bound=StreamHandle[Any])
+CompletionT = TypeVar("CompletionT")
+CalledT = TypeVar("CalledT")
 
 
-class ConversationHandle(Generic[Handle]):
-    """A handle on a conversation from outside the trio thread; a subclass waits for its answers."""
+class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
+    """A handle on a conversation from outside the trio thread; a subclass says how its callers wait."""
 
-    _how_to_close: str  # the call that closes a stream, for messages
+    _stream_handle: type[StreamT]
 
     def __init__(
         self,
         bridge: RuntimeBridge[Any],
-        open_handle: Callable[[Callable[[], TrioTokenStream]], Handle],
         functions: Functions,
         make_conversation: Callable[[], TrioConversation],
         conversation: TrioConversation | None = None,
@@ -149,17 +185,15 @@ class ConversationHandle(Generic[Handle]):
 
         Args:
             bridge: to the conversation's runtime.
-            open_handle: makes the handle of a stream, from a function that opens the stream in the trio thread.
             functions: that the model may call; called by the handle, and not in the trio thread.
             make_conversation: makes the trio conversation, in the trio thread; the functions are told to it.
             conversation: one that exists already; `make_conversation` makes another like it, in which nothing was said.
         """
         self._bridge = bridge
-        self._open_handle = open_handle
         self._caller = FunctionCaller(functions)
         self._make_conversation = make_conversation
         self._conversation = conversation
-        self._last: weakref.ref[Handle] | None = None  # weak, since dropping the stream is a way to end it
+        self._last: weakref.ref[StreamT] | None = None  # weak, since dropping the stream is a way to end it
 
     @property
     def messages(self) -> list[Message]:
@@ -171,21 +205,96 @@ class ConversationHandle(Generic[Handle]):
         """The calls of the last answer, of which the model was not told any results yet; empty during an answer."""
         return () if self._is_answering else calls_without_results(self.messages)
 
-    def _begin_turn(self, text: str | None, overrides: dict[str, Any]) -> Handle:
-        self._bridge.check_settings(overrides)
+    def __repr__(self) -> str:
+        return f"<outrider {self._bridge.face}.Conversation: {len(self.messages)} messages>"
+
+    def stream(
+        self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> StreamT:
+        """Begin a turn, and stream the answer.
+
+        Args, Returns: as `runtime.Conversation.stream`. A `text` of None goes on after `call_tools`.
+
+        Raises: as `Runtime.stream`, and:
+            ConversationBusyError: the turn before is neither over nor closed, or functions are being called.
+        """
+        keywords = turn_settings(settings, overrides)
+        self._bridge.check_settings(keywords)
         self._check_idle("say something")
-        stream = self._open_handle(partial(self._open_turn, text, overrides))
+        stream = self._stream_handle(self._bridge, partial(self._open_turn, text, keywords))
         self._last = weakref.ref(stream)
         return stream
 
-    def _forget(self) -> None:
+    def generate(
+        self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
+    ) -> CompletionT:
+        """Begin a turn, and wait for the whole answer.
+
+        Where the answer calls functions, they are called, and the model goes on with their results, for at most
+        `MAX_TOOL_ROUNDS` rounds.
+
+        Args, Raises: as `stream`; the errors of a running stream are raised here too.
+
+        Returns: the last answer. It has calls only where the rounds are used up; they are `pending_calls` then.
+
+        Cancellation: ends the answer; the tokens that were given of it are part of the conversation. See also
+            `call_tools`.
+        """
+        return self._bridge.run(self._generate(text, settings, overrides))
+
+    def call_tools(self) -> CalledT:
+        """Call the functions that the last answer calls, one after the other; the model is told the results next.
+
+        An async function is awaited in the asyncio loop, where any other is called in a thread of the loop's default
+        executor. Without an event loop, functions are called in this thread. Results and errors become text, as by
+        `runtime.Conversation.call_tools`.
+
+        Returns: whether there were any calls; if so, `stream` without a text goes on.
+
+        Raises: ConversationBusyError: an answer is under way, or the functions are being called. Until they have
+            returned, nothing else can be done with the conversation.
+
+        Cancellation: cancels an async function, and a Ctrl-C the one that is running; one in a thread goes on by
+            itself. The conversation is as it was.
+        """
+        return self._bridge.run(self._call_tools())
+
+    def save(self, path: SessionFile) -> SizeT:
+        """Save the conversation to a file, for a `load`, here or elsewhere; see `runtime.Conversation.save`.
+
+        Args, Returns, Raises: as there.
+
+        Cancellation: leaves the old file, or, at the very last, the whole new one.
+        """
+        self._bridge.check_loop()
+        self._check_idle("save the conversation")
+        return self._bridge.run(self._bridge.call(partial(self._save, path)))
+
+    def reset(self) -> None:
+        """Forget everything but the system message.
+
+        Raises: ConversationBusyError: a turn is neither over nor closed, or functions are being called.
+        """
+        self._bridge.check_loop()
         self._check_idle("forget what was said")
         self._conversation, self._last = None, None
 
-    def _add_results(self, results: Sequence[Message]) -> None:
+    async def _generate(self, text: str, settings: SettingsLike | None, overrides: SettingsArguments) -> Completion:
+        completion = await read_whole(self.stream(text, settings, **overrides))
+        for _ in range(MAX_TOOL_ROUNDS):
+            if not await self._call_tools():
+                break
+            completion = await read_whole(self.stream(None, settings, **overrides))
+        return completion
+
+    async def _call_tools(self) -> bool:
+        self._bridge.check_loop()
+        self._check_idle("call its tools")
+        results = await self._caller.results(self.pending_calls, self._bridge.call_function)
         if results:
             assert self._conversation is not None, "there were calls"
             self._conversation.add_results(results)
+        return bool(results)
 
     @property
     def _is_answering(self) -> bool:
@@ -197,7 +306,7 @@ class ConversationHandle(Generic[Handle]):
         if self._is_answering:
             raise ConversationBusyError(
                 f"cannot {what} while an answer is under way; read it to its end, or close its stream with "
-                f"{self._how_to_close}"
+                f"{self._bridge.how_to_close}"
             )
 
     # --- in the trio thread, where turns begin in the order of the calls ---------------------------
@@ -215,16 +324,176 @@ class ConversationHandle(Generic[Handle]):
 
 
 B = TypeVar("B", bound=RuntimeBridge[Any])
+TokensT = TypeVar("TokensT")
+ManyT = TypeVar("ManyT")
+ConversationT = TypeVar("ConversationT", bound=ConversationHandle[Any, Any, Any, Any])
+ScoreT = TypeVar("ScoreT")
+LoadedT = TypeVar("LoadedT")
+LoadedStreamT = TypeVar("LoadedStreamT")
+DoneT = TypeVar("DoneT")
 
 
-class RuntimeHandle(Generic[B]):
-    """A handle on a runtime from outside the trio thread; a subclass generates texts."""
+class RuntimeHandle(
+    Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
+):
+    """A handle on a runtime from outside the trio thread; a subclass says how its callers wait."""
+
+    _stream_handle: type[StreamT]
+    _conversation_handle: type[ConversationT]
 
     def __init__(self, bridge: B) -> None:
         self._bridge = bridge
 
     def __repr__(self) -> str:
         return repr(self._bridge.runtime)
+
+    # --- generations ------------------------------------------------------------------------------
+
+    def stream(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
+    ) -> StreamT:
+        """Begin a generation.
+
+        Args, Returns, Raises: as `runtime.Runtime.stream`.
+
+        Cancellation: ends the generation.
+        """
+        arguments = self._checked(settings, overrides)
+        begin = partial(self._bridge.runtime.stream, copy_prompt(prompt), **arguments)
+        return self._stream_handle(self._bridge, begin)
+
+    def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]) -> ScoreT:
+        """The log-probability of each token of a continuation; see `runtime.Runtime.score`.
+
+        Cancellation: strikes between two passes.
+        """
+        score = partial(self._bridge.runtime.score, **options)
+        return self._bridge.run(self._bridge.call(partial(score, copy_prompt(prompt), continuation)))
+
+    def generate(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
+    ) -> CompletionT:
+        """Generate a whole text.
+
+        Args, Raises: as `stream`; the errors of a running stream are raised here too.
+
+        Cancellation: ends the generation; the text generated so far is lost.
+        """
+        return self._bridge.run(self._generate(prompt, settings, overrides))
+
+    def generate_many(
+        self,
+        prompts: Iterable[ManyPrompt],
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        **overrides: Unpack[StreamArguments],
+    ) -> ManyT:
+        """Generate a whole text for each of many prompts.
+
+        Args: as `runtime.Runtime.generate_many`.
+
+        Returns: without an event loop the completions, in the order of the prompts, once all are finished; in asyncio
+            `Completions`, as there.
+
+        Raises: as there; the first generation that fails ends the others. In asyncio, an error in a prompt, or in
+            settings of its own, is raised when the completions are awaited.
+
+        Cancellation: ends all generations; the texts generated so far are lost.
+        """
+        arguments = self._checked(settings, overrides)
+        runtime = self._bridge.runtime
+        return self._completions(prepare_generations(runtime.generate_many, prompts, max_concurrent, arguments))
+
+    def stream_many(
+        self,
+        prompts: Iterable[ManyPrompt],
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        **overrides: Unpack[StreamArguments],
+    ) -> TokensT:
+        """Generate a text for each of many prompts, and give the tokens of all texts as they come.
+
+        Args, Raises: as `generate_many`.
+
+        Returns: an iterator over pairs (index of the prompt, token), and a context manager.
+
+        Cancellation: ends all generations.
+        """
+        arguments = self._checked(settings, overrides)
+        runtime = self._bridge.runtime
+        return self._tokens(prepare_generations(runtime.stream_many, prompts, max_concurrent, arguments))
+
+    # --- conversations and saved sessions ---------------------------------------------------------
+
+    def conversation(
+        self,
+        system: str | None = None,
+        settings: SettingsLike | None = None,
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
+    ) -> ConversationT:
+        """Begin a conversation; nothing is generated before the first turn.
+
+        Args, Returns, Raises: as `runtime.Runtime.conversation`; see `Conversation.call_tools` for where functions are
+            called. In asyncio, what the chat template does not accept is an error of the first turn. And:
+            SettingsError: a function is async, and without an event loop nothing would await it.
+        """
+        keywords = turn_settings(settings, overrides)
+        self._bridge.check_settings(keywords)
+        functions = Functions(tools, may_be_async=self._bridge.may_await)
+        make = partial(self._bridge.runtime.conversation, system, thinking=thinking, tools=functions.listed, **keywords)
+        return self._new_conversation(functions, make)
+
+    def load(
+        self,
+        path: SessionFile,
+        *,
+        any_draft: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
+    ) -> LoadedT:
+        """Load a conversation from a file of `Conversation.save`, written here or elsewhere, and continue it.
+
+        Args, Raises: as `runtime.Runtime.load` and `conversation`.
+
+        Cancellation: waits for the running job; no conversation is returned.
+        """
+        return self._bridge.run(self._load(path, any_draft, tools, overrides))
+
+    def load_stream(
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+    ) -> LoadedStreamT:
+        """Load a stream from a file of `TokenStream.save`, written here or elsewhere; it continues after the last token
+        that was given.
+
+        Args, Returns, Raises: as `runtime.Runtime.load_stream`.
+
+        Cancellation: waits for the running job; no stream is returned.
+        """
+        return self._bridge.run(self._load_stream(path, any_draft, overrides))
+
+    # --- the drafter ------------------------------------------------------------------------------
+
+    def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> DoneT:
+        """Load a draft model into the open runtime. Streams that begin afterwards use it.
+
+        Args, Raises, Cancellation: as `runtime.Runtime.attach_draft`.
+        """
+        evaluate_on_this_thread(draft)
+        return self._bridge.run(self._bridge.call(partial(self._bridge.runtime.attach_draft, draft, **unknown)))
+
+    def detach_draft(self) -> DoneT:
+        """Release the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.
+
+        Cancellation: the draft model is detached in any case; the cancellation is raised after that.
+        """
+        return self._bridge.run(self._bridge.call(self._bridge.runtime.detach_draft))
+
+    # --- what the runtime tells of itself ---------------------------------------------------------
 
     def statistics(self) -> Statistics:
         """As `runtime.Runtime.statistics`. The models go on working meanwhile: if a round ends at this moment, only
@@ -256,12 +525,56 @@ class RuntimeHandle(Generic[B]):
         """Streams that wait because `max_streams` others are at work; as inexact as `num_streams`."""
         return self._bridge.runtime.num_waiting
 
+    # --- for subclasses ---------------------------------------------------------------------------
 
-def copy_prompt(prompt: Prompt) -> Prompt:
-    """A copy of a prompt that the caller cannot change any more, and that any thread can read."""
-    if hasattr(prompt, "tolist"):
-        listed: Prompt = prompt.tolist()
-        return listed
-    if isinstance(prompt, list):
-        return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
-    return prompt
+    @abstractmethod
+    def _completions(self, begin: Callable[[], Merged[Completion]]) -> ManyT: ...
+
+    @abstractmethod
+    def _tokens(self, begin: Callable[[], Merged[Token]]) -> TokensT: ...
+
+    @abstractmethod
+    def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> ConversationT: ...
+
+    def _checked(self, settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a stream, of which the settings were checked here."""
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
+        self._bridge.check_settings(keywords)
+        return {**keywords, **tools}
+
+    async def _generate(self, prompt: Prompt, settings: SettingsLike | None, overrides: StreamArguments) -> Completion:
+        return await read_whole(self.stream(prompt, settings, **overrides))
+
+    async def _load(
+        self, path: SessionFile, any_draft: bool, tools: Sequence[Callable[..., Any]], overrides: SettingsArguments
+    ) -> ConversationT:
+        functions = Functions(tools, may_be_async=self._bridge.may_await)
+        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
+        loaded = await self._bridge.call(load)
+        return self._conversation_handle(self._bridge, functions, loaded.make_new, loaded)
+
+    async def _load_stream(self, path: SessionFile, any_draft: bool, overrides: SettingsArguments) -> StreamT:
+        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+        loaded = await self._bridge.call(load)
+        stream = self._stream_handle(self._bridge, lambda: loaded)
+        try:
+            await stream._wait_opened()
+        except BaseException:  # a cancellation, too
+            stream._close()
+            raise
+        return stream
+
+
+async def read_whole(stream: StreamHandle[Any]) -> Completion:
+    """Read a stream to its end.
+
+    Cancellation: ends the generation; the text generated so far is lost.
+    """
+    try:
+        tokens: list[Token] = []
+        while (token := await stream._next()) is not None:
+            tokens.append(token)
+        return completion_of(cast(Any, stream), tokens)
+    finally:
+        stream._close()

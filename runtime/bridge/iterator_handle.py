@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from runtime.bridge.runtime_bridge import RuntimeBridge
@@ -41,6 +41,26 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
 
     def __del__(self) -> None:
         self._close()
+
+    async def _next(self) -> Item | None:
+        """The next item; None once all were given."""
+        source = await self._wait_opened()
+        if self._must_request(source):
+            arrived: Sequence[T] = await self._bridge.result(self._bridge_stream.request_items())
+            self._arrived.extend(arrived)
+        else:
+            # One pass of the loop for each item, also where several arrived at once.
+            await self._bridge.pause()
+        return self._take_next(source)
+
+    async def _wait_opened(self) -> S:
+        """The source, once it was made in the trio thread.
+
+        Raises: what making the source raised.
+        """
+        if not self._bridge_stream.opened.done():
+            await self._bridge.result(self._bridge_stream.opened)
+        return self._source_once_opened()
 
     def _source_once_opened(self) -> S:
         """The source, after the bridge stream has opened.

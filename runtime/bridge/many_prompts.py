@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from protocol.errors import RuntimeClosedError
-from runtime.bridge.handles import copy_prompt
 from runtime.bridge.iterator_handle import IteratorHandle
+from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.generation.many_prompts import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.generation.merged_streams import Merged
+from runtime.generation.text import Prompt
 
 _CLOSED = "these generations were closed, or their runtime was; begin others with generate_many() or stream_many()"
 
@@ -31,7 +32,6 @@ class MergedSource(Generic[T]):
         self.merged = merged
 
     async def receive(self) -> Sequence[tuple[int, T]]:
-        """See `Source.receive`."""
         # An exception is for the consumer; raised from here, it would end the trio loop.
         try:
             item = await self.merged.next_item()
@@ -41,11 +41,9 @@ class MergedSource(Generic[T]):
         return () if item is None else (item, *self.merged.ready_items())
 
     def drain(self) -> Sequence[tuple[int, T]]:
-        """See `Source.drain`."""
         return ()
 
     def close(self) -> None:
-        """See `Source.close`."""
         self.merged.close()
 
 
@@ -53,6 +51,18 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
     """A handle on many generations from outside the trio thread; gives pairs (index of the prompt, item)."""
 
     _num_finished = 0  # prompts whose last item was given
+
+    def __init__(self, bridge: RuntimeBridge[Any], begin: Callable[[], Merged[T]]) -> None:
+        """Made by `Runtime.generate_many` and `Runtime.stream_many`.
+
+        Args:
+            bridge: to the runtime.
+            begin: begins the generations in the trio thread.
+        """
+        super().__init__(bridge, lambda: MergedSource(begin()))
+
+    def __repr__(self) -> str:
+        return f"<outrider {self._bridge.face}.{type(self).__name__}, {self._state}>"
 
     @property
     def _state(self) -> str:
@@ -100,6 +110,16 @@ def prepare_generations(
     check_max_concurrent(max_concurrent)
     copies = [_copy_with_settings(prompt) for prompt in prompts] if is_list(prompts) else prompts
     return partial(begin, copies, max_concurrent=max_concurrent, **arguments)
+
+
+def copy_prompt(prompt: Prompt) -> Prompt:
+    """A copy of a prompt that the caller cannot change any more, and that any thread can read."""
+    if hasattr(prompt, "tolist"):
+        listed: Prompt = prompt.tolist()
+        return listed
+    if isinstance(prompt, list):
+        return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
+    return prompt
 
 
 def _copy_with_settings(prompt: ManyPrompt) -> ManyPrompt:

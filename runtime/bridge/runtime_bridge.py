@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ClassVar, Generic, TypeVar
 
 import trio
 
@@ -12,7 +13,7 @@ from protocol.errors import RuntimeClosedError
 from protocol.statistics import Counts, Statistics
 from runtime.bridge.call import BridgeCall
 from runtime.bridge.stream import BridgeStream, S
-from runtime.bridge.trio_thread import TrioThread
+from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 from runtime.engine.runtime import CLOSED
 from runtime.engine.runtime import Runtime as TrioRuntime
 
@@ -20,23 +21,71 @@ T = TypeVar("T")
 Thread = TypeVar("Thread", bound=TrioThread[Any])
 
 
-class RuntimeBridge(Generic[Thread]):
-    """The access to a runtime from outside its trio thread, shared by the handles of all kinds.
+class RuntimeBridge(ABC, Generic[Thread]):
+    """The access to a runtime from outside its trio thread; a subclass says how its callers wait.
 
     Attributes:
         thread: the trio thread.
         runtime: the open runtime in that thread.
+        face: the module whose handles these are, "aio" or "sync".
+        how_to_close: the call that closes a stream, for messages.
+        may_await: whether async functions of a user are awaited.
     """
+
+    face: ClassVar[str]
+    how_to_close: ClassVar[str]
+    may_await: ClassVar[bool]
 
     def __init__(self, thread: Thread, runtime: TrioRuntime) -> None:
         self.thread = thread
         self.runtime = runtime
 
+    def check_loop(self) -> None:
+        """Raises: WrongEventLoopError: another event loop is running here than that of the runtime."""
+
+    def check_caller(self) -> None:
+        """Raises: WrongEventLoopError: as `check_loop`, or waiting here would block an event loop."""
+        self.check_loop()
+
+    @abstractmethod
+    async def call_result(self, call: BridgeCall[T]) -> T:
+        """The result of a call.
+
+        Cancellation: cancels the call, and is raised once the call has ended.
+        """
+
+    @abstractmethod
+    async def result(self, future: BridgeFuture[T]) -> T:
+        """The result of a future of the trio thread."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Let other tasks of the caller's event loop take their turns."""
+
+    @abstractmethod
+    async def call_function(self, function: Callable[[], Any]) -> Any:
+        """Call a user's function that is not async."""
+
+    @abstractmethod
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What a method returns that waits: the coroutine, or without an event loop its result."""
+
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Call an async function in the trio thread, and wait for its result.
+
+        Raises: as the function, `check_caller` and `start_call`.
+
+        Cancellation: as `call_result`.
+        """
+        self.check_caller()
+        return await self.call_result(self.start_call(function))
+
     def check_settings(self, settings: dict[str, Any]) -> None:
         """Check the settings of a stream, in the caller's thread.
 
-        Raises: SettingsError, RuntimeClosedError, RuntimeBrokenError: as `runtime.Runtime.stream`.
+        Raises: as `check_caller` and `runtime.Runtime.stream`.
         """
+        self.check_caller()
         self.runtime.check_settings(settings)
 
     def open_stream(self, make_source: Callable[[], S]) -> BridgeStream[S, Any]:

@@ -138,7 +138,7 @@ def _benchmark(
         return one, partial(one.measure, models.target, drafts, group=models.options.get("group"))
     if "num_draft_tokens" in vars(arguments):
         raise SettingsError(
-            "num_draft_tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
+            "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
         )
     many = ManyStreams(StreamsPlan(**given))
     return many, partial(many.measure, models.target, draft)
@@ -183,7 +183,9 @@ def check_for_ranks(arguments: argparse.Namespace) -> None:
         ("dtype", "would cast rank 0's part of the target alone"),
     ):
         if getattr(arguments, name, None) is not None:
-            raise SettingsError(f"{name} {why}; leave it out, or run bench without mlx.launch")
+            raise SettingsError.of(
+                "{option} {why}; leave it out, or run bench without mlx.launch", option=name, why=why
+            )
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import Models
 from runtime.cli.arguments.settings import settings_of, with_tokens_of
+from runtime.cli.flags import in_flags
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
@@ -165,7 +166,7 @@ class Chat:
             except OutriderError as error:
                 if not self._lines.is_interactive:
                     raise
-                print_message(f"error: {error}")
+                print_message(f"error: {in_flags(error)}")
             # Lets a cancellation take effect if the turn awaited nothing.
             await trio.lowlevel.checkpoint()
 

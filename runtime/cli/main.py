@@ -17,21 +17,21 @@ import argparse
 import difflib
 import importlib.metadata
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
 from runtime.cli import bench_command, chat_command, doctor_command, generate_command, ranks, serve_command
-from runtime.cli.arguments.models import PREFIX_CACHE, add_models, models_of
+from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import add_settings
 from runtime.cli.distill_command import add_distill, distill
 from runtime.cli.flags import hint_for, in_flags
 from runtime.cli.selftest_command import add_selftest
 from runtime.cli.simulate_command import add_simulate
 from runtime.loading import blas
-from runtime.server.models.served_model import ConfigFileError
-from runtime.terminal.display import SIGNAL_STATUS_BASE, exit_status, print_message, print_text
+from runtime.terminal.display import SIGNAL_STATUS_BASE, CommandOutcome, exit_status, print_message, print_text
 
 FAILED = 1
 MISUSED = 2
@@ -59,13 +59,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutriderError as error:
         if isinstance(error.__cause__, BrokenPipeError):
             return SIGNAL_STATUS_BASE + signal.SIGPIPE
-        # The keys of a file are not flags.
-        message = str(error) if isinstance(error, ConfigFileError) else in_flags(str(error))
-        print_message(f"error: {message}")
+        print_message(f"error: {in_flags(error)}")
         return MISUSED if isinstance(error, (SettingsError, PromptError)) else FAILED
     except KeyboardInterrupt:
         # No signal handler of a command was installed yet: a prompt was read, or a module imported.
         return SIGNAL_STATUS_BASE + signal.SIGINT
+
+
+# The options that people use, by command: what `--help` shows. Those of other commands are few.
+_COMMON = {
+    "generate": "--target --draft --max-tokens --temperature --seed --stop --lookahead --system --json --stats",
+    "chat": "--target --draft --max-tokens --temperature --seed --stop --lookahead --system --no-thinking --stats",
+    "serve": "--target --draft --host --port --api-key --config --memory-limit --max-streams --max-tokens --lookahead",
+    "doctor": "--target --draft --device --kv-bits --max-kv-size --rewind --distributed --blas",
+    "bench": "--target --draft --prompt --prompts --max-tokens --temperature --lookahead --streams --json --plot",
+    "simulate": "--acceptance --cost-ratio --contention --streams --ranks --shape --lookahead --tokens --json --plot",
+}
 
 
 # --- the commands' arguments ----------------------------------------------------------------------
@@ -77,6 +86,9 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         keywords.setdefault("formatter_class", _Formatter)
         super().__init__(allow_abbrev=False, **keywords)
+        self._common = _COMMON.get(self.prog.rpartition(" ")[2], "").split()
+        if self._common:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # Checked by the parser of each command, so that the usage of the command is shown.
@@ -92,7 +104,7 @@ class _Parser(argparse.ArgumentParser):
             for name, action in self._option_string_actions.items()
             if name.startswith("--") and action.help != argparse.SUPPRESS
         ]
-        by_request = self.get_default("command") is serve
+        by_request = self.prog.endswith(" serve")
         hints = [
             hint
             for name in unknown
@@ -108,7 +120,18 @@ class _Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def print_help(self, file: Any = None) -> None:
-        print_text(self.format_help())
+        hidden = [action for action in self._actions if self._common and not self._is_common(action)]
+        helps = [action.help for action in hidden]
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        text = self.format_help()
+        for action, said in zip(hidden, helps, strict=True):
+            action.help = said
+        print_text(text)
+
+    def _is_common(self, action: argparse.Action) -> bool:
+        names = action.option_strings
+        return not names or bool({"--help", "--help-all", *self._common} & set(names))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,6 +158,17 @@ class _Formatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
         return "\n".join(line if line.startswith(" ") else fill(line, width, indent) for line in text.split("\n"))
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help of all options."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print_text(parser.format_help())
+        parser.exit()
 
 
 class _Version(argparse.Action):
@@ -166,7 +200,7 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 Ctrl-C stops the generation and still prints statistics; a second Ctrl-C exits at once.""",
     )
-    parser.set_defaults(command=generate)
+    parser.set_defaults(command=_with_models(generate_command.generate))
     generate_command.add_arguments(parser)
     add_settings(parser)
     # A single text never reuses a prefix.
@@ -189,7 +223,7 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 "/help" lists the commands of the chat. Ctrl-C stops an answer, which stays in the conversation; pressed twice at the \
 prompt, it leaves the chat.""",
     )
-    parser.set_defaults(command=chat)
+    parser.set_defaults(command=_with_models(chat_command.chat))
     add_models(parser)
     chat_command.add_arguments(parser)
     add_settings(parser)
@@ -212,7 +246,7 @@ Ctrl-C or SIGTERM stops the server; current answers have --grace-seconds to end.
 target model fails, the server exits with status 1, so that a supervisor can restart it. One of several models is \
 loaded again for its next request.""",
     )
-    parser.set_defaults(command=serve)
+    parser.set_defaults(command=_with_models(serve_command.serve))
     add_models(parser)
     serve_command.add_arguments(parser)
     _add_blas(parser)
@@ -232,7 +266,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
   mlx.launch --hostfile hosts.json -- outrider doctor --distributed
   outrider doctor --blas openblas""",
     )
-    parser.set_defaults(command=doctor)
+    parser.set_defaults(command=_with_models(doctor_command.doctor))
     add_models(
         parser,
         without=(*PREFIX_CACHE, "chat_template_args", "draft_rank"),
@@ -258,7 +292,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 Ctrl-C stops the benchmark and shows the figures so far.""",
     )
-    parser.set_defaults(command=bench)
+    parser.set_defaults(command=_with_models(bench_command.bench))
     add_models(
         parser,
         without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", "draft_rank"),
@@ -297,54 +331,11 @@ def _choose_blas(arguments: argparse.Namespace) -> None:
         blas.load_before_mlx(arguments.blas)
 
 
-# --- the commands ---------------------------------------------------------------------------------
+def _with_models(run: Callable[[argparse.Namespace, Models], CommandOutcome]) -> Callable[[argparse.Namespace], int]:
+    """A command that has models. It returns the exit status, and raises the error with which it failed."""
 
+    @wraps(run)
+    def command(arguments: argparse.Namespace) -> int:
+        return exit_status(run(arguments, models_of(arguments)))
 
-def generate(arguments: argparse.Namespace) -> int:
-    """The command `generate`: continue a prompt.
-
-    Returns: the exit status.
-
-    Raises: OutriderError: it failed; the text so far has been shown.
-    """
-    return exit_status(generate_command.generate(arguments, models_of(arguments)))
-
-
-def chat(arguments: argparse.Namespace) -> int:
-    """The command `chat`: talk with a model.
-
-    Returns: the exit status.
-
-    Raises: OutriderError: it failed.
-    """
-    return exit_status(chat_command.chat(arguments, models_of(arguments)))
-
-
-def serve(arguments: argparse.Namespace) -> int:
-    """The command `serve`: answer over HTTP.
-
-    Returns: the exit status; 0 if a signal stopped the server.
-
-    Raises: OutriderError: it failed.
-    """
-    return exit_status(serve_command.serve(arguments, models_of(arguments)))
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    """The command `doctor`: examine a model, a pair or the ranks.
-
-    Returns: the exit status.
-
-    Raises: OutriderError: a model cannot be loaded or fails, or a rank ends, hangs or fails.
-    """
-    return exit_status(doctor_command.doctor(arguments, models_of(arguments)))
-
-
-def bench(arguments: argparse.Namespace) -> int:
-    """The command `bench`: measure the speed-up of speculation.
-
-    Returns: the exit status.
-
-    Raises: OutriderError: it failed; the figures so far have been shown.
-    """
-    return exit_status(bench_command.bench(arguments, models_of(arguments)))
+    return command

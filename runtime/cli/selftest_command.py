@@ -65,7 +65,7 @@ The report has neither paths nor prompts. Attach it to an issue.""",
     parser.set_defaults(command=selftest)
     add_models(
         parser,
-        without=[name for name, *_ in OPTIONS],
+        without=OPTIONS,
         draft_help="path or hub id of a draft model",
         as_they_are=True,
     )

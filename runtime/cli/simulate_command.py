@@ -14,9 +14,8 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.validation import check_integer
+from protocol.validation import check_integer, must_be
 from runtime.cli.flags import flag
 from runtime.measuring.reports import check_plot
 from runtime.simulation.comparison import (
@@ -181,7 +180,7 @@ def _scenario(values: dict[str, Any]) -> Scenario:
         table, slope = f"{role}_table", f"{role}_slope"
         if table in values:
             if slope in values:
-                raise SettingsError(f"{table} takes the place of {slope}; give one of the two")
+                raise SettingsError(f"{flag(table)} takes the place of {flag(slope)}; give one of the two")
             values[table] = _table(table, values[table])
     return Scenario(**values)
 
@@ -207,10 +206,7 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
     ranks = []
     for part in arguments.ranks.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_RANKS:
-            raise SettingsError(
-                f"ranks must be whole numbers between 1 and {MAX_RANKS}, separated by commas, "
-                f"got {shown(arguments.ranks)}"
-            )
+            raise must_be("ranks", f"whole numbers between 1 and {MAX_RANKS}, separated by commas", arguments.ranks)
         ranks.append(int(part))
     return ranks, Sharding(ranks[0], **given)
 
@@ -232,10 +228,10 @@ def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
         pairs = [part.split(":") for part in parts]
         return tuple((int(width), float(time)) for width, time in pairs)
     except ValueError as error:
-        raise SettingsError(
-            f"{name} must be times of passes over 1, 2, 3, … tokens, such as 1,0.99,1.13, or WIDTH:TIME pairs, such as "
-            f"1:1,2:1.05,8:1.3, got {shown(text)}"
-        ) from error
+        bound = (
+            "times of passes over 1, 2, 3, … tokens, such as 1,0.99,1.13, or WIDTH:TIME pairs, such as 1:1,2:1.05,8:1.3"
+        )
+        raise must_be(name, bound, text) from error
 
 
 def _num_tokens(value: int | None, default: int) -> int:
@@ -252,9 +248,11 @@ def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
     values = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
-            raise SettingsError(
-                f"lookahead must be whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas, "
-                f"got {shown(text)}; plain decoding and the automatic lookahead are always included"
+            raise must_be(
+                "lookahead",
+                f"whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas",
+                text,
+                "plain decoding and the automatic lookahead are always included",
             )
         values.add(int(part))
     return sorted(values)

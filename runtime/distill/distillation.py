@@ -23,7 +23,7 @@ from actors.trained.eagle3 import Eagle3, LoadedEagle3, read_config
 from actors.trained.eagle3 import load as load_drafter
 from actors.trained.kinds.target_parts import embedding_of
 from protocol.errors import ModelError, SettingsError
-from protocol.validation import check_integer, check_number
+from protocol.validation import check_integer, check_number, must_be
 from runtime.distill.continuations import Continuations
 from runtime.distill.data import Windows, read_texts
 from runtime.distill.output import config_for, model_card, write_drafter
@@ -89,13 +89,15 @@ class DistillOptions:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
                 if self.init is not None:
-                    raise SettingsError(f"{name} is that of the drafter that init names; leave one of them out")
+                    raise SettingsError.of(
+                        "{option} is that of the drafter that {init} names; leave one of them out", option=name
+                    )
         if self.max_minutes is not None:
             check_number("max_minutes", self.max_minutes, above=0)
         if self.dtype not in DTYPES:
-            raise SettingsError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+            raise must_be("dtype", f"one of {', '.join(DTYPES)}", self.dtype)
         if not self.data:
-            raise SettingsError("data is missing; give files of text to learn from")
+            raise SettingsError.of("{data} is missing; give files of text to learn from")
 
 
 @attrs.frozen
@@ -138,9 +140,7 @@ class Distillation:
         """
         limit = context_length_of(getattr(target, "args", None))
         if limit is not None and options.window > limit:
-            raise SettingsError(
-                f"window must be at most the target's context of {limit} tokens, got {options.window}; shorten it"
-            )
+            raise must_be("window", f"at most the target's context of {limit} tokens", options.window, "shorten it")
         self._options = options
         self._target = target
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)

@@ -21,6 +21,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, RankError, VocabularyMismatchError
+from protocol.open_options import OpenOptions
 from protocol.settings import MTP
 from protocol.trace import Actor
 from runtime.doctor.conclusion import Findings, conclude
@@ -30,7 +31,7 @@ from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
     Loaded,
     Source,
-    check_cache_options,
+    caches_of,
     check_draft_source,
     check_source,
     folder_of_trained_drafter,
@@ -203,7 +204,7 @@ def check_examined(
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None:
         sources["draft"] = check_draft_source(draft)
-    options = check_cache_options(**cache_options)
+    options = caches_of(OpenOptions(**cache_options))
     if group is not None:
         check_group(group, sources["target"], sources.get("draft"))
     return sources, options

@@ -10,13 +10,13 @@ from protocol.settings_keywords import SettingsArguments
 
 if TYPE_CHECKING:
     from actors.distributed.rank_group import RankGroup
-    from protocol.lookahead_policy import WorkAhead
+    from protocol.open_options import WorkAhead
     from protocol.settings import SettingsLike
     from runtime.tracing.trace_files import Trace
 
 
-class OpenOptions(TypedDict, total=False):
-    """The options of `open`, which says what they mean, beside `target` and `draft`."""
+class OpenArguments(TypedDict, total=False):
+    """The options of `open` beside `target` and `draft`; `protocol.open_options.OpenOptions` says what they mean."""
 
     rewind: str
     max_kv_size: int | None
@@ -37,5 +37,5 @@ class OpenOptions(TypedDict, total=False):
     work_ahead: WorkAhead
 
 
-class OpenOptionsAndSettings(OpenOptions, SettingsArguments, total=False):
+class OpenArgumentsAndSettings(OpenArguments, SettingsArguments, total=False):
     """Options of `open` and settings side by side, as `generate_sync` takes them."""

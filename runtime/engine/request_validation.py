@@ -27,6 +27,7 @@ from protocol.settings import (
     settings_from,
     with_overrides,
 )
+from protocol.validation import must_be
 from runtime.generation.grammar import Grammar
 from runtime.generation.many_prompts import ManyPrompt, check_each
 from runtime.generation.merged_streams import Generation
@@ -83,11 +84,14 @@ class RequestValidation:
         checked = settings_from(self.keywords(settings))
         check_vocabulary_size(checked, self._model.vocab_size)
         if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
-            raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it False")
+            raise SettingsError.of(
+                "{ignore_eos=} leaves a grammar's text without an end; leave it out", ignore_eos=True
+            )
         if checked.stop and self._tokenizer is None:
-            raise SettingsError(
-                f"stop {shown(list(checked.stop))} needs text, and the target was opened without a tokenizer; "
-                "name ids in stop_tokens instead"
+            raise SettingsError.of(
+                "{stop} {value} needs text, and the target was opened without a tokenizer; name ids in {stop_tokens} "
+                "instead",
+                value=list(checked.stop),
             )
         return checked
 
@@ -175,9 +179,14 @@ class RequestValidation:
             options.get("kv_bits"),
             options.get("kv_group_size"),
         ):
-            raise SessionFileError(
-                f"{named} has key-value caches of {file.kv_bits} bits in groups of {file.kv_group_size}; open the "
-                f"target with kv_bits={file.kv_bits} and kv_group_size={file.kv_group_size}"
+            raise SessionFileError.of(
+                "{named} has key-value caches of {bits} bits in groups of {size}; open the target with {kv_bits=} and "
+                "{kv_group_size=}",
+                named=named,
+                bits=file.kv_bits,
+                size=file.kv_group_size,
+                kv_bits=file.kv_bits,
+                kv_group_size=file.kv_group_size,
             )
         length = self._model.context_length
         if length is not None and file.num_tokens >= length - 1:
@@ -245,7 +254,7 @@ class RequestValidation:
         try:
             return ids, self.encode(continuation)
         except PromptError as error:
-            raise type(error)(f"as a continuation, {error}") from error
+            raise type(error).of("as a continuation, {error}", error=error) from error
 
     def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
         """The message that opens a session which resumes a saved stream, with a new session id.
@@ -264,10 +273,8 @@ class RequestValidation:
         context_length = self._model.context_length
         if not stream.is_over:
             if settings.max_tokens is not None and settings.max_tokens <= num_resumed:
-                raise SettingsError(
-                    f"max_tokens must be above the {num_resumed} tokens that the stream has already, got "
-                    f"{settings.max_tokens}"
-                )
+                bound = f"above the {num_resumed} tokens that the stream has already"
+                raise must_be("max_tokens", bound, settings.max_tokens)
             if context_length is not None and len(session.tokens) >= context_length:
                 raise SessionFileError(
                     f"the saved stream has {len(session.tokens)} tokens, and the target's context is {context_length}; "

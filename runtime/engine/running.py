@@ -6,13 +6,11 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from typing import Literal, Unpack
 
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.actor import PREFIX_CACHE_BYTES
 from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
@@ -22,17 +20,20 @@ from actors.model import Model
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
+from protocol.open_options import OpenOptions
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH, NGRAM, SettingsLike
+from protocol.settings import NGRAM, SettingsLike
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
 from runtime.engine.drafter_slot import DrafterSlot, Load, LoadedDrafter
 from runtime.engine.events import Events
 from runtime.engine.nursery import BackgroundNursery
+from runtime.engine.open_options import OpenArguments
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
 from runtime.persistence.disk_prefix_cache import DiskPrefixCache
+from runtime.persistence.prefix_files import check_folder
 
 _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
 
@@ -48,15 +49,10 @@ async def running(
     events: Events | None = None,
     prices: Prices | None = None,
     make_policy: MakePolicy = policy_by_settings,
-    max_streams: int | None = None,
-    max_batch: int = MAX_BATCH,
-    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-    prefix_cache_dir: Path | None = None,
-    prefix_cache_dir_bytes: int = 0,
-    defaults: SettingsLike | None = None,
     draft_resources: AsyncExitStack | None = None,
     load_draft: Load | None = None,
     chains: bool | None = None,
+    **options: Unpack[OpenArguments],
 ) -> AsyncIterator[Runtime]:
     """A runtime over loaded models and running workers.
 
@@ -68,18 +64,15 @@ async def running(
         events: where the workers announce their spans.
         prices: what the models are known to cost; nothing if None.
         make_policy: makes the policy that decides how far a session is drafted ahead.
-        max_streams: see `open`.
-        max_batch: see `open`.
-        prefix_cache_bytes: see `open`.
-        prefix_cache_dir, prefix_cache_dir_bytes: see `open`; the directory exists.
-        defaults: see `open`.
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
         chains: see `DraftActor`.
+        **options: those of `open` that are about streams and prefix caches; `max_streams` is a number or None.
 
     Cancellation: as `open`.
     """
-    events, prices = events or Events(), prices or Prices()
+    events, prices, given = events or Events(), prices or Prices(), OpenOptions(**options)
+    assert given.max_streams != "auto", "decided by who knows the models"
     async with BackgroundNursery() as nursery:
         runtime: Runtime | None = None
 
@@ -87,15 +80,15 @@ async def running(
             assert runtime is not None
             runtime._sessions.fail(error)
 
-        target_queue = TargetQueue(prices.verify, max_batch)
+        target_queue = TargetQueue(prices.verify, given.max_batch)
         target_actor = TargetActor(
             *target,
             events,
             prices,
             on_failure=on_failure,
-            prefix_cache_bytes=prefix_cache_bytes,
+            prefix_cache_bytes=given.prefix_cache_bytes,
             target_queue=target_queue,
-            max_batch=max_batch,
+            max_batch=given.max_batch,
         )
 
         def make_drafter(draft: LoadedDrafter) -> DraftActor | LookupActor:
@@ -110,18 +103,19 @@ async def running(
                 target=target_actor.mailbox,
                 target_vocab_size=target[0].vocab_size,
                 make_policy=make_policy,
-                prefix_cache_bytes=prefix_cache_bytes,
+                prefix_cache_bytes=given.prefix_cache_bytes,
                 target_queue=target_queue,
                 chains=chains,
-                max_batch=1 if isinstance(draft[0], RemoteDrafter) else max_batch,
+                max_batch=1 if isinstance(draft[0], RemoteDrafter) else given.max_batch,
             )
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
         if draft is not None:
             await drafter.put(draft, draft_resources or AsyncExitStack())
         del draft  # the slot holds it, until it is detached
-        if prefix_cache_dir is not None and isinstance(target_actor.model, MLXModel):
-            nursery.start_soon(DiskPrefixCache(target_actor, prefix_cache_dir, prefix_cache_dir_bytes).run)
+        if given.prefix_cache_dir is not None and isinstance(target_actor.model, MLXModel):
+            folder = check_folder(given.prefix_cache_dir)
+            nursery.start_soon(DiskPrefixCache(target_actor, folder, given.prefix_cache_dir_bytes).run)
         await nursery.start(target_actor.serve)
         runtime = Runtime(
             target_actor,
@@ -130,9 +124,9 @@ async def running(
             events,
             prices,
             nursery,
-            max_streams,
+            given.max_streams,
             tokenizer if shared_tokenizer is None else shared_tokenizer,
-            defaults,
+            given.defaults,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
         # A cancellation from further out ends the actors first; the block ends when it gets to it.

@@ -5,35 +5,65 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, Unpack
 
+import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.drafters.draft_actor import DraftActor
+from actors.mlx.model import MLXModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
-from protocol.errors import RuntimeClosedError
-from protocol.prices import Prices
+from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SessionFileError
+from protocol.messages import Open
+from protocol.prices import Estimates, Prices
+from protocol.reprs import shown_path
 from protocol.scores import Score
-from protocol.settings import Settings, SettingsLike
+from protocol.settings import Settings, SettingsLike, check_vocabulary_size, settings_from
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
-from runtime.engine.drafter_slot import DrafterSlot
+from protocol.statistics import Statistics
+from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
 from runtime.engine.events import Events
 from runtime.engine.request_validation import RequestValidation
-from runtime.engine.runtime_state import RuntimeState
-from runtime.engine.session_files import SessionFiles
 from runtime.engine.sessions import Sessions
-from runtime.generation.conversation import Conversation, turn_settings
+from runtime.generation.conversation import Account, Conversation, Message, turn_settings
 from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams
 from runtime.generation.text import Prompt
+from runtime.generation.token_reader import Arrivals, Progress
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.functions import Functions
 from runtime.generation.tool_calls.tools import StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
+from runtime.persistence import saved_session
+from runtime.persistence.saving import SessionSaver
 
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
 
 
-class Runtime(RuntimeState):
-    """Two models at work; made by `runtime.open` and `runtime.keep_open`."""
+@attrs.frozen
+class Health:
+    """Which of the actors are alive.
+
+    Attributes:
+        target: False once it has failed or the runtime was closed: no stream will begin any more.
+        draft: False while the drafter hangs or is late with a proposal, and once its thread has died or the runtime was
+            closed: texts are then generated undrafted. None without a drafter. A drafter that fails in one stream
+            serves the next, and is alive.
+    """
+
+    target: bool
+    draft: bool | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the target is alive, and the drafter if there is one."""
+        return self.target and self.draft is not False
+
+
+class Runtime:
+    """Two models at work; made by `runtime.open` and `runtime.keep_open`.
+
+    What it tells of itself may be asked at any time and in any thread, except for `wait_broken`.
+    """
 
     def __init__(
         self,
@@ -59,18 +89,19 @@ class Runtime(RuntimeState):
             max_streams, defaults: see `open`.
             shared_tokenizer: the target's tokenizer, as the user gets it; or None.
         """
-        # Streams are saved by `_files`, which needs the sessions first.
-        sessions = Sessions(
-            target, drafter, tokenizer, prices, nursery, max_streams, lambda *stream: self._files.save_stream(*stream)
-        )
-        super().__init__(target, drafter, sessions, prices, shared_tokenizer)
+        self._target = target
+        self._drafter = drafter
+        self._tokenizer = tokenizer
+        self._shared_tokenizer = shared_tokenizer
+        self._prices = prices
+        self._began = target.worker.clock()
+        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, self._save_stream)
         self._validation = RequestValidation(
             target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
         )
-        self._files = SessionFiles(target, drafter, tokenizer, self._validation, sessions, self.stream)
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
-        events.listen(sessions.attribute, only_spans=True)
+        events.listen(self._sessions.attribute, only_spans=True)
 
     # --- generations ------------------------------------------------------------------------------
 
@@ -228,8 +259,7 @@ class Runtime(RuntimeState):
             SettingsError: a setting or a function is invalid, or the chat template has no switch for thinking.
             PromptError: there is no tokenizer, its chat template takes no system message, or the model has no calls.
         """
-        keywords = turn_settings(settings, overrides)
-        return self._files.conversation(system, thinking, keywords, Functions(tools))
+        return self._conversation(system, thinking, turn_settings(settings, overrides), Functions(tools))
 
     async def load(
         self,
@@ -269,7 +299,18 @@ class Runtime(RuntimeState):
 
         Cancellation: waits for the job that is running; there is no conversation then.
         """
-        return await self._files.load(path, any_draft, overrides, Functions(tools))
+        with self._sessions.while_open():
+            saved_session.check_path(path)
+            models = self._models()
+            session = await models.read(path, any_draft=any_draft)
+            # A session without processors continues without: this runtime's defaults are not its own.
+            keywords = {"logits_processors": (), **saved_session.settings_of(session, path, overrides)}
+            begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
+            past = session.messages[len(begins) :]
+            system = begins[0] if begins else None
+            conversation = self._conversation(system, session.thinking, keywords, Functions(tools), past)
+            await models.fill(path, session, self._validation.is_drafted(settings_from(keywords)))
+        return conversation
 
     async def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
@@ -289,7 +330,66 @@ class Runtime(RuntimeState):
 
         Cancellation: waits for the job that is running; there is no stream then.
         """
-        return await self._files.load_stream(path, any_draft, overrides)
+        with self._sessions.while_open():
+            saved_session.check_path(path)
+            models = self._models()
+            session = await models.read(path, any_draft=any_draft, is_stream=True)
+            saved = session.stream
+            assert saved is not None
+            keywords = saved_session.settings_of(session, path, overrides)
+            checked = self._validation.checked({**keywords, "reuse_prefix": True})
+            seed = saved.seed if (given := overrides.get("seed")) is None else given
+            opened = self._validation.resumed(session, saved, checked, seed)
+            if not saved.is_over:
+                await models.fill(path, session, opened.drafted)
+            # Nobody would take the stream.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            return self._sessions.begin(opened, saved=saved)
+
+    def _conversation(
+        self,
+        system: str | None,
+        thinking: bool | None,
+        settings: Mapping[str, Any],
+        tools: Functions,
+        past: Sequence[Message] = (),  # without the system message
+    ) -> Conversation:
+        keywords = {**self._validation.keywords({}), "reuse_prefix": True, **settings}
+        conversation = Conversation(
+            self.stream,
+            self._save,
+            self._tokenizer,
+            system=system,
+            thinking=thinking,
+            settings=keywords,
+            past=past,
+            tools=tools,
+        )
+        check_vocabulary_size(settings_from(keywords), self._target.model.vocab_size)
+        return conversation
+
+    async def _save_stream(
+        self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
+    ) -> int:
+        if (file := opened.settings.prompt_cache_file) is not None:
+            raise SessionFileError(
+                f"a stream that continues the prompt cache file {shown_path(file)} cannot be saved, since that file "
+                "does not say which tokens it has; give the prompt as text"
+            )
+        with self._sessions.while_open():
+            return await self._models().save_stream(path, opened, lambda: progress().with_commits(arrivals.peek()))
+
+    async def _save(self, path: SessionFile, account: Account) -> int:
+        with self._sessions.while_open():
+            return await self._models().save(path, account)
+
+    def _models(self) -> SessionSaver:
+        # A draft model that has failed for good cannot be asked for anything. A drafter that is more than an MLX model
+        # reads the text again.
+        draft = self._drafter.actor
+        if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, MLXModel)):
+            draft = None
+        return SessionSaver(self._target, draft, self._tokenizer)
 
     # --- the drafter ------------------------------------------------------------------------------
 
@@ -343,3 +443,90 @@ class Runtime(RuntimeState):
             await trio.lowlevel.checkpoint()
         else:
             await self._is_released.wait()
+
+    # --- what it tells of itself --------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        state = "open" if self._sessions.is_open else "closed"
+        return f"<outrider Runtime, {state}: {self.num_streams} streams, {self.num_waiting} waiting>"
+
+    def check_open(self) -> None:
+        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
+
+        May be called in any thread.
+        """
+        self._sessions.check_open()
+
+    def health(self) -> Health:
+        """Whether the models are alive; asks nothing of them, so that a server can call it at any time."""
+        is_open = self._sessions.is_open
+        return Health(
+            target=is_open and self._target.is_alive,
+            draft=None if (draft := self._draft) is None else is_open and draft.is_alive,
+        )
+
+    async def wait_broken(self) -> RuntimeBrokenError:
+        """Wait until the target has failed and every stream has its error; a server then has nothing left to do.
+
+        Returns: the error of every stream; at once if that has happened already.
+
+        Cancellation: ends the waiting; closing the runtime does not.
+        """
+        await self._sessions.has_failed.wait()
+        assert self._sessions.failure is not None
+        return self._sessions.failure
+
+    def statistics(self) -> Statistics:
+        """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
+
+        `generation_tps` is over the runtime's whole life.
+        """
+        elapsed_s = self._target.worker.clock() - self._began
+        return self._sessions.statistics(elapsed_s, self.busy_seconds, is_drafted=self._draft is not None)
+
+    @property
+    def busy_seconds(self) -> tuple[float, float]:
+        """Seconds that the target and the drafter have been at work so far; neither ever decreases."""
+        return self._target.worker.busy_seconds, self._drafter.busy_seconds
+
+    @property
+    def estimates(self) -> Estimates:
+        """What the models' passes have been measured to cost, and what speculating gains."""
+        return self._prices.estimates()
+
+    @property
+    def max_streams(self) -> int | None:
+        """Most streams that are at work at the same time; None for no bound."""
+        return self._sessions.max_streams
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are under way: begun, and neither read to their end nor closed."""
+        return self._sessions.num_streams
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait for admission, because `max_streams` are at work."""
+        return self._sessions.num_waiting
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper | None:
+        """The target's tokenizer, as mlx-lm wraps it; None if the target was opened without one.
+
+        The runtime works with a copy: changes to this object, such as its truncation, have no effect on it.
+        """
+        return self._shared_tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that the target knows; each id of a prompt is in [0, `vocab_size`)."""
+        return self._target.model.vocab_size
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of a text, its prompt included; None where the target has no bound."""
+        return self._target.model.context_length
+
+    @property
+    def _draft(self) -> DrafterActor | None:
+        return self._drafter.actor

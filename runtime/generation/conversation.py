@@ -15,6 +15,7 @@ from protocol.errors import ConversationBusyError, PromptError, PromptTooLongErr
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
+from protocol.validation import must_be
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
@@ -118,14 +119,12 @@ class Conversation:
         """
         if tokenizer is None:
             raise PromptError(
-                "the target was opened without a tokenizer, and a conversation is text; use stream() with token ids"
+                "the target was opened without a tokenizer, and a conversation is text; open a model with one"
             )
         if system is not None and not isinstance(system, str):
             raise PromptError(f"system must be text or None, got {shown(system)}")
         if thinking is not None and not isinstance(thinking, bool):
-            raise SettingsError(
-                f"thinking must be True, False, or None for the model's own choice, got {shown(thinking)}"
-            )
+            raise must_be("thinking", "True, False, or None for the model's own choice", thinking)
         self._open_stream = open_stream
         self._write = write
         self._tokenizer = tokenizer
@@ -215,8 +214,8 @@ class Conversation:
         except PromptTooLongError as error:
             if not past:
                 raise
-            raise PromptTooLongError(
-                f"the conversation has become too long: {error}, or begin anew with reset"
+            raise PromptTooLongError.of(
+                "the conversation has become too long: {error}, or begin anew with {reset}", error=error
             ) from None
         self._state = _State(past, _Turn(said, stream.answer, stream.reader.parts, weakref.ref(stream)))
         return stream
@@ -349,9 +348,10 @@ class Conversation:
             prompts = [apply_chat_template(probe, self._tokenizer, enable_thinking=choice) for choice in (True, False)]
             can_switch = prompts[0] != prompts[1]
         if self._thinking is not None and not can_switch:
-            raise SettingsError(
-                f"thinking={self._thinking} cannot be told to this model: its tokenizer has no chat template with such "
-                "a switch; leave it None"
+            raise SettingsError.of(
+                "{thinking=} cannot be told to this model: its tokenizer has no chat template with such a switch; "
+                "leave it out",
+                thinking=self._thinking,
             )
 
 

@@ -31,7 +31,6 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
         if name != "mlx_lm":
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -8,14 +8,14 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.cache_options import CacheOptions, Rewind
+from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel, load
 from actors.trained.drafter_model import TrainedDrafter
@@ -23,9 +23,9 @@ from actors.translated.translated_model import TranslatedModel
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
 from protocol.errors import ModelError, OutriderError, SettingsError
+from protocol.open_options import OpenOptions
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP, NGRAM, Settings
-from protocol.validation import check_integer
 from runtime.loading.model_files import folder_of, load_error, name_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
@@ -36,7 +36,6 @@ logger = logging.getLogger("outrider")
 
 Source = str | os.PathLike[str] | ModelSpec | tuple[Module, Any]
 
-REWINDS = get_args(Rewind)
 
 # When the layers of a pass are evaluated while another model may work; see `LayerEvaluation`.
 LAYER_EVALUATION_VARIABLE = "OUTRIDER_LAYER_EVALUATION"
@@ -80,13 +79,9 @@ class DraftedModel(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
-        ...
+    def vocab_size(self) -> int: ...
 
-    def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `MLXModel.record_features`."""
-        ...
+    def record_features(self, layer_ids: Sequence[int] | None) -> None: ...
 
 
 class DraftedTarget(Protocol):
@@ -103,9 +98,7 @@ class DraftedTarget(Protocol):
         ...
 
     @property
-    def folder(self) -> Path | None:
-        """See `Loaded.folder`."""
-        ...
+    def folder(self) -> Path | None: ...
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -167,8 +160,10 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
         return path
     if isinstance(path, Path):
         if spec.revision is not None:
-            raise SettingsError(
-                f"revision is of a hub id, and {role} {shown_path(str(path))} is a directory; leave it out"
+            raise SettingsError.of(
+                "{revision} is of a hub id, and {role} {path} is a directory; leave it out",
+                role=role,
+                path=shown_path(str(path)),
             )
         if trained_drafter_at(path) is not None:
             raise SettingsError(
@@ -183,30 +178,10 @@ def check_draft_source(source: Any) -> Source:
     return MTP if source == MTP else check_source("draft", source)
 
 
-def check_cache_options(
-    rewind: Any = "auto",
-    max_kv_size: Any = None,
-    kv_bits: Any = None,
-    kv_group_size: Any = 64,
-    quantized_kv_start: Any = 5000,
-) -> CacheOptions:
-    """The cache options of `open`.
-
-    Raises: SettingsError: one is out of its range.
-    """
-    if rewind not in REWINDS:
-        raise SettingsError(f"rewind must be one of {', '.join(map(repr, REWINDS))}, got {shown(rewind)}")
-    if max_kv_size is not None:
-        # mlx-lm keeps the first four tokens for good; at least one more must fit.
-        check_integer("max_kv_size", max_kv_size, 5)
-    if kv_bits is not None and kv_bits not in (2, 3, 4, 5, 6, 8):
-        raise SettingsError(f"kv_bits must be 2, 3, 4, 5, 6, 8 or None, got {shown(kv_bits)}")
-    if kv_group_size not in (32, 64, 128):
-        raise SettingsError(f"kv_group_size must be 32, 64 or 128, got {shown(kv_group_size)}")
-    check_integer("quantized_kv_start", quantized_kv_start, 0)
-    if kv_bits is not None and max_kv_size is not None:
-        raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
-    return CacheOptions(rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start)
+def caches_of(options: OpenOptions) -> CacheOptions:
+    """The options of caches among those of `open`."""
+    names = attrs.fields_dict(CacheOptions).keys() & attrs.fields_dict(OpenOptions).keys()
+    return CacheOptions(**{name: getattr(options, name) for name in names})
 
 
 def check_unknown(
@@ -226,7 +201,7 @@ def check_unknown(
 
     Raises: SettingsError: there is at least one.
     """
-    settings = {field.name for field in attrs.fields(Settings)}
+    settings = attrs.fields_dict(Settings)
     for name in options:
         here = ALIASES.get(name)
         note = f" ({NOTES[name]})" if name in NOTES else ""

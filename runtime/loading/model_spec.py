@@ -11,6 +11,8 @@ import attrs
 
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
+from protocol.validation import check_flag, must_be
+from protocol.wording import Message
 
 # mlx-lm's modes of quantisation, and the bits and group sizes that MLX has kernels for in each.
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -54,15 +56,14 @@ class ModelSpec:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
             raise SettingsError(f"the path of a ModelSpec must be a path or a hub id, got {shown(self.path)}")
         if self.adapter_path is not None and not isinstance(self.adapter_path, (str, os.PathLike)):
-            raise SettingsError(f"adapter_path must be the path of a directory or None, got {shown(self.adapter_path)}")
+            raise must_be("adapter_path", "the path of a directory or None", self.adapter_path)
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
-            raise SettingsError(f"revision must be a branch, a tag, a commit or None, got {shown(self.revision)}")
-        if not isinstance(self.trust_remote_code, bool):
-            raise SettingsError(f"trust_remote_code must be True or False, got {shown(self.trust_remote_code)}")
+            raise must_be("revision", Message("a branch, a tag, a commit or {none}"), self.revision)
+        check_flag("trust_remote_code", self.trust_remote_code)
         for name in ("tokenizer_config", "model_config"):
             value = getattr(self, name)
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                raise SettingsError(f"{name} must be a mapping from names to values, got {shown(value)}")
+                raise must_be(name, "a mapping from names to values", value)
         _quantization(self.quantize)
 
     def __str__(self) -> str:
@@ -104,16 +105,16 @@ def _quantization(given: Any) -> dict[str, Any] | None:
     elif isinstance(given, int) and not isinstance(given, bool):
         wanted = {"bits": given}
     else:
-        raise SettingsError(f"quantize must be a number of bits, a mapping or None, got {shown(given)}")
+        raise must_be("quantize", Message("a number of bits, a mapping or {none}"), given)
     if unknown := set(wanted) - {"bits", "group_size", "mode"}:
-        raise SettingsError(
-            f"quantize has bits, group_size and mode, got {shown(sorted(map(str, unknown))[0])} as well"
+        raise SettingsError.of(
+            "{quantize} has bits, group_size and mode, got {value} as well", value=sorted(map(str, unknown))[0]
         )
     mode = wanted.get("mode", "affine")
     if mode == "affine":
         bits, group_size = wanted.get("bits", 4), wanted.get("group_size", 64)
         if bits not in _AFFINE_BITS:
-            raise SettingsError(f"quantize takes 2, 3, 4, 5, 6 or 8 bits, got {shown(bits)}")
+            raise SettingsError.of("{quantize} takes 2, 3, 4, 5, 6 or 8 bits, got {value}", value=bits)
         if group_size not in _AFFINE_GROUPS:
             raise SettingsError(f"the group_size of quantize must be 32, 64 or 128, got {shown(group_size)}")
         return {"bits": bits, "group_size": group_size, "mode": mode}
@@ -122,8 +123,11 @@ def _quantization(given: Any) -> dict[str, Any] | None:
     bits, group_size = _FIXED[mode]
     got = wanted.get("bits", bits), wanted.get("group_size", group_size)
     if got != (bits, group_size):
-        raise SettingsError(
-            f"quantize with mode {mode!r} has {bits} bits in groups of {group_size}, got {shown(got[0])} and "
-            f"{shown(got[1])}; leave them out"
+        raise SettingsError.of(
+            "{quantize} with mode {mode} has {bits} bits in groups of {size}, got {got}; leave them out",
+            mode=repr(mode),
+            bits=bits,
+            size=group_size,
+            got=" and ".join(map(shown, got)),
         )
     return {"bits": bits, "group_size": group_size, "mode": mode}

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import ModelError, SettingsError
-from protocol.reprs import shown
+from protocol.validation import must_be
 from runtime.loading.model_files import NO_TOKENIZER
 
 logger = logging.getLogger("outrider")
@@ -38,9 +38,11 @@ def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
 def check_template_args(args: Any) -> None:
     """Raises: SettingsError: `chat_template_args` of `open` is no mapping by name, or has what the prompt decides."""
     if args is not None and (not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args)):
-        raise SettingsError(f"chat_template_args must be a mapping from names to values, got {shown(args)}")
+        raise must_be("chat_template_args", "a mapping from names to values", args)
     if taken := set(args or ()) & {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}:
-        raise SettingsError(f"chat_template_args cannot have {min(taken)}, which the prompt decides; leave it out")
+        raise SettingsError.of(
+            "{chat_template_args} cannot have {name}, which the prompt decides; leave it out", name=min(taken)
+        )
 
 
 def copy_of(

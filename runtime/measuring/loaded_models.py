@@ -24,8 +24,9 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import PromptError, SettingsError
+from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH, NGRAM
+from protocol.settings import NGRAM
 from protocol.trace import Event
 from runtime.engine.events import Events
 from runtime.engine.running import running
@@ -182,9 +183,12 @@ class LoadedModels:
         context = min((length for length in lengths if length is not None), default=None)
         longest = max(map(len, found))
         if context is not None and longest + max_tokens > context:
-            raise PromptError(
-                f"a prompt of {longest} tokens and max_tokens={max_tokens} do not fit a context of {context} "
-                "tokens; shorten one of them"
+            raise PromptError.of(
+                "a prompt of {longest} tokens and {max_tokens=} do not fit a context of {context} tokens; shorten one "
+                "of them",
+                longest=longest,
+                max_tokens=max_tokens,
+                context=context,
             )
         return found
 
@@ -217,12 +221,14 @@ async def load_models(
     target = check_source("target", target)
     sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
     if dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
-        raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
+        raise SettingsError.of("{dtype} is for models that are loaded here; cast one that is there already yourself")
     if group is not None:
         for draft in (None, *sources.values()):
             check_group(group, target, draft)
         if dtype is not None:
-            raise SettingsError("dtype does not go with ranks: each has its part as it is in the files; leave it out")
+            raise SettingsError.of(
+                "{dtype} does not go with ranks: each has its part as it is in the files; leave it out"
+            )
     stack.enter_context(wired_memory())
     events = EventSwitch()
     target_thread = worker_for("target", events, group, None)

@@ -62,7 +62,6 @@ class DiskPrefixCache:
         actor.prefix_cache.store = self
 
     def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
-        """See `PrefixStore.evict`."""
         if not isinstance(sequence, MLXSequence) or len(tokens) < MIN_TOKENS:
             return
         try:
@@ -137,7 +136,6 @@ class DiskPrefixCache:
                     await trio.to_thread.run_sync(files.delete, other)
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
-        """See `PrefixStore.bring_back`."""
         files, read = self._files, prompt[:-1]
         best, num_reusable = self._best(read)
         if files is None or best is None:

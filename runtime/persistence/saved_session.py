@@ -148,15 +148,15 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
     settings_from(dict(given))
     if session.num_processors and "logits_processors" not in given:
         raise SettingsError(
-            f"{named(path)} had {session.num_processors} logits_processors, which are functions "
-            "and not in the file; give logits_processors=[...] again, or [] to go on without"
+            f"{named(path)} had {session.num_processors} logits_processors, which are functions of a program and not "
+            "in the file; give logits_processors=[...] again, or [] to go on without"
         )
     saved = dict(session.settings)
     # Files from before there were samplers do not have this key.
     if saved.pop("sampler", False) and "sampler" not in given:
         raise SettingsError(
-            f"{named(path)} had a sampler, which is a function and not in the file; give "
-            "sampler=... again, or None to go on without"
+            f"{named(path)} had a sampler, which is a function of a program and not in the file; give sampler=... "
+            "again, or None to go on without"
         )
     try:
         if "logit_bias" in saved:
@@ -195,9 +195,12 @@ def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Ma
     """Raises: SessionFileError: the cache options differ from those that the session was saved with."""
     for name in sorted(saved.keys() | present.keys()):
         if (was := saved.get(name)) != (now := present.get(name)):
-            raise SessionFileError(
-                f"{named(path)} was saved with {name}={shown(was)}, and this runtime has {shown(now)}; "
-                f"open it with {name}={shown(was)}"
+            raise SessionFileError.of(
+                "{named} was saved with {option=}, and this runtime has {now}; open it with {option=}",
+                named=named(path),
+                option=name,
+                value=was,
+                now=shown(now),
             )
 
 

@@ -202,9 +202,11 @@ def read(path: SessionFile, check_cancelled: CheckCancelled = _never) -> Content
             size = os.fstat(file.fileno()).st_size
             return _Reader(path, file, 0, size, check_cancelled).read()
     except (OSError, ValueError) as error:
-        raise SessionFileError(f"cannot read {named(path)}: {_reason(error)}; give a file of Conversation.save") from (
-            error
-        )
+        raise SessionFileError.of(
+            "cannot read {named}: {why}; give a file that {save} has written",
+            named=named(path),
+            why=_reason(error),
+        ) from error
 
 
 def _open_ordinary(path: str, flags: int) -> int:
@@ -353,8 +355,10 @@ class _Reader:
             self._damaged(f"{what} cannot be read as JSON")
 
     def _foreign(self, why: str) -> NoReturn:
-        raise SessionFileError(
-            f"{named(self.path)} is no saved session: {why}; give a file that Conversation.save has written"
+        raise SessionFileError.of(
+            "{named} is no saved session: {why}; give a file that {save} has written",
+            named=named(self.path),
+            why=why,
         )
 
     def _damaged(self, why: str) -> NoReturn:

@@ -67,15 +67,17 @@ def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> i
         group.check_mlx(None)
         return None
     if not has_model:
-        raise SettingsError(
-            f"draft_rank={draft_rank} is where a draft model is loaded, and there is none; give one as draft, or leave "
-            "draft_rank out"
+        raise SettingsError.of(
+            "{draft_rank=} is where a draft model is loaded, and there is none; give one as {draft}, or leave "
+            "{draft_rank} out",
+            draft_rank=draft_rank,
         )
     if len(group.target_ranks(draft_rank)) > 1:
         if not is_ring():
-            raise SettingsError(
-                f"draft_rank={draft_rank} leaves several ranks to the target, and only MLX's ring can connect them "
-                'without that one; use the backend "ring", or two ranks'
+            raise SettingsError.of(
+                "{draft_rank=} leaves several ranks to the target, and only MLX's ring can connect them without that "
+                'one; use the backend "ring", or two ranks',
+                draft_rank=draft_rank,
             )
         group.check_mlx(draft_rank)
     return int(draft_rank)
@@ -186,24 +188,20 @@ class _TargetElsewhere:
 
     @property
     def model(self) -> _TargetElsewhere:
-        """See `DraftedTarget.model`."""
         return self
 
     @property
     def module(self) -> Module:
-        """See `DraftedModel.module`."""
         return self._read[0]
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
-        """See `DraftedTarget.tokenizer`."""
         return self._read[1]
 
     @property
     def folder(self) -> Path | None:
-        """See `DraftedTarget.folder`."""
         return folder_of(self._source)
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `DraftedModel.record_features`. The ranks of the target do it, once they are told of the layers."""
+        """The ranks of the target do it, once they are told of the layers."""
         self.feature_layers = None if layer_ids is None else tuple(layer_ids)

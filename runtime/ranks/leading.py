@@ -34,9 +34,9 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
     if group is None and draft_rank is None:
         return
     if group is None:
-        raise SettingsError(
-            "draft_rank is one of several ranks, and there is no group of them; give group=runtime.join_ranks() in a "
-            "process that mlx.launch has started, or leave draft_rank out"
+        raise SettingsError.of(
+            "{draft_rank} is one of several ranks, and there is no group of them; give group=runtime.join_ranks() in "
+            "a process that mlx.launch has started, or leave {draft_rank} out"
         )
     if not isinstance(group, RankGroup):
         raise SettingsError(f"group must be what runtime.join_ranks() returns, or None, got {shown(group)}")

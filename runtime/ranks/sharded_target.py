@@ -40,9 +40,9 @@ def check_sharded(source: Source) -> None:
         isinstance(source, ModelSpec)
         and not attrs.evolve(source, tokenizer_config={}, trust_remote_code=False).is_plain
     ):
-        raise SettingsError(
-            "a sharded target cannot be loaded with an adapter, a revision, quantize or model_config; fuse or convert "
-            "it with mlx_lm first, and give its directory"
+        raise SettingsError.of(
+            "a sharded target cannot be loaded with an adapter, a revision, {quantize} or {model_config}; fuse or "
+            "convert it with mlx_lm first, and give its directory"
         )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.reprs import shown
 from protocol.settings import MAX_SEED
-from protocol.validation import check_integer, check_number, is_integer, validator
+from protocol.validation import check_integer, check_number, is_integer, must_be, validator
+from protocol.wording import Message
 from runtime.simulation.sharding import Sharding, described_sharding, option
 
 MAX_STREAMS = 64
@@ -34,24 +34,24 @@ def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
     previous = 0
     for pair in value:
         if not isinstance(pair, tuple) or len(pair) != 2 or not is_integer(pair[0]) or pair[0] <= previous:
-            raise SettingsError(
-                f"{name} must be pairs ({key}, {meaning}) with {key}s that start at 1 and rise, got {shown(pair)}"
-            )
+            raise must_be(name, f"pairs ({key}, {meaning}) with {key}s that start at 1 and rise", pair)
         previous = pair[0]
 
 
 def _check_changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
     _check_pairs(attribute.name, value, "token", "acceptance")
     for _token, acceptance in value:
-        check_number(f"an acceptance in {attribute.name}", acceptance, 0, 1)
+        check_number(Message("an acceptance in {option}", option=attribute.name), acceptance, 0, 1)
 
 
 def _check_table(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
     _check_pairs(attribute.name, value, "width", "time")
     for _width, time in value:
-        check_number(f"a time in {attribute.name}", time, above=0)
+        check_number(Message("a time in {option}", option=attribute.name), time, above=0)
     if value and value[0][0] != 1:
-        raise SettingsError(f"{attribute.name} must begin with width 1, got {value[0][0]}")
+        raise SettingsError.of(
+            "{option} must begin with width 1, got {value}", option=attribute.name, value=value[0][0]
+        )
 
 
 _SHARE, _AT_LEAST_0, _ABOVE_0 = (
@@ -139,9 +139,8 @@ class Scenario:
 
     def __attrs_post_init__(self) -> None:
         if self.stale_acceptance is not None and self.stale_acceptance > self.acceptance:
-            raise SettingsError(
-                f"stale_acceptance must be at most the acceptance of {self.acceptance:g}, got {self.stale_acceptance:g}"
-            )
+            bound = f"at most the acceptance of {self.acceptance:g}"
+            raise must_be("stale_acceptance", bound, self.stale_acceptance)
 
     def relative_acceptance(self, staleness: int) -> float:
         """The acceptance of a token that was drafted on `staleness` hidden states of the drafter's own, relative to one

@@ -72,17 +72,14 @@ class _Sequence(CannotFork, ScriptedSequence):
         self._histories = [_after(0, seed)]  # by number of tokens
 
     def row(self, length: int) -> Sequence[float]:
-        """See `ScriptedSequence.row`."""
         return self._row(self._histories[length], length, self.staleness_at(length))
 
     def take(self, tokens: tuple[int, ...]) -> None:
-        """See `ScriptedSequence.take`."""
         super().take(tokens)
         for token in tokens:
             self._histories.append(_after(self._histories[-1], token))
 
     def cut(self, length: int) -> None:
-        """See `ScriptedSequence.cut`."""
         super().cut(length)
         del self._histories[length + 1 :]
 
@@ -106,7 +103,6 @@ class ScriptedTarget(FeedsEach):
         self._records = scenario.stale_acceptance is not None
 
     def open_sequence(self, *, beside_another: bool) -> _Sequence:
-        """See `Model.open_sequence`."""
         return (_RecordingSequence if self._records else _Sequence)(self._row, self._seed)
 
     def _row(self, history: int, _length: int, _staleness: int) -> list[float]:
@@ -132,11 +128,9 @@ class ScriptedDraft(FeedsEach):
         self._relative_acceptance = scenario.relative_acceptance
 
     def open_sequence(self, *, beside_another: bool) -> _Sequence:
-        """See `Model.open_sequence`."""
         return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._seed)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """See `Model.sharing_obstacle`."""
         return "a trained drafter reads one text at a time" if self._is_trained else None
 
     def _row(self, history: int, length: int, staleness: int) -> list[float]:

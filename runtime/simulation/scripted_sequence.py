@@ -49,54 +49,44 @@ class ScriptedSequence(RecordsNothing):
         del self.tokens[length:]
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         self.take(tokens)
         end = len(self.tokens) + 1
         return mx.array([self.row(length) for length in range(end - num_logits, end)]) if num_logits else None
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`."""
         self.take((cast(int, token.item()),))
         return mx.array([self.row(len(self.tokens))])
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         return RewindMode.TRIM
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         if length > len(self.tokens):
             raise RewindError(f"asked a script for length {length}, it holds {len(self.tokens)}")
         self.cut(length)
         return length
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         if length != len(self.tokens):
             raise RewindError(f"a script should hold {length} tokens, it holds {len(self.tokens)}")
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         self.cut(0)
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return len(self.tokens)
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self.tokens.clear()
 
     def add_prefix_checkpoint(self) -> None:
         """See `CachedSequence.add_prefix_checkpoint`."""
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         return min(num_common, len(self.tokens))
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         self.rewind(length)
 
 
@@ -106,11 +96,9 @@ class RecordsEmptyFeatures(ScriptedSequence):
     _num_taken = 0
 
     def feature_arrays(self) -> list[mx.array]:
-        """See `CachedSequence.feature_arrays`."""
         return [mx.zeros((1,))]
 
     def take_features(self, end: int) -> Features | None:
-        """See `CachedSequence.take_features`."""
         begin, self._num_taken = self._num_taken, max(self._num_taken, end)
         return Features(begin, mx.zeros((end - begin, 1))) if begin < end else None
 
@@ -130,26 +118,21 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
     _first_stale: int | None = None  # the first token that was read with a hidden state of its own
 
     def give(self, start: int, features: mx.array) -> None:
-        """See `FeatureInput.give`."""
         self._num_given = max(self._num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
-        """See `FeatureInput.give_nothing`."""
         self._num_given = self._num_fresh = num_tokens
 
     @property
     def awaits_features(self) -> bool:
-        """See `FeatureInput.awaits_features`."""
         return self._num_given == 0
 
     @property
     def num_given(self) -> int:
-        """See `FeatureInput.num_given`."""
         return self._num_given
 
     @property
     def staleness(self) -> int:
-        """See `FeatureInput.staleness`."""
         return self.staleness_at(len(self.tokens))
 
     def staleness_at(self, length: int) -> int:
@@ -171,7 +154,6 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
             self._first_stale = max(begin, first)
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         remaining = super().rewind(min(length, self.length))
         if self._first_stale is not None and self._first_stale >= remaining:
             self._first_stale = None
@@ -179,6 +161,5 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
         return remaining
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         super().forget()
         self._first_stale = None

@@ -11,9 +11,7 @@ from typing import Any
 
 import attrs
 
-from protocol.errors import SettingsError
-from protocol.reprs import shown
-from protocol.validation import check_integer, check_number, validator
+from protocol.validation import check_integer, check_number, must_be, validator
 
 MAX_RANKS = 1024
 ALL_REDUCES = ("ring", "mesh", "tree")
@@ -37,9 +35,7 @@ SHAPES = {
 
 def _check_all_reduce(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value not in ALL_REDUCES:
-        raise SettingsError(
-            f"{attribute.name} must be {', '.join(ALL_REDUCES[:-1])} or {ALL_REDUCES[-1]}, got {shown(value)}"
-        )
+        raise must_be(attribute.name, f"{', '.join(ALL_REDUCES[:-1])} or {ALL_REDUCES[-1]}", value)
 
 
 def option(

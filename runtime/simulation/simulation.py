@@ -25,8 +25,9 @@ from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.warm_up import warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job
+from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
-from protocol.settings import MAX_BATCH, Settings
+from protocol.settings import Settings
 from protocol.statistics import Statistics
 from protocol.trace import Actor, Event, Span
 from protocol.validation import check_integer

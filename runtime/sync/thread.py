@@ -23,15 +23,12 @@ class BlockingFuture(Generic[T]):
         self._waiting: list[threading.Lock] = []
 
     def done(self) -> bool:
-        """See `BridgeFuture.done`."""
         return bool(self._results)
 
     def result(self) -> T:
-        """See `BridgeFuture.result`."""
         return self._results[0]
 
     def set_result(self, result: T, /) -> None:
-        """See `BridgeFuture.set_result`."""
         self._results.append(result)
         for lock in self._waiting:
             lock.release()

@@ -144,7 +144,7 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
 
 def test_help_names_every_option(capfd: Any) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["chat", "--help"])
+        cli.main(["chat", "--help-all"])
     text = capfd.readouterr().out
     for option in ("target", "draft", "system", "thinking", "max-tokens", "temperature", "top-p", "stats", "blas"):
         assert f"--{option}" in text

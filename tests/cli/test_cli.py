@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
+from runtime.cli.main import _COMMON
 from runtime.terminal.signals import ECHO_S, SignalScope
 from runtime.terminal.statistics_table import print_statistics, rows_of
 
@@ -575,7 +577,7 @@ def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
 
 def test_help_names_every_option_and_its_default(capfd):
     with pytest.raises(SystemExit) as exit:
-        cli.main(["generate", "--help"])
+        cli.main(["generate", "--help-all"])
     assert exit.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
     # Functions and long lists exist only in Python; and a single generation has nothing to reuse.
@@ -584,6 +586,21 @@ def test_help_names_every_option_and_its_default(capfd):
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
     assert "(default: 256)" in text
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+def test_a_short_help_has_ten_options_that_exist(command, capfd):
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as exit:
+            cli.main([command, flag])
+        assert exit.value.code == 0
+        shown.append(re.findall(r"^  (-.*?)(?:   |$)", capfd.readouterr().out, re.MULTILINE))
+    short, full = shown
+    named = {word for each in short for word in re.findall(r"--[\w-]+", each)}
+    assert named >= {"--help-all", *_COMMON[command].split()}
+    assert len(short) <= 12
+    assert len(full) >= 2 * len(short) - 2
 
 
 def test_version(monkeypatch, capfd):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shlex
 from typing import Any
 
@@ -13,7 +15,11 @@ from command_line import save_model
 import runtime
 import runtime.engine.opening
 import runtime.server.models.loaded_model
-from protocol.argument_aliases import OPEN_ARGUMENTS
+from protocol.errors import SettingsError
+from protocol.open_options import OpenOptions
+from protocol.options import options_of
+from protocol.settings import settings_from
+from protocol.wording import Message
 from runtime.cli import main as cli
 from runtime.cli.arguments.models import OPTIONS
 from runtime.cli.flags import in_flags
@@ -153,7 +159,7 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
     # commands read OUTRIDER_TUNE_MLX instead of tune_mlx, and join the group of `mlx.launch`.
     elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "tune_mlx"}
-    assert {name for name, *_ in OPTIONS} | elsewhere == set(OPEN_ARGUMENTS)
+    assert set(OPTIONS) | elsewhere == set(options_of(OpenOptions))
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
@@ -194,30 +200,63 @@ def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("message", "here"),
+    ("message", "in_python", "here"),
     [
-        ("max_tokens must be 1, or None for no limit, got 0", '--max-tokens must be 1, or "none" for no limit, got 0'),
-        ("a prompt of 9 tokens and max_tokens=96 do not fit", "a prompt of 9 tokens and --max-tokens 96 do not fit"),
-        ('rewind="trim" needs caches; use "auto"', '--rewind trim needs caches; use "auto"'),
-        ("thinking=False cannot be told; leave it None", "--no-thinking cannot be told; leave it out"),
-        ("ignore_eos=True leaves no end; leave it False", "--ignore-eos leaves no end; leave it out"),
-        ("the target's kv_bits and the draft's", "the target's --kv-bits and the draft's"),
-        ("cannot read '/a/max_tokens=3/None'; x", "cannot read '/a/max_tokens=3/None'; x"),
-        ("target '/x' does not exist", "target '/x' does not exist"),
-        ("cannot read x; give a file of Conversation.save", "cannot read x; give a file that /save has written"),
-        ("too long: shorten it, or begin anew with reset", "too long: shorten it, or begin anew with /reset"),
-        ("lookahead must be in [0, 64], got None", '--lookahead must be in [0, 64], got "none"'),
+        (
+            Message("{a} tokens and {max_tokens=} do not fit", a=9, max_tokens=96),
+            "9 tokens and max_tokens=96 do not fit",
+            "9 tokens and --max-tokens 96 do not fit",
+        ),
+        (
+            Message('{rewind=} needs caches; use "auto"', rewind="trim"),
+            'rewind="trim" needs caches; use "auto"',
+            '--rewind trim needs caches; use "auto"',
+        ),
+        (Message("{thinking=} is none", thinking=False), "thinking=False is none", "--no-thinking is none"),
+        (Message("{ignore_eos=} is one", ignore_eos=True), "ignore_eos=True is one", "--ignore-eos is one"),
+        (
+            Message("{kv_bits=} needs {kv_bits} and {reuse_prefix}", kv_bits=8),
+            "kv_bits=8 needs kv_bits and reuse_prefix",
+            "--kv-bits 8 needs --kv-bits and reuse_prefix",
+        ),
+        (
+            Message("{option} is {value}: {error}", option="stop", value=None, error=SettingsError(Message("{seed}"))),
+            "stop is None: seed",
+            '--stop is "none": --seed',
+        ),
+        (
+            Message("cannot read {a}; give a file that {save} has written, or {reset}", a="'/max_tokens=3/None'"),
+            "cannot read '/max_tokens=3/None'; give a file that Conversation.save has written, or reset",
+            "cannot read '/max_tokens=3/None'; give a file that /save has written, or /reset",
+        ),
+        ("max_tokens=3 of {a} is None", "max_tokens=3 of {a} is None", "max_tokens=3 of {a} is None"),
     ],
-)  # fmt: skip
-def test_messages_speak_of_flags_and_not_of_python(message: str, here: str) -> None:
-    assert in_flags(message) == here
+)
+def test_a_message_names_arguments_as_its_reader_does(message: str, in_python: str, here: str) -> None:
+    for error in (
+        SettingsError(message),
+        copy.copy(SettingsError(message)),
+        pickle.loads(pickle.dumps(SettingsError(message))),
+    ):
+        assert (str(error), in_flags(error)) == (in_python, here)
+
+
+def test_the_error_of_a_value_has_its_fields() -> None:
+    with pytest.raises(SettingsError) as refusal:
+        settings_from({"lookahead": 70})
+    assert refusal.value.fields == {
+        "option": "lookahead",
+        "value": 70,
+        "bound": 'a whole number between 0 and 64, or "auto"',
+        "remedy": "use 0 for plain decoding",
+    }
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
 def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help-all"])
     text = capfd.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     examples = text.partition("examples:\n")[2].replace("\\\n", " ")

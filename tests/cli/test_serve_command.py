@@ -445,7 +445,7 @@ def test_what_the_server_needs_and_is_not_installed_is_named(monkeypatch: Any, c
 def test_help_brings_in_neither_mlx_nor_a_server() -> None:
     program = (
         "import sys\nfrom runtime.cli.main import main\n"
-        "try:\n    main(['serve', '--help'])\nexcept SystemExit:\n    pass\n"
+        "try:\n    main(['serve', '--help-all'])\nexcept SystemExit:\n    pass\n"
         "print(sorted({'mlx', 'starlette', 'h11', 'pydantic'} & set(sys.modules)))"
     )
     ran = subprocess.run(

@@ -344,7 +344,7 @@ def test_lookaheads_are_sorted_and_each_is_played_once(capfd):
 def test_the_help_names_the_defaults_that_hold(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit):
-        cli.main(["simulate", "--help"])
+        cli.main(["simulate", "--help-all"])
     printed = capfd.readouterr().out
     for field in attrs.fields(Scenario):
         option = f"--{field.name.replace('_', '-')} "

@@ -25,7 +25,7 @@ from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Hello, Loaded, OpenTarget, decode
-from runtime.cli import main, ranks
+from runtime.cli import generate_command, ranks
 from runtime.ranks import following, leading, sharded_target
 
 HELLO = Hello(0, 2, {"mlx": "1"})
@@ -157,7 +157,7 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ranks.follow(
-            argparse.Namespace(command=main.generate),
+            argparse.Namespace(command=generate_command.generate),
             SimpleNamespace(use_device=lambda: None, target="owner/name", draft=None, options={"group": None}),
         )
     finally:

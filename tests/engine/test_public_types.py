@@ -15,10 +15,10 @@ import pytest
 import runtime
 import runtime.aio
 import runtime.sync
+from protocol.open_options import OpenOptions
 from protocol.settings import Settings
 from protocol.settings_keywords import SettingsArguments
-from runtime.engine.open_options import OpenOptions, OpenOptionsAndSettings
-from runtime.engine.opening import open as open_runtime
+from runtime.engine.open_options import OpenArguments, OpenArgumentsAndSettings
 from runtime.loading.model_sources import Source
 
 FACES = (runtime, runtime.aio, runtime.sync)
@@ -48,23 +48,25 @@ def test_a_setting_has_the_same_type_as_an_argument_and_as_a_field() -> None:
 
 
 def test_an_option_of_open_has_the_same_type_wherever_it_is_passed_on() -> None:
-    parameters = inspect.signature(open_runtime).parameters.values()
-    options = {each.name: each.annotation for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert {name: spelled(each) for name, each in OpenOptions.__annotations__.items()} == options
-    assert OpenOptions.__required_keys__ == frozenset()
-    assert OpenOptionsAndSettings.__optional_keys__ == set(options) | set(SettingsArguments.__annotations__)
+    arguments = {name: spelled(each) for name, each in OpenArguments.__annotations__.items()}
+    declared = {field.name: field.type for field in attrs.fields(OpenOptions)}
+    assert ["target", "draft", *arguments] == list(declared)
+    # The types of others are those of the runtime, which the declaration does not import.
+    assert all(declared[name] in ("Any", type_) for name, type_ in arguments.items())
+    assert OpenArguments.__required_keys__ == frozenset()
+    assert OpenArgumentsAndSettings.__optional_keys__ == set(arguments) | set(SettingsArguments.__annotations__)
 
 
 SETTINGS = "Unpack[SettingsArguments]"
 WITH_TOOLS = "Unpack[StreamArguments]"
-OPTIONS = "Unpack[OpenOptions]"
+OPTIONS = "Unpack[OpenArguments]"
 TYPED: list[tuple[Callable[..., Any], str]] = [
     (runtime.stream, SETTINGS),
     (runtime.keep_open, OPTIONS),
-    (runtime.open, "Never"),
+    (runtime.open, OPTIONS),
     (runtime.open_sync, OPTIONS),
     (runtime.aio.open, OPTIONS),
-    (runtime.generate_sync, "Unpack[OpenOptionsAndSettings]"),
+    (runtime.generate_sync, "Unpack[OpenArgumentsAndSettings]"),
     *((getattr(runtime.Conversation, name), SETTINGS) for name in ("stream", "generate")),
     *((getattr(runtime.aio.Conversation, name), SETTINGS) for name in ("stream", "generate")),
     *((getattr(runtime.sync.Conversation, name), SETTINGS) for name in ("stream", "generate")),
@@ -90,7 +92,7 @@ def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None
 NAMES = {
     **{name: getattr(runtime, name) for name in runtime.__all__},
     # Names that modules import for type checkers only.
-    **{"mx": mx, "Module": nn.Module, "Source": Source, "OpenOptions": OpenOptions},
+    **{"mx": mx, "Module": nn.Module, "Source": Source, "OpenArguments": OpenArguments},
 }
 
 

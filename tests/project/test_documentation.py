@@ -38,6 +38,8 @@ from served_command import serving
 
 import protocol.errors
 import runtime
+from protocol.open_options import OpenOptions
+from protocol.options import options_of
 from runtime.cli import main as cli
 from runtime.engine.opening import OPTIONS
 from runtime.generation.tool_calls.tools import StreamArguments
@@ -372,19 +374,19 @@ def rows_under(heading: str, page: str) -> Iterator[tuple[list[str], str]]:
         yield re.findall(r"`([\w-]+)`", first), second
 
 
-def test_the_table_of_settings_has_them_all_with_their_defaults() -> None:
+@pytest.mark.parametrize(
+    ("heading", "page", "declaration"),
+    [("Settings", "streams.md", runtime.Settings), ("Options of `open`", "models.md", OpenOptions)],
+)
+def test_a_table_has_all_that_is_declared_with_defaults(heading: str, page: str, declaration: type) -> None:
     found = {}
-    for names, cell in rows_under("Settings", "streams.md"):
-        defaults = ast.literal_eval(f"[{cell.replace('`', '')}]")
+    for names, cell in rows_under(heading, page):
+        cell = re.sub(r"(\d+) GiB", lambda size: str(int(size[1]) * 2**30), cell.replace("`", ""))
+        defaults = ast.literal_eval(f"[{cell}]")
         for name, default in zip(names, defaults if len(defaults) > 1 else defaults * len(names), strict=True):
             found[name] = default
-    settings = runtime.Settings()
-    assert found == {name: getattr(settings, name) for name in SETTINGS}
-
-
-def test_the_table_of_options_has_them_all() -> None:
-    found = [name for names, _ in rows_under("Options of `open`", "models.md") for name in names]
-    assert sorted(found) == sorted(OPTIONS)
+    declared = {name: getattr(declaration(), name) for name in options_of(declaration)}
+    assert found == {name: default for name, default in declared.items() if name not in ("target", "draft")}
 
 
 def test_the_table_of_the_servers_flags_has_only_such_as_exist() -> None:

@@ -324,7 +324,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/generation/tool_calls/parser_process.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/server/responses/store.py",
-        "runtime/sync/iteration.py",
+        "runtime/sync/runtime.py",
         "runtime/sync/thread.py",
     }
     assert threads == makers | minders
@@ -333,10 +333,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
 def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == {
         "runtime/aio/event_loop.py",
-        "runtime/aio/iteration.py",
-        "runtime/aio/many_prompts.py",
-        "runtime/aio/conversation.py",
-        "runtime/aio/token_stream.py",
+        "runtime/aio/runtime.py",
         "runtime/aio/thread.py",
         "runtime/sync/__init__.py",
     }

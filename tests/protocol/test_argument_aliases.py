@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import re
 from functools import partial
 from typing import Any
@@ -14,7 +13,9 @@ import trio
 from models import llama
 
 import runtime
-from protocol.argument_aliases import ALIASES, NOTES, OPEN_ARGUMENTS, meant
+from protocol.argument_aliases import ALIASES, NOTES, meant
+from protocol.open_options import OpenOptions
+from protocol.options import options_of
 from protocol.settings import Settings, settings_from
 from runtime.cli import main as cli
 from runtime.cli.flags import flag, hint_for
@@ -24,14 +25,9 @@ SETTINGS = {field.name for field in attrs.fields(Settings)}
 
 
 def test_the_table_leads_to_names_that_there_are_and_from_names_that_there_are_not() -> None:
-    assert set(ALIASES.values()) <= SETTINGS | set(OPEN_ARGUMENTS)
-    assert not set(ALIASES) & (SETTINGS | set(OPEN_ARGUMENTS))
+    assert set(ALIASES.values()) <= SETTINGS | set(options_of(OpenOptions))
+    assert not set(ALIASES) & (SETTINGS | set(options_of(OpenOptions)))
     assert set(NOTES) <= set(ALIASES)
-
-
-def test_the_arguments_of_open_are_those_that_it_has() -> None:
-    parameters = inspect.signature(runtime.open).parameters.values()
-    assert set(OPEN_ARGUMENTS) == {one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from scripted import priced as job_prices
 import runtime
 from actors.drafters.drafter import policy_by_settings
 from protocol.errors import SettingsError
-from protocol.lookahead_policy import WORK_AHEAD, ChainPolicy, WorkAhead
+from protocol.lookahead_policy import ChainPolicy
+from protocol.open_options import WORK_AHEAD, WorkAhead
 from protocol.prices import TRIED_EVERY_ROUNDS, TRIED_ROUNDS, Prices
 from protocol.settings import Settings
 from runtime.simulation.scenario import Scenario

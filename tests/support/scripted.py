@@ -24,7 +24,7 @@ import trio
 import trio.testing
 from outcome import Error
 
-from actors.actor import PREFIX_CACHE_BYTES, ActorSession
+from actors.actor import ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.model import FeedsEach, Fork, RewindMode
@@ -33,7 +33,7 @@ from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
-from protocol.settings import MAX_BATCH
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.trace import Event, Instant, Span
 from runtime import Token
 from runtime.engine.events import Events

@@ -9,7 +9,7 @@ from functools import cache
 import attrs
 from device_tables import FILES, tables, with_more_rows
 
-from protocol.settings import MAX_BATCH
+from protocol.open_options import MAX_BATCH
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import simulate_streams
 

@@ -64,17 +64,16 @@ class RemoteDrafter(FeedsEach):
         self._numbers = count()
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:
-        """See `Model.open_sequence`. The rank has its processor time for itself."""
+        """The rank has its processor time for itself."""
         kind = RemoteSequence if self.feature_layers is None else RemoteFeatureSequence
         return kind(self, next(self._numbers))
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str:
-        """See `Model.sharing_obstacle`."""
         return "a drafter on a rank of its own reads one text at a time"
 
     @contextmanager
     def evaluating_layers(self) -> Iterator[None]:
-        """See `MLXModel.evaluating_layers`. No layer is here."""
+        """No layer is here."""
         yield
 
     def give(self, features: GivenFeatures) -> None:
@@ -136,59 +135,48 @@ class RemoteSequence(RecordsNothing, CannotFork, TakesSteps):
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return self._state.length
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
         logits = self._ask("feed", tokens, num_logits)
         return None if logits is None else array_from(logits)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`. Waits for the token."""
+        """Waits for the token."""
         logits = self.feed((cast(int, token.item()),), 1)
         assert logits is not None
         return logits
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """See `CachedSequence.prepare`."""
         return RewindMode(self._ask("prepare", num_tokens, settled))
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         return cast(int, self._ask("rewind", length))
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         self._ask("check", length)
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`."""
         self._ask("forget")
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self._ask("close")
 
     @property
     def num_bytes(self) -> int:
-        """See `CachedSequence.num_bytes`. The memory is the other rank's."""
+        """The memory is the other rank's."""
         return cast(int, self._ask("num_bytes"))
 
     def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`."""
         self._ask("add_prefix_checkpoint")
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         return cast(int, self._ask("reusable_length", num_common, num_read))
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`."""
         self._ask("reuse", length)
 
     def take_step(self, draft_steps: DraftSteps, plan: FeedPlan, trail: int, history: TokenHistory) -> StepOutcome:
-        """See `TakesSteps.take_step`."""
         arguments = draft_steps.settled, draft_steps.vocab_size, draft_steps.num_guesses
         told = self._news_of(draft_steps.shared)
         taken = self._ask("take_step", told, plan.keep, plan.feed, trail, history.begin, history.tokens, *arguments)
@@ -197,7 +185,6 @@ class RemoteSequence(RecordsNothing, CannotFork, TakesSteps):
     def catch_up(
         self, plan: FeedPlan, shared: DraftedText, vocab_size: int, num_rows: int, history: TokenHistory
     ) -> list[tuple[int, float]] | RewoundToCheckpoint:
-        """See `TakesSteps.catch_up`."""
         told = self._news_of(shared)
         length, guessed = self._ask(
             "catch_up", told, plan.keep, plan.feed, history.begin, history.tokens, vocab_size, num_rows
@@ -207,7 +194,6 @@ class RemoteSequence(RecordsNothing, CannotFork, TakesSteps):
         return [(token, confidence) for token, confidence in guessed]
 
     def time_pass(self, tokens: tuple[int, ...]) -> None:
-        """See `TakesSteps.time_pass`."""
         self._ask("time_pass", tokens)
 
     def _news_of(self, shared: DraftedText) -> list[Any] | None:
@@ -245,40 +231,32 @@ class RemoteFeatureSequence(RemoteSequence, FeatureInput):
             del self._given[:num_sent]
 
     def give(self, start: int, features: mx.array) -> None:
-        """See `FeatureInput.give`."""
         self._given.append((start, features))
 
     def give_nothing(self, num_tokens: int) -> None:
-        """See `FeatureInput.give_nothing`."""
         self._ask("give_nothing", num_tokens)
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         refreshed = self._state.refreshes_at
         return self._state.length if refreshed is None or refreshed > self.num_given else refreshed
 
     @property
     def awaits_features(self) -> bool:
-        """See `FeatureInput.awaits_features`."""
         return self._state.awaits_features and not self._given
 
     @property
     def num_given(self) -> int:
-        """See `FeatureInput.num_given`."""
         return max(self._state.num_given, *(start + given.shape[0] for start, given in list(self._given)), 0)
 
     @property
     def staleness(self) -> int:
-        """See `FeatureInput.staleness`."""
         return self._state.staleness
 
     @property
     def refreshes_at(self) -> int | None:
-        """See `FeatureInput.refreshes_at`."""
         return self._state.refreshes_at
 
     @property
     def foreseen(self) -> int | None:
-        """See `FeatureInput.foreseen`."""
         return None if self._state.num_foreseen is None else self.num_given + self._state.num_foreseen

@@ -89,50 +89,44 @@ class BlockSequence(TrainedSequence):
         self._num_common = 0
 
     def give(self, start: int, features: mx.array) -> None:
-        """See `FeatureInput.give`."""
         self._awaits_features = False
         self._arrived.append((start, features))
         self._num_given = max(self._num_given, start + features.shape[0])
 
     @property
     def staleness(self) -> int:
-        """See `FeatureInput.staleness`. What a block lacks are the features of the positions after its anchor."""
+        """What a block lacks are the features of the positions after its anchor."""
         return max(0, len(self._tokens) - 1 - self._end)
 
     @property
     def foreseen(self) -> int:
-        """See `FeatureInput.foreseen`."""
         return self._num_given + 1 + self._reader.num_foreseen
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return len(self._tokens)
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`. The logits where nothing is foreseen are all zero."""
+        """The logits where nothing is foreseen are all zero."""
         self._tokens += tokens
         self._read_arrived()
         return None if num_logits == 0 else self._logits(len(self._tokens) - num_logits + 1)
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         if length > len(self._tokens):
             raise RewindError(f"asked to rewind to {length} tokens a text of {len(self._tokens)}")
         del self._tokens[length:]
         return length
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         if len(self._tokens) != length:
             raise RewindError(f"the text should have {length} tokens, it has {len(self._tokens)}")
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`. Features stay."""
+        """Features stay."""
         self._tokens.clear()
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self.forget()
         self._cache, self._block = [], None
         self._begin = self._end = 0
@@ -142,16 +136,14 @@ class BlockSequence(TrainedSequence):
 
     @property
     def num_bytes(self) -> int:
-        """See `CachedSequence.num_bytes`."""
         return sum(int(layer.nbytes) for layer in self._cache)
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         self._num_common = num_common
         return min(num_common, len(self._tokens))
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`. Features of what the texts do not share were of the other text."""
+        """Features of what the texts do not share were of the other text."""
         self._read_arrived()
         self.rewind(length)
         end = max(self._begin, min(self._end, self._num_common))

@@ -338,15 +338,12 @@ class DFlashReader:
         self.feature_width = len(config.feature_layers) * config.hidden_size
 
     def make_cache(self) -> list[KVCache]:
-        """See `BlockReader.make_cache`."""
         return [KVCache() for _ in self._model.layers]
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        """See `BlockReader.read_context`."""
         self._model.read_context(features, position, cache)
 
     def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> mx.array:
-        """See `BlockReader.read_block`."""
         config = self._model.config
         tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
         embedded = self._embed(mx.array(tokens)) * config.embedding_scale

@@ -50,60 +50,54 @@ class HeadSequence(TrainedSequence):
         self._rows: dict[int, mx.array] = {}
 
     def give(self, start: int, features: mx.array) -> None:
-        """See `FeatureInput.give`."""
         self._awaits_features = False
         self._arrived.append((start, features))
         self._num_given = start + features.shape[0]
 
     def give_nothing(self, num_tokens: int) -> None:
-        """See `FeatureInput.give_nothing`. All are kept, so that each pass reads a head."""
+        """All are kept, so that each pass reads a head."""
         self._num_kept = num_tokens
         super().give_nothing(num_tokens)
 
     @property
     def staleness(self) -> int:
-        """See `FeatureInput.staleness`. What a head lacks are the features of the positions that it passes over."""
+        """What a head lacks are the features of the positions that it passes over."""
         known_end = self._begin + (0 if self._hidden is None else self._hidden.shape[0])
         return max(0, self._length - 1 - known_end)
 
     @property
     def foreseen(self) -> int:
-        """See `FeatureInput.foreseen`."""
         return self._num_given + 1 + len(self._heads)
 
     @property
     def length(self) -> int:
-        """See `CachedSequence.length`."""
         return self._length
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`. The logits where nothing is foreseen are all zero."""
+        """The logits where nothing is foreseen are all zero."""
         self._length += len(tokens)
         return None if num_logits == 0 else self._logits(self._length - num_logits, self._length)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """See `CachedSequence.feed_lazy`. Does not look at the token."""
+        """Does not look at the token."""
         self._length += 1
         return self._logits(self._length - 1, self._length)
 
     def rewind(self, length: int) -> int:
-        """See `CachedSequence.rewind`."""
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a text of {self._length}")
         self._length = length
         return length
 
     def check(self, length: int) -> None:
-        """See `CachedSequence.check`."""
         if self._length != length:
             raise RewindError(f"the text should have {length} tokens, it has {self._length}")
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`. Features stay."""
+        """Features stay."""
         self._length = 0
 
     def close(self) -> None:
-        """See `CachedSequence.close`."""
         self._length = self._num_given = 0
         self._awaits_features = True
         self._arrived.clear()
@@ -114,15 +108,13 @@ class HeadSequence(TrainedSequence):
 
     @property
     def num_bytes(self) -> int:
-        """See `CachedSequence.num_bytes`."""
         return 0 if self._hidden is None else int(self._hidden.nbytes)
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """See `CachedSequence.reusable_length`."""
         return min(num_common, self._length)
 
     def reuse(self, length: int) -> None:
-        """See `CachedSequence.reuse`. The features were of the other text."""
+        """The features were of the other text."""
         self.close()
         self._length = length
 

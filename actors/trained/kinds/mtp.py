@@ -142,15 +142,12 @@ class MTPReader:
         self.vocab_size, self.feature_width = vocab_size, model.output_norm.weight.shape[0]
 
     def project(self, features: mx.array) -> mx.array:
-        """See `FeatureReader.project`."""
         return self._final_norm(features)
 
     def make_cache(self) -> list[KVCache]:
-        """See `FeatureReader.make_cache`."""
         return [KVCache()]
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """See `FeatureReader.read`."""
         given, normalized = self._model(hidden[None], self._embed(tokens)[None], cache)
         return given[0], self._head(normalized[0])
 

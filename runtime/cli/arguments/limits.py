@@ -6,7 +6,7 @@ import argparse
 
 import attrs
 
-from protocol.settings import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH
+from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, MAX_BATCH
 from protocol.validation import check_integer
 from runtime.cli.flags import flag
 
@@ -81,4 +81,4 @@ def check_limits(arguments: argparse.Namespace) -> None:
     for option in _LIMITS:
         value = getattr(arguments, option.name)
         if value is not None:
-            check_integer(flag(option.name), value, option.low)
+            check_integer(option.name, value, option.low)

@@ -10,50 +10,21 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.open_options import OpenOptions
+from protocol.options import options_of
 from protocol.reprs import shown
 from protocol.settings import MTP, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
-from runtime.cli.arguments.settings import Option, parse_size, parse_value
-from runtime.cli.flags import flag
+from runtime.cli.arguments.settings import add_option
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.device import use_device
 from runtime.loading.model_spec import ModelSpec
 
-# The library checks bounds, and its messages have the remedies.
-OPTIONS: tuple[Option, ...] = (
-    ("kv_bits", "N", parse_value, "quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits (default: none)"),
-    ("kv_group_size", "N", parse_value, "quantisation group: 32, 64 or 128 (default: 64)"),
-    ("quantized_kv_start", "N", parse_value, "number of tokens in a cache from which it is quantised (default: 5000)"),
-    ("max_kv_size", "N", parse_value, "most tokens in a cache; older ones are dropped (default: no limit)"),
-    ("prefix_cache_bytes", "SIZE", parse_size, "size limit of a model's prefix cache, such as 2GB; 0 turns it off"),
-    (
-        "prefix_cache_dir",
-        "DIR",
-        str,
-        "directory for what leaves the target's prefix cache, found after a restart",
-    ),
-    ("prefix_cache_dir_bytes", "SIZE", parse_size, "size limit of that directory, such as 40GB (default: 16 GiB)"),
-    ("chat_template_args", "JSON", str, 'variables of the chat template, such as {"enable_thinking": false}'),
-    (
-        "draft_rank",
-        "R",
-        parse_value,
-        "rank that holds the draft model alone, under mlx.launch (default: 0)",
-    ),
-    (
-        "work_ahead",
-        "WHEN",
-        str,
-        'whether to draft while the target verifies: "always", "never", or "auto" by measured prices (default: auto)',
-    ),
-    ("rewind", "HOW", str, 'how caches drop rejected tokens: "trim", "checkpoint", "none" or "auto" (default: auto)'),
-)
+# The options of `runtime.open` that commands with models have.
+OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if option.group}
 
 # The options of prefix caches, which commands do not have that reuse no prefix.
 PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
-
-# Names of mlx-lm, which are accepted but not shown in `--help`.
-_ALIASES = {"chat_template_args": ("--chat-template-config",)}
 
 
 @attrs.frozen
@@ -131,11 +102,9 @@ def add_models(
     if not as_they_are:
         add_loading(parser)
     group = parser.add_argument_group("caches and devices")
-    for name, metavar, read, text in OPTIONS:
+    for name, option in OPTIONS.items():
         if name not in without:
-            group.add_argument(flag(name), metavar=metavar, type=read, default=argparse.SUPPRESS, help=text)
-            for alias in _ALIASES.get(name, ()):
-                group.add_argument(alias, dest=name, type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            add_option(group, name, option, attrs.fields_dict(OpenOptions)[name].default)
     group.add_argument("--device", metavar="DEVICE", help='device of both models: "cpu" or "gpu" (default: MLX\'s)')
 
 
@@ -146,8 +115,7 @@ def models_of(arguments: argparse.Namespace) -> Models:
     """
     if arguments.device not in (None, "cpu", "gpu"):
         raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
-    names = [name for name, *_ in OPTIONS]
-    options = {name: given for name, given in vars(arguments).items() if name in names}
+    options = {name: given for name, given in vars(arguments).items() if name in OPTIONS}
     if "chat_template_args" in options:
         options["chat_template_args"] = parse_object("--chat-template-args", options["chat_template_args"])
     if hasattr(arguments, "group"):

@@ -134,23 +134,18 @@ class FunctionCaller:
             )
 
     async def results(
-        self, calls: Sequence[ToolCall], in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]
+        self, calls: Sequence[ToolCall], call_function: Callable[[Callable[[], Any]], Awaitable[Any]]
     ) -> list[dict[str, Any]]:
         """Call functions, one after the other, and return the messages with their results.
 
         Args:
             calls: of the model.
-            in_thread: runs a function in another thread; async ones are awaited here.
+            call_function: calls a function that is not async; async ones are awaited here.
         """
         with self._calling():
-            return [result_message(call, await self._result_of(call, in_thread)) for call in calls]
+            return [result_message(call, await self._result_of(call, call_function)) for call in calls]
 
-    def results_here(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-        """Call functions that are not async in this thread, and return the messages with their results."""
-        with self._calling():
-            return [result_message(call, self._result_here(call)) for call in calls]
-
-    async def _result_of(self, call: ToolCall, in_thread: Callable[[Callable[[], Any]], Awaitable[Any]]) -> str:
+    async def _result_of(self, call: ToolCall, call_function: Callable[[Callable[[], Any]], Awaitable[Any]]) -> str:
         function = self.functions.function_of(call)
         if function is None:
             return unknown_text(call)
@@ -158,17 +153,7 @@ class FunctionCaller:
         try:
             if is_async(function):
                 return result_text(await function(**call.values))
-            return result_text(await in_thread(partial(function, **call.values)))
-        except Exception as error:
-            return error_text(error)
-
-    def _result_here(self, call: ToolCall) -> str:
-        function = self.functions.function_of(call)
-        if function is None:
-            return unknown_text(call)
-        # As above.
-        try:
-            return result_text(function(**call.values))
+            return result_text(await call_function(partial(function, **call.values)))
         except Exception as error:
             return error_text(error)
 

@@ -16,7 +16,7 @@ import attrs
 import trio
 
 from protocol.errors import RuntimeBrokenError
-from protocol.settings import AUTO_TURNS
+from protocol.open_options import AUTO_TURNS
 from runtime.engine.nursery import BackgroundNursery
 from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
 from runtime.server.models.served_model import ModelLoadError, ServedModel

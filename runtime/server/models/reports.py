@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from runtime.server.models.pool import ModelPool
 
 if TYPE_CHECKING:
-    from runtime.engine.runtime_state import Health
+    from runtime.engine.runtime import Health
 
 ServiceStatus = Literal["ok", "degraded", "broken"]
 

@@ -1,0 +1,165 @@
+"""The options of `runtime.open`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, get_args
+
+import attrs
+
+from protocol.argument_aliases import MISSING
+from protocol.errors import SettingsError
+from protocol.options import declared, option
+from protocol.validation import check_flag, check_integer, must_be, validator
+from protocol.wording import Message
+
+# When the drafter drafts; see `OpenOptions.work_ahead`.
+WorkAhead = Literal["auto", "always", "never"]
+WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
+# Default of the most streams that share one forward pass of the target.
+MAX_BATCH = 64
+# Streams at work at once where that is "auto": those that share passes, for the memory of whose caches there is this
+# bound, and those that take turns.
+AUTO_STREAMS, AUTO_TURNS = 16, 4
+# Default bounds of one model's prefix cache, and of the target's on disk, in bytes.
+PREFIX_CACHE_BYTES, PREFIX_CACHE_DIR_BYTES = 2 * 1024**3, 16 * 1024**3
+
+_integer = partial(validator, check_integer)
+_CACHES = "caches and devices"
+
+
+def _one_of(*allowed: object, spelled: str) -> Callable[..., None]:
+    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value not in allowed:
+            raise must_be(attribute.name, spelled, value)
+
+    return check
+
+
+@declared
+@attrs.frozen(kw_only=True)
+class OpenOptions:
+    """The arguments of `runtime.open`, checked as far as that is possible without the models.
+
+    Attributes:
+        target: a path or hub id for `mlx_lm.load`; a `ModelSpec`, which is one with an adapter, a revision or other
+            options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None, prompts are token ids
+            and texts stay empty.
+        draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
+            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "ngram" for prompt
+            lookup, which drafts without a model: it proposes what followed the same tokens earlier in the prompt and
+            the text; or None for plain decoding by the same actors.
+        rewind: how caches are rewound after a rejection: "trim", "checkpoint", "none" or "auto". *trim* drops the tail;
+            *checkpoint* restores the state from before the round and feeds the accepted tokens again in front of the
+            next window; *none* feeds one committed token at a time. "auto" takes, before each round, the first of them
+            that every layer's cache supports at that moment; naming one insists on it.
+        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; None for no
+            bound. All but the first four are forgotten, oldest first.
+        kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
+        kv_group_size: quantisation group, 32, 64 or 128.
+        quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
+        max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
+            further streams wait in the order of their calls. "auto" for 16 where streams of the target share passes, or
+            `max_batch` where that is less, and for 4 where they take turns. None for no bound.
+        max_batch: most streams that share one forward pass of the target, >= 1. With 1 each has passes of its own: in
+            low precision, a pass over several texts rounds otherwise than one over one.
+        prefix_cache_bytes: size of each model's prefix cache in bytes, such as 2GB; 0 keeps none. It has cached
+            sequences of finished texts, for streams with `reuse_prefix`; the least recently used one goes first.
+        prefix_cache_dir: a directory for what leaves the target's prefix cache, to be found after a restart. None keeps
+            nothing. It is made if it is missing, and several runtimes may share it. What is in the cache at the end
+            goes there, too. Its files are those of saved sessions: of this model and these cache options only, and with
+            checksums. They have the tokens of texts.
+        prefix_cache_dir_bytes: bound of that directory's size in bytes, such as 40GB. The least recently used files are
+            deleted.
+        defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
+            logits processor among them is shared by all streams.
+        chat_template_args: variables of the chat template, such as {"enable_thinking": false}. They are for every
+            prompt of messages; a conversation's `thinking` and what a request says go before them.
+        trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
+            page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
+            function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
+        tune_mlx: whether MLX gets the environment variables of `runtime.loading.mlx_environment`, which leave a drafter
+            room on a GPU. MLX reads them when it first computes there: False has no effect after that.
+        group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
+            with the same target. This process is rank 0. None for one process.
+        draft_rank: a rank of the group, as by mlx.launch, that holds the drafter alone, and no part of the target; None
+            or 0 for rank 0. It calls `runtime.follow` with the drafter, too. Rank 0 drafts beside its part of the
+            target.
+        work_ahead: whether the drafter drafts while the target verifies: "always", "never", or "auto" by measured
+            prices. That takes from the target what the device has to share, and the next proposal is there sooner.
+            "never" drafts after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
+
+    Raises: SettingsError: a value is of the wrong type or out of its range.
+    """
+
+    target: Any = attrs.field(
+        default=MISSING,
+        metadata=option(
+            "MODEL",
+            aliases="model model_id model_name model_path base_model main_model target_model verifier verifier_model",
+        ),
+    )
+    draft: Any = attrs.field(
+        default=None,
+        metadata=option(
+            "MODEL",
+            aliases="assistant_model draft_model draft_model_path drafter drafter_model method model_draft "
+            "prompt_lookup prompt_lookup_num_tokens speculative_algorithm speculative_config "
+            "speculative_draft_model_path speculative_model speculator",
+        ),
+    )
+    rewind: str = attrs.field(
+        default="auto",
+        validator=_one_of("auto", "trim", "checkpoint", "none", spelled="one of 'auto', 'trim', 'checkpoint', 'none'"),
+        metadata=option("HOW", _CACHES),
+    )
+    max_kv_size: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_integer(5)), metadata=option("N", _CACHES)
+    )
+    kv_bits: int | None = attrs.field(
+        default=None,
+        validator=_one_of(2, 3, 4, 5, 6, 8, None, spelled=Message("2, 3, 4, 5, 6, 8 or {none}")),
+        metadata=option("N", _CACHES, aliases="cache_bits kv_cache_bits"),
+    )
+    kv_group_size: int = attrs.field(
+        default=64, validator=_one_of(32, 64, 128, spelled="32, 64 or 128"), metadata=option("N", _CACHES)
+    )
+    quantized_kv_start: int = attrs.field(default=5000, validator=_integer(0), metadata=option("N", _CACHES))
+    max_streams: int | Literal["auto"] | None = attrs.field(
+        default=None,
+        validator=attrs.validators.optional(_integer(1, or_auto=True)),
+        metadata=option("N", aliases="max_concurrent_requests max_num_seqs"),
+    )
+    max_batch: int = attrs.field(default=MAX_BATCH, validator=_integer(1), metadata=option("N"))
+    prefix_cache_bytes: int = attrs.field(
+        default=PREFIX_CACHE_BYTES,
+        validator=_integer(0),
+        metadata=option("SIZE", _CACHES, aliases="max_cache_bytes prompt_cache_bytes"),
+    )
+    prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
+    prefix_cache_dir_bytes: int = attrs.field(
+        default=PREFIX_CACHE_DIR_BYTES, validator=_integer(0), metadata=option("SIZE", _CACHES)
+    )
+    defaults: Any = attrs.field(default=None, metadata=option())
+    chat_template_args: Mapping[str, Any] | None = attrs.field(
+        default=None,
+        metadata=option(
+            "JSON", _CACHES, flags="--chat-template-config", aliases="chat_template_config chat_template_kwargs"
+        ),
+    )
+    trace: Any = attrs.field(default=None, metadata=option("FILE"))
+    tune_mlx: bool = attrs.field(default=True, validator=validator(check_flag), metadata=option())
+    group: Any = attrs.field(default=None, metadata=option())
+    draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))
+    work_ahead: WorkAhead = attrs.field(
+        default="auto",
+        validator=_one_of(*WORK_AHEAD, spelled="one of " + ", ".join(map(repr, WORK_AHEAD))),
+        metadata=option("WHEN", _CACHES),
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.kv_bits is not None and self.max_kv_size is not None:
+            raise SettingsError.of(
+                "{kv_bits} and {max_kv_size} exclude each other: mlx-lm cannot quantise a rotating cache"
+            )
