@@ -1,4 +1,4 @@
-"""The base classes of the actors: a mailbox, and one task for each session."""
+"""The base classes of the actors: a mailbox, and the sessions as values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actors.prompt_sharing import PromptReading, PromptReadings, ReadPrompt
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
-from protocol.messages import Close, Features, Message
+from protocol.messages import Close, Features, Message, Open
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
@@ -41,8 +41,8 @@ class ActorSession(ABC):
         state: this actor's copy of the session state.
         cached_tokens: the tokens in this actor's cache of the session.
         sequence: the cache itself, while the actor works on the session.
-        scope: ends the actor's task for the session when cancelled.
-        is_over: set when the task has ended and its cached sequence is closed or kept for other sessions.
+        scope: ends the actor's task for the session when cancelled, if it has one.
+        is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
         reading: of its prompt, while others may wait for it.
         prompt_features: the target's hidden states of the prompt, from when they are there until they are handed on.
@@ -59,7 +59,6 @@ class ActorSession(ABC):
         self.is_broken = False
         self.reading: PromptReading | None = None
         self.prompt_features: Features | None = None
-        self._changed = trio.Event()
 
     @abstractmethod
     def receive(self, message: Message) -> None:
@@ -76,18 +75,9 @@ class ActorSession(ABC):
         if reading is not None:
             reading.end(read)
 
-    def wake(self) -> None:
-        """Wake the session's task, so that it looks at the state again."""
-        self._changed.set()
-
-    async def change(self) -> None:
-        """Wait for a `wake` since the last call."""
-        await self._changed.wait()
-        self._changed = trio.Event()
-
 
 class Actor(ABC, Generic[S]):
-    """A mailbox, and one task for each session."""
+    """A mailbox, and the sessions that it works on."""
 
     name: ActorName
 
@@ -150,7 +140,7 @@ class Actor(ABC, Generic[S]):
         except Exception as error:  # of any kind: it must not reach the other sessions
             session.is_broken = True
             self._fail(session, error)
-            session.scope.cancel()
+            self._end_session(session)
 
     @property
     def is_serving(self) -> bool:
@@ -179,7 +169,16 @@ class Actor(ABC, Generic[S]):
         self._sessions[session.id] = session
         shared.join()
         self._note(session, "open", num_tokens=len(shared.opened.prompt), tokens=shared.opened.prompt)
+        self._begin_session(session)
+
+    def _begin_session(self, session: S) -> None:
+        """Begin the work on a session; by default, in a task of its own. Never waits."""
+        assert self._nursery is not None
         self._nursery.start_soon(self._run, session, name=f"{self.name} session {session.id}")
+
+    def _end_session(self, session: S) -> None:
+        """End the work on a session that is over or broken, after its running job if there is one. Never waits."""
+        session.scope.cancel()
 
     def close_session(self, message: Close) -> None:
         """End a session, after its running job if there is one. Never waits."""
@@ -187,7 +186,7 @@ class Actor(ABC, Generic[S]):
             if session.state.phase is not SessionPhase.CLOSED:
                 session.state.close(message)
                 self._note(session, "cancel")
-            session.scope.cancel()
+            self._end_session(session)
 
     @trio.lowlevel.enable_ki_protection
     async def _run(self, session: S) -> None:
@@ -199,10 +198,14 @@ class Actor(ABC, Generic[S]):
             # before it notices, and nobody must see a session end in a runtime that is still open.
             if trio.current_effective_deadline() == -math.inf:
                 self._take_no_more_sessions()
-            del self._sessions[session.id]
-            session.end_reading()
-            session.is_over.set()
-            session.shared.leave()
+            self._forget(session)
+
+    def _forget(self, session: S) -> None:
+        """Let go of a session on which the actor has ended its work."""
+        del self._sessions[session.id]
+        session.end_reading()
+        session.is_over.set()
+        session.shared.leave()
 
     @property
     @abstractmethod
@@ -217,9 +220,8 @@ class Actor(ABC, Generic[S]):
     def _new_session(self, shared: Session) -> S:
         """Make this actor's state of a session."""
 
-    @abstractmethod
     async def _run_session(self, session: S) -> None:
-        """Work on a session until it is over."""
+        """Work on a session until it is over, in its task, if it has one."""
 
     def _note(
         self,
@@ -305,19 +307,27 @@ class ModelActor(Actor[S]):
             is_intact = True  # nobody wants the rest, or the runtime ends
             raise
         finally:
-            session.sequence = None
-            put_away: Callable[[], None] = hit.sequence.close
-            if opened.settings.reuse_prefix and is_intact and not session.is_broken and session.shared.error is None:
-                put_away = partial(
-                    self._prefix_cache.put,
-                    hit.sequence,
-                    session.cached_tokens.tokens,
-                    tuple(session.state.committed),
-                    beside_another=beside_another,
-                    num_prompt=opened.num_read + 1,
-                )
+            session.is_broken = session.is_broken or not is_intact
+            job = self._putting_away(session, beside_another=beside_another)
             with trio.CancelScope(shield=True):
-                await self.worker.run(Job("close", put_away, session.id))
+                await self.worker.run(job)
+
+    def _putting_away(self, session: S, *, beside_another: bool) -> Job[None]:
+        """Take the sequence from a session: a job that gives it to the prefix cache, or closes it."""
+        opened, sequence = session.shared.opened, session.sequence
+        assert sequence is not None
+        session.sequence = None
+        put_away: Callable[[], None] = sequence.close
+        if opened.settings.reuse_prefix and not session.is_broken and session.shared.error is None:
+            put_away = partial(
+                self._prefix_cache.put,
+                sequence,
+                session.cached_tokens.tokens,
+                tuple(session.state.committed),
+                beside_another=beside_another,
+                num_prompt=opened.num_read + 1,
+            )
+        return Job("close", put_away, session.id)
 
     async def _find_sequence(self, session: S, beside_another: bool) -> CacheHit:
         """A sequence: of another session that reads the same prompt now, of the prefix cache, or a new one."""
@@ -327,26 +337,30 @@ class ModelActor(Actor[S]):
                 joined = await self._prompt_readings.join(opened, beside_another=beside_another)
                 if isinstance(joined, ReadPrompt):
                     session.prompt_features = joined.features
-                    return await self._run_open(session, partial(_open_fork, joined.fork, opened.num_read))
+                    return await self.worker.run(self._opening(opened, beside_another=beside_another, read=joined))
                 session.reading = joined
             await self.wait_for_unwanted(session)
-            # The last of these tokens is fed in any case, for its logits.
-            read = opened.prompt[: opened.num_read + 1]
             if (store := self._prefix_cache.store) is not None:
-                await store.bring_back(read, beside_another=beside_another)
-            call = partial(self._prefix_cache.take_longest_match, read, beside_another=beside_another)
+                await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=beside_another)
+        hit = await self.worker.run(self._opening(opened, beside_another=beside_another))
+        if session.reading is not None and not hit.sequence.can_fork:
+            session.end_reading()
+        return hit
+
+    def _opening(self, opened: Open, *, beside_another: bool, read: ReadPrompt | None = None) -> Job[CacheHit]:
+        """A job that opens a sequence: a copy that has read the prompt, one of the prefix cache, or a new one."""
+        if read is not None:
+            call = partial(_open_fork, read.fork, opened.num_read)
+        elif opened.settings.reuse_prefix:
+            # The last of these tokens is fed in any case, for its logits.
+            prompt = opened.prompt[: opened.num_read + 1]
+            call = partial(self._prefix_cache.take_longest_match, prompt, beside_another=beside_another)
         elif opened.settings.prompt_cache_file is not None and self.name == "target":
             # The drafter reads the text alone: it costs speed, not text.
             call = partial(_open_continued, self.model, opened.settings.prompt_cache_file, beside_another)
         else:
             call = partial(_open_empty, self.model, beside_another)
-        hit = await self._run_open(session, call)
-        if session.reading is not None and not hit.sequence.can_fork:
-            session.end_reading()
-        return hit
-
-    async def _run_open(self, session: S, call: Callable[[], CacheHit]) -> CacheHit:
-        return await self.worker.run(Job("open", call, session.id))
+        return Job("open", call, opened.session)
 
     async def _hand_on(self, session: S, sequence: CachedSequence) -> None:
         """Give the prompt, which was read, to the sessions that wait for it."""

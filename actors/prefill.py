@@ -9,7 +9,7 @@ from typing import Literal
 import attrs
 
 from actors.model import CachedSequence
-from actors.workers.worker import Job, RunsJobs
+from actors.workers.worker import Job, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
@@ -76,26 +76,25 @@ def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
     return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
 
 
-async def prefill(
-    worker: RunsJobs, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
+async def prefill_chunk(
+    worker: Worker, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
 ) -> None:
-    """Feed the prompt tokens that are read without logits and are not cached.
+    """Feed the next part of a prompt that was not read to its end, in one pass.
 
     Args:
         chunk_size: of the model; used if the setting is "auto", and updated in any case.
 
-    Cancellation: strikes between two passes. Each pass is a job, so other sessions take their turns there.
+    Cancellation: strikes after the pass.
     """
-    while len(cached_tokens) < opened.num_read:
-        chunk = next_chunk(sequence, cached_tokens, opened, chunk_size)
-        job = Job("prefill", partial(chunk.feed, sequence), opened.session, len(chunk.plan.feed))
-        await worker.run(job)
-        chunk_size.observe(job.num_tokens, job.seconds)
-        cached_tokens.follow(chunk.plan)
+    chunk = next_chunk(sequence, cached_tokens, opened, chunk_size)
+    job = Job("prefill", partial(chunk.feed, sequence), opened.session, len(chunk.plan.feed))
+    await worker.run(job)
+    chunk_size.observe(job.num_tokens, job.seconds)
+    cached_tokens.follow(chunk.plan)
 
 
 async def prefill_committed(
-    worker: RunsJobs,
+    worker: Worker,
     sequence: CachedSequence,
     cached_tokens: CachedTokens,
     opened: Open,

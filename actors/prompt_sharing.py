@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import attrs
 import trio
 
@@ -46,35 +49,36 @@ class ReadPrompt:
 
 
 class PromptReading:
-    """A prompt that one session reads, and that others may wait for.
-
-    Attributes:
-        num_waiting: sessions that wait.
-    """
+    """A prompt that one session reads, and that others may wait for."""
 
     def __init__(self, prompt: _Prompt, readings: dict[_Prompt, PromptReading]) -> None:
         """The session begins; `readings` has those that are under way."""
-        self.num_waiting = 0
         self._prompt = prompt
         self._readings = readings
-        self._read: ReadPrompt | None = None
-        self._is_over = trio.Event()
+        self._waiting: dict[object, Callable[[ReadPrompt | None], None]] = {}
         readings[prompt] = self
 
-    async def wait(self) -> ReadPrompt | None:
-        """The prompt, once it was read; None if it was not read to its end, or cannot be copied."""
-        self.num_waiting += 1
-        try:
-            await self._is_over.wait()
-        finally:
-            self.num_waiting -= 1
-        return self._read
+    @property
+    def num_waiting(self) -> int:
+        """Sessions that wait."""
+        return len(self._waiting)
+
+    def wait_for(self, session: object, on_end: Callable[[ReadPrompt | None], None]) -> None:
+        """Have a function called once the prompt was read: with it, or with None if it was not read to its end, or
+        cannot be copied.
+        """
+        self._waiting[session] = on_end
+
+    def wait_no_more(self, session: object) -> None:
+        """Take that back; harmless afterwards."""
+        self._waiting.pop(session, None)
 
     def end(self, read: ReadPrompt | None = None) -> None:
         """Give those that wait the prompt; or None, so that one of them reads it. Once."""
         del self._readings[self._prompt]
-        self._read = read
-        self._is_over.set()
+        waiting, self._waiting = self._waiting, {}
+        for on_end in waiting.values():
+            on_end(read)
 
 
 class PromptReadings:
@@ -82,6 +86,14 @@ class PromptReadings:
 
     def __init__(self) -> None:
         self._by_prompt: dict[_Prompt, PromptReading] = {}
+
+    def under_way(self, opened: Open, *, beside_another: bool) -> PromptReading | None:
+        """The reading of a session's prompt by another session, if there is one."""
+        return self._by_prompt.get(_Prompt.of(opened, beside_another=beside_another))
+
+    def begin(self, opened: Open, *, beside_another: bool) -> PromptReading:
+        """Begin a reading of a session's prompt, which nobody reads yet. The session ends it, whatever happens."""
+        return PromptReading(_Prompt.of(opened, beside_another=beside_another), self._by_prompt)
 
     async def join(self, opened: Open, *, beside_another: bool) -> ReadPrompt | PromptReading:
         """Wait for the session that reads the same prompt, if there is one.
@@ -91,8 +103,18 @@ class PromptReadings:
 
         Cancellation: leaves the others waiting.
         """
-        prompt = _Prompt.of(opened, beside_another=beside_another)
-        while (reading := self._by_prompt.get(prompt)) is not None:
-            if (read := await reading.wait()) is not None:
-                return read
-        return PromptReading(prompt, self._by_prompt)
+        while (reading := self.under_way(opened, beside_another=beside_another)) is not None:
+            is_over, found = trio.Event(), list[ReadPrompt | None]()
+
+            def on_end(read: ReadPrompt | None, found: list[Any] = found, is_over: trio.Event = is_over) -> None:
+                found.append(read)
+                is_over.set()
+
+            reading.wait_for(is_over, on_end)
+            try:
+                await is_over.wait()
+            finally:
+                reading.wait_no_more(is_over)
+            if found[0] is not None:
+                return found[0]
+        return self.begin(opened, beside_another=beside_another)

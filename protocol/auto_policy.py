@@ -10,7 +10,7 @@ import attrs
 
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView, WorkAhead
 from protocol.lookahead_tree import Node
 from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
@@ -56,11 +56,13 @@ class AutoPolicy:
         prices: of the runtime.
         calibration: of the drafter, under the session's rule.
         num_guesses: see `Policy`; with 1 the tree is a single chain.
+        works_ahead: whether it may be drafted for while a verdict is due.
     """
 
     prices: Prices
     calibration: Calibration
     num_guesses: int = 3
+    works_ahead: bool = True
     _probe_budget_s: float = 0.0  # target time that may be lost to catching up in a rest
     _min_catch_up: int = MIN_CATCH_UP  # committed tokens to wait for before catching up
     _num_empty_proposals: int = 0  # in a row
@@ -165,6 +167,8 @@ class AutoPolicy:
         if view.verdict_due_s is None:
             root = view.tree.root
             return root if view.is_open(root) else view.growable()
+        if not self.works_ahead:
+            return None
         best, best_reach_per_s = None, 0.0
         for node in view.tree.frontier():
             if node.reach < MIN_REACH:
@@ -335,9 +339,10 @@ class AutoPolicy:
         self._min_catch_up = MIN_CATCH_UP
         return False
 
-    def should_catch_up(self, num_tokens: int) -> bool:
-        self.calibration.trust += (1.0 - self.calibration.trust) / self._trust_memory
-        self._grow_probe_budget()
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
+        """See `Policy.should_catch_up`."""
+        self.calibration.trust += (1.0 - self.calibration.trust) * min(1.0, num_rounds / self._trust_memory)
+        self._grow_probe_budget(num_rounds)
         cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
         if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:
             return False
@@ -347,22 +352,27 @@ class AutoPolicy:
             self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
         return True
 
-    def _grow_probe_budget(self) -> None:
-        """Add a round's share of the time to what may go into finding out whether a rest should end."""
+    def _grow_probe_budget(self, num_rounds: int = 1) -> None:
+        """Add some rounds' share of the time to what may go into finding out whether a rest should end."""
         token_s = self._plain_token_s
-        self._probe_budget_s = min(self._probe_budget_s + PROBE_SHARE * token_s, MAX_PROBE_TOKENS * token_s)
+        grown_s = self._probe_budget_s + num_rounds * PROBE_SHARE * token_s
+        self._probe_budget_s = min(grown_s, MAX_PROBE_TOKENS * token_s)
 
 
-def policy_for(lookahead: int | Literal["auto"], prices: Prices, rule: object) -> Policy:
+def policy_for(
+    lookahead: int | Literal["auto"], prices: Prices, rule: object, work_ahead: WorkAhead = "auto"
+) -> Policy:
     """The policy that a setting asks for.
 
     Args:
         lookahead: the session's setting.
         prices: of the runtime.
         rule: tells acceptance rules apart: the drafter's confidence means something else under each.
+        work_ahead: whether it is drafted while a verdict is due: by prices, or never; "always" does not ask them
+            at a fixed lookahead.
     """
     if lookahead == "auto":
         calibration = prices.calibration(rule)
         calibration.begin_text()
-        return AutoPolicy(prices, calibration)
-    return ChainPolicy(lookahead, prices=prices)
+        return AutoPolicy(prices, calibration, works_ahead=work_ahead != "never")
+    return ChainPolicy(lookahead, work_ahead != "never", prices=prices if work_ahead == "auto" else None)

@@ -9,13 +9,16 @@ of the drafter's own draws alone, and `reach` is computed from what any draw fro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import attrs
 
 from protocol.draft_budget import DraftBudget
 from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
+
+WorkAhead = Literal["auto", "always", "never"]
+WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
 
 
 @attrs.frozen
@@ -102,8 +105,13 @@ class Policy(Protocol):
         """
         ...
 
-    def should_catch_up(self, num_tokens: int) -> bool:
-        """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right."""
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
+        """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right.
+
+        Args:
+            num_tokens: these.
+            num_rounds: of the rest, since it was asked last.
+        """
         ...
 
 
@@ -158,5 +166,6 @@ class ChainPolicy:
     def should_rest_on(self, num_behind: int) -> bool:
         return False
 
-    def should_catch_up(self, num_tokens: int) -> bool:
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
+        """See `Policy.should_catch_up`."""
         return False

@@ -14,6 +14,7 @@ The messages of one session (drafter on the left, target on the right):
       … one proposal and one verdict a round …
     Due       <─────────────────  "I stop waiting in round r: propose what you have", possibly nothing
     Overdue   <─────────────────  "until round r I decode alone", repeated until the drafter is Ready again
+    Rested    <─────────────────  "in the rest I have committed these tokens", instead of a verdict for each round
     Rest      ─────────────────>  "until round r, decode alone", where speculating does not pay at present
     Withdraw  ─────────────────>  "I draft no more for this session": it failed, or has nothing to offer; what it had
                                   drawn has been proposed or dropped by then
@@ -227,6 +228,31 @@ class Rest:
 
 
 @attrs.frozen
+class Rested:
+    """What the target has committed in some rounds of a rest. So a drafter that rests is not told of each round.
+
+    Attributes:
+        session: what it belongs to.
+        round: the last of these rounds; the first is the one after the last that the drafter has been told of.
+        start: absolute position of the first token.
+        tokens: at least one a round.
+    """
+
+    session: int
+    round: int
+    start: int
+    tokens: tuple[int, ...]
+
+    def __attrs_post_init__(self) -> None:
+        _check_place(self.session, self.round, self.start)
+        _tokens(self, attrs.fields(Rested).tokens, self.tokens)
+
+
+# The target tells its drafter of a rest when this many rounds of it are left, and then of each round.
+TELL_BEFORE_END = 3
+
+
+@attrs.frozen
 class Ready:
     """The drafter has read the text, except for the last few tokens, and drafts from now on.
 
@@ -293,4 +319,4 @@ class Close:
     session: int = attrs.field(validator=ge(0))
 
 
-Message = Open | PromptFeatures | Proposal | Ready | Due | Overdue | Rest | Verdict | Withdraw | Close
+Message = Open | PromptFeatures | Proposal | Ready | Due | Overdue | Rest | Rested | Verdict | Withdraw | Close

@@ -10,6 +10,7 @@ import attrs
 
 from protocol.argument_aliases import MISSING
 from protocol.errors import SettingsError
+from protocol.lookahead_policy import WORK_AHEAD, WorkAhead
 from protocol.options import declared, option
 from protocol.validation import check_flag, check_integer, must_be, validator
 from protocol.wording import Message
@@ -83,6 +84,9 @@ class OpenOptions:
         draft_rank: a rank of the group, as by mlx.launch, that holds the drafter alone, and no part of the target; None
             or 0 for rank 0. It calls `runtime.follow` with the drafter, too. Rank 0 drafts beside its part of the
             target.
+        work_ahead: whether to draft while the target verifies: "always", "never", or "auto" by measured prices. That
+            takes from the target what the device has to share, and the next proposal is there sooner. "never" drafts
+            after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
 
     Raises: SettingsError: a value is of the wrong type or out of its range.
     """
@@ -146,6 +150,11 @@ class OpenOptions:
     tune_mlx: bool = attrs.field(default=True, validator=validator(check_flag), metadata=option())
     group: Any = attrs.field(default=None, metadata=option())
     draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))
+    work_ahead: WorkAhead = attrs.field(
+        default="auto",
+        validator=_one_of(*WORK_AHEAD, spelled=f"one of {', '.join(map(repr, WORK_AHEAD))}"),
+        metadata=option("WHEN", _CACHES),
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.kv_bits is not None and self.max_kv_size is not None:

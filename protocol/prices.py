@@ -309,6 +309,30 @@ class Prices:
             ahead_s = pass_s + self.verify.target_slowdown * min(pass_s, steps_s)
         return ahead_s + (1.0 - self.hit_rate.value) * drafting_s <= pass_s + drafting_s
 
+    def draft_together_s(self, num_texts: int, num_steps: int) -> float:
+        """Seconds in which proposals of `num_steps` tokens are drafted for several texts, while the target waits."""
+        if not self.drafts_together:
+            return num_texts * num_steps * self.draft_s(1, beside_target=False)
+        return num_steps * self.draft_s(num_texts, beside_target=False)
+
+    def one_group_pays(self, num_texts: int, lookahead: int) -> bool:
+        """Whether texts of a fixed lookahead are faster if all are drafted for, and then verified in one pass.
+
+        Otherwise two groups alternate, of which one is drafted for while the other is verified, each in a pass of half
+        the rows. What drafting takes from the pass beside it decides, and what rows cost.
+
+        Args:
+            num_texts: >= 2.
+            lookahead: drafted tokens of each proposal, >= 1.
+        """
+        if not self.is_known:
+            return False
+        half = (num_texts + 1) // 2
+        pass_s, drafting_s = self.verify(half * (1 + lookahead)), self.draft_together_s(half, lookahead)
+        beside_s = drafting_s * (self.draft_slowdown.value if self.draft_slowdown.is_known else 1.0)
+        alternating_s = 2 * max(pass_s + self.verify.target_slowdown * min(pass_s, beside_s), beside_s)
+        return self.verify(num_texts * (1 + lookahead)) + self.draft_together_s(num_texts, lookahead) <= alternating_s
+
     def _beside_drafter_s(self, pass_s: float) -> float:
         """Seconds of a pass, which takes `pass_s` alone, with its share of the cores while a drafter works."""
         return pass_s / (1.0 - self.verify.target_slowdown) if self.core_hold_s else pass_s

@@ -19,10 +19,12 @@ Messages move it from phase to phase:
     VERIFYING    Overdue    RESTING      the outstanding proposal came too late (in the drafter's copy only)
     VERIFYING    Withdraw   UNDRAFTED    the next verdict still answers the outstanding proposal
     RESTING      Verdict    RESTING      or PROPOSING, if the next round is the one that ends the rest
+    RESTING      Rested     RESTING      likewise, for several rounds (in the drafter's copy only)
     RESTING      Rest       RESTING      the rest is prolonged
     RESTING      Overdue    RESTING      likewise
     RESTING      Withdraw   UNDRAFTED
     UNDRAFTED    Verdict    UNDRAFTED
+    UNDRAFTED    Rested     UNDRAFTED    from before the target knew
     any          Close      CLOSED
 
 A verdict that ends the text closes the session, too; closing it once more changes nothing.
@@ -40,7 +42,7 @@ from typing import Literal
 import attrs
 
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Likelihood, Message, Open, Overdue, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Likelihood, Message, Open, Overdue, Proposal, Rest, Rested, Verdict, Withdraw
 
 FinishReason = Literal["stop", "length"]
 
@@ -61,6 +63,8 @@ TRANSITIONS: dict[tuple[SessionPhase, type], SessionPhase] = {
     (SessionPhase.PROPOSING, Rest): SessionPhase.RESTING,
     (SessionPhase.RESTING, Rest): SessionPhase.RESTING,
     (SessionPhase.RESTING, Verdict): SessionPhase.RESTING,  # `apply` moves on to PROPOSING where the rest ends
+    (SessionPhase.UNDRAFTED, Rested): SessionPhase.UNDRAFTED,
+    (SessionPhase.RESTING, Rested): SessionPhase.RESTING,  # likewise
     (SessionPhase.PROPOSING, Overdue): SessionPhase.RESTING,
     (SessionPhase.VERIFYING, Overdue): SessionPhase.RESTING,
     (SessionPhase.RESTING, Overdue): SessionPhase.RESTING,
@@ -241,6 +245,27 @@ class SessionState:
             self.finish_reason = commit.finish_reason
             self.close(Close(self.opened.session))
         return commit
+
+    def follow(self, rested: Rested) -> bool:
+        """Commit what the target has committed in some rounds of a rest. False if they are over, and nothing changed.
+
+        Raises: ProtocolError: there is no rest, it ends before these rounds do, or there are tokens before these.
+        """
+        if rested.round < self.round or self.phase is SessionPhase.CLOSED:
+            self.num_stale += 1
+            return False
+        ends_early = self.phase is SessionPhase.RESTING and rested.round >= self.rests_until
+        if rested.session != self.opened.session or rested.start != self.next_position or ends_early:
+            raise ProtocolError(
+                f"session {self.opened.session} is in round {self.round} at position {self.next_position}, rests until "
+                f"{self.rests_until}, and got {rested!r}"
+            )
+        self._move(rested)
+        self.committed += rested.tokens
+        self.round = rested.round + 1
+        if self.phase is SessionPhase.RESTING and self.round >= self.rests_until:
+            self.phase = SessionPhase.PROPOSING
+        return True
 
     def commit_own(self, token: int) -> Commit:
         """Commit a token of the target's own, as `apply` does for a verdict on nothing; the fast way of plain decoding.

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import outcome
 import trio
 
 from actors.actor import ModelActor
-from actors.drafters.draft_queue import DraftQueue, DraftRequest, lost_cache_read_again, num_rows
-from actors.drafters.draft_session import DraftSession, RunningSteps
+from actors.drafters.draft_session import DraftSession
 from actors.drafters.draft_steps import (
     CannotLookAhead,
     Drafted,
     DraftSteps,
     FollowingStep,
     RewoundToCheckpoint,
-    StepOutcome,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
-from actors.prefill import prefill, prefill_committed
+from actors.prefill import prefill_chunk, prefill_committed
+from actors.prompt_sharing import ReadPrompt
 from actors.session import Session
-from actors.workers.shared_jobs import SharedJobError
-from actors.workers.worker import Job, Steps, Worker
+from actors.workers.shared_jobs import Suspects
+from actors.workers.worker import Job, JobError, Steps, Worker
+from protocol.backoff import SharingLimit
+from protocol.cached_tokens import FeedPlan
+from protocol.draft_budget import EMPTY_BUDGET
+from protocol.draft_plan import Need
+from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
-from protocol.messages import Due, Message, Overdue, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
@@ -52,7 +58,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     """
 
     name = "draft"
-    rest_rounds = 8
+    rest_rounds, max_rest_rounds = 8, 64
 
     def __init__(
         self,
@@ -85,7 +91,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._make_policy = make_policy
         self._target_queue = target_queue or TargetQueue(prices.verify)
         self.chains = chains
-        self._draft_queue = DraftQueue(model, worker, max_batch)
+        self._steps = SharedSteps(model, max_batch)
+        self._limit = SharingLimit()
+        self._under_way: Steps[PartResults] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -99,59 +107,267 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         policy = self._make_policy(shared.opened.settings, self.prices)
         return DraftSession(shared, self.model.context_length, policy, self._receive)
 
-    async def _run_session(self, session: DraftSession) -> None:
+    # --- what there is to do ----------------------------------------------------------------------
+
+    def _need(self, session: DraftSession) -> Need | None:
+        sequence = session.sequence
         if session.is_past_context:
             self._leave(session)
-            return
-        try:
-            async with self._open_sequence(session, beside_another=True) as sequence:
-                await self._draft_with(session, sequence)
-        except Exception as error:  # of any kind: it costs speed, never text
-            self._fail(session, error)
+            return Need.CLOSE if session.has_left else None
+        if sequence is None:
+            return Need.OPEN if self._may_open(session) else None
+        if not session.has_read_prompt:
+            if session.awaits_features:
+                return None
+            if not session.has_begun:
+                # What the prefix cache holds of the text may have been read without features.
+                session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
+                session.has_begun = True
+            session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
+        if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
+            return Need.READ
+        if not session.is_ready:
+            if session.num_behind > MAX_BEHIND_WHEN_READY:
+                return Need.READ
+            self._say_ready(session)
+            self._begin_turn(session)
+        if sequence.length < len(session.cached_tokens):
+            # A pass that it shared has failed.
+            session.cached_tokens.rewind(sequence.length)
+            session.reads_again = True
+        session.reads_again = session.reads_again and session.num_behind > MAX_BEHIND_WHEN_READY
+        if session.reads_again:
+            return Need.READ
+        if session.state.phase is SessionPhase.RESTING:
+            # Asked once: the answer has its price.
+            if not session.catches_up:
+                num_rounds, session.num_uncounted = session.num_uncounted, 0
+                session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
+            return Need.READ if session.catches_up else None
+        session.catches_up = False
+        session.node = self._next_expansion(session)
+        return None if session.node is None else Need.DRAFT
 
-    async def _draft_with(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read the prompt and draft, until the session is over or left."""
-        try:
-            await session.wait_for_features()
-            await prefill(self.worker, sequence, session.cached_tokens, session.shared.opened, self.chunk_size)
+    def _may_open(self, session: DraftSession) -> bool:
+        """Whether nothing is waited for that its text could begin with."""
+        opened = session.shared.opened
+        if not opened.settings.reuse_prefix or session.read_prompt is not None:
+            return True
+        if session.reading is None and opened.num_read > 0:
+            if session.awaits is None:
+                session.awaits = self._prompt_readings.under_way(opened, beside_another=True)
+                if session.awaits is not None:
+                    session.awaits.wait_for(session, partial(self._prompt_was_read, session))
+            if session.awaits is not None:
+                return False
+            session.reading = self._prompt_readings.begin(opened, beside_another=True)
+        return not any(
+            other.shared.is_unwanted and other.shared.opened.settings.reuse_prefix
+            for other in self._sessions.values()
+            if other is not session
+        )
+
+    def _prompt_was_read(self, session: DraftSession, read: ReadPrompt | None) -> None:
+        session.awaits, session.read_prompt = None, read
+        self._look_at(session)
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        return min(self._steps.num_shared, self._limit.value), self.chunk_size()
+
+    # --- the jobs ---------------------------------------------------------------------------------
+
+    async def _prepare(self, session: DraftSession, need: Need) -> None:
+        opened, sequence, cached_tokens = session.shared.opened, session.sequence, session.cached_tokens
+        if sequence is None:
+            hit = await self.worker.run(self._opening(opened, beside_another=True, read=session.read_prompt))
+            session.read_prompt, session.sequence = None, hit.sequence
+            cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
+            session.hand_over_features()
+            if session.reading is not None and not hit.sequence.can_fork:
+                session.end_reading()
+        elif not session.has_read_prompt:
+            await prefill_chunk(self.worker, sequence, cached_tokens, opened, self.chunk_size)
+        elif session.reading is not None:
             await self._hand_on(session, sequence)
-            await session.index_committed()
-            await self._draft_on(session, sequence)
-        except Exception as error:  # of any kind: it costs speed, never text
+        elif not session.is_indexed:
+            await self._index(session)
+        elif session.catches_up and not session.reads_again:
+            session.catches_up = False
+            await self._catch_up(session, sequence)
+        else:
+            # The last token is left to the draft step, which needs the logits.
+            committed = session.state.committed[:-1]
+            await prefill_committed(self.worker, sequence, cached_tokens, opened, committed, self.chunk_size)
+
+    async def _let_go(self, session: DraftSession) -> None:
+        try:
+            if session.sequence is not None:
+                with trio.CancelScope(shield=True):
+                    await self.worker.run(self._putting_away(session, beside_another=True))
+        except JobError as error:
             self._fail(session, error)
-            session.is_broken = True
-        # With the sequence, which the target may still give features: they decide what is dropped as stale.
-        await session.until_left()
+        finally:
+            if session.awaits is not None:
+                session.awaits.wait_no_more(session)
+            await super()._let_go(session)
+            for other in self._sessions.values():
+                if other.sequence is None:  # it may have waited for what this one has put away
+                    self._changed[other] = None
 
-    async def _draft_on(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Draft, and send proposals, until the session is over."""
-        while session.state.phase is not SessionPhase.CLOSED:
-            if session.is_past_context:
-                self._leave(session)
-                return
-            if not session.is_ready:
-                await self._become_ready(session, sequence)
-                continue
-            if sequence.length < len(session.cached_tokens):
-                await self._read_again(session, sequence)
-                continue
-            if session.state.phase is SessionPhase.RESTING and session.policy.should_catch_up(session.num_behind):
-                with lost_cache_read_again():
-                    await self._catch_up(session, sequence)
-                continue
-            node = self._next_expansion(session)
-            if node is None:
-                await session.change()
-            else:
-                await self._draft(session, sequence, node)
-
-    async def _become_ready(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read one pass of the committed text; if little of it is unread, tell the target to wait for proposals."""
-        if session.num_behind > MAX_BEHIND_WHEN_READY:
-            await self._read_committed(session, sequence)
+    async def _draft(self, sessions: Sequence[DraftSession]) -> None:
+        """Draft after each session's node, and on down the drafter's own choices, as far as their policies foresee."""
+        self.prices.drafts_together = self._steps.num_shared > 1
+        self._limit.count_job()
+        for session in sessions:
+            try:
+                session.part = self._part(session)
+            except Exception as error:  # of any kind: its decisions concern no other session
+                self._give_up(session, error)
+        parts = [session.part for session in sessions if session.part is not None]
+        if not parts:
             return
-        self._say_ready(session)
-        self._begin_turn(session)
+        together = len(self._sessions) > 1 and self._steps.num_shared > 1
+        only = parts[0] if len(parts) == 1 else None
+        shares = tuple(part.share for part in parts)
+        steps = self._under_way = Steps(
+            "draft",
+            partial(self._steps.together, parts) if together or only is None else partial(self._steps.by_itself, only),
+            self._on_step,
+            None if only is None else only.session,
+            sum(share.num_tokens for share in shares),
+            None if only is None else only.round,
+            () if only is not None else shares,
+        )
+        try:
+            await self.worker.run_steps(steps)
+        except JobError as error:
+            self._step_failed([session for session in sessions if session.part is not None], error)
+        finally:
+            self._under_way = None
+            for session in sessions:
+                session.part = None
+
+    def _part(self, session: DraftSession) -> DraftPart:
+        node = session.node
+        assert node is not None
+        assert session.sequence is not None
+        plan = session.cached_tokens.plan(session.state.committed, session.tree.path(node))
+        if plan.keep < len(session.cached_tokens):
+            self._note(session, "rewind", num_tokens=len(session.cached_tokens) - plan.keep)
+        draft_steps = DraftSteps(
+            session.sequence,
+            len(session.state.committed),
+            session.shared,
+            self._target_vocab_size,
+            session.policy.num_guesses,
+            self.worker.clock,
+            self.chains,
+        )
+        now_s = self.worker.clock()
+        draft_budget = EMPTY_BUDGET  # one step, if it goes alone, so that it shares again at once
+        if not session.goes_alone:
+            draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
+        history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
+        step = FollowingStep(plan, node.trail, history, draft_budget)
+        part = DraftPart(session.id, draft_steps, step, alone=session.goes_alone)
+        self._begin_step(session, part, node, len(plan.feed))
+        return part
+
+    def _begin_step(self, session: DraftSession, part: DraftPart, node: Node | None, num_tokens: int) -> None:
+        part.node, part.round = node, session.state.round
+        part.overlaps_target = session.state.phase is SessionPhase.VERIFYING
+        part.expected_end_s = self.worker.clock() + self.prices.draft_s(
+            num_tokens, beside_target=part.overlaps_target or self._target_queue.is_busy
+        )
+
+    def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
+        """Take what a draft step has brought."""
+        is_first = True
+        for result in results:
+            session = self._sessions[result.part.session]
+            try:
+                self._drafted(session, job, result, goes_on and result.continues, is_first=is_first)
+                is_first = is_first and isinstance(result.outcome, outcome.Error)
+            except CacheLostError:
+                session.part = None  # what is lost is read again
+            except Exception as error:  # of any kind: it costs this session its drafter, and no other
+                session.part = None
+                self._give_up(session, error)
+        for result in results:
+            session = self._sessions[result.part.session]
+            if session.part is None and goes_on:
+                # It may be worth a step again, which the others may share.
+                self._running.discard(session)
+                self._look_at(session)
+        self._end_if_nobody_goes_on()
+
+    def _drafted(
+        self, session: DraftSession, job: Job[Any], result: PartResult, goes_on: bool, *, is_first: bool
+    ) -> None:
+        """Add the guesses of a finished draft step to the tree. A step that follows drafts after the first guess.
+
+        Args:
+            is_first: whether no other session that shared the step has been told of it.
+        """
+        part, step = result.part, result.outcome.unwrap()
+        node, part.node = part.node, None
+        next_node: Node | None = None
+        match step:
+            case Drafted():
+                # Asked at the end of the step, since a pass may have begun while the step waited or ran.
+                beside_target = part.overlaps_target or self._target_queue.was_busy_since(job.began)
+                if is_first:
+                    self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
+                session.can_look_ahead = step.can_look_ahead
+                session.cached_tokens.follow(step.fed)
+                if session.suspects is not None:
+                    session.suspects.acquit()
+                    session.suspects = None
+                # A verdict may have dropped the node from the tree meanwhile.
+                if node is not None and node.alive:
+                    next_node = session.tree.expand(node, *session.calibrated(step.guesses))
+            case RewoundToCheckpoint():
+                # Nothing was fed. The next step may draft after the same node, with more tokens to feed.
+                session.shared.counts.draft_replayed_tokens += step.wanted - step.length
+                session.cached_tokens.rewind(step.length)
+            case CannotLookAhead():
+                session.can_look_ahead = False
+                session.cached_tokens.rewind(step.length)
+        if goes_on:
+            self._propose(session)
+            self._begin_step(session, part, next_node, 1)
+            self._reconsider(session)
+        else:
+            session.part = None
+            self._propose(session)
+
+    def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
+        """Draft once more for each session by itself; leave the one whose step has failed alone."""
+        if len(sessions) > 1:
+            suspects = Suspects(len(sessions), partial(self._limit.halve, len(sessions)))
+            for session in sessions:
+                session.suspects = suspects
+        elif sessions and not isinstance(error.__cause__, CacheLostError):
+            self._give_up(sessions[0], error)
+
+    def _interrupt(self, session: DraftSession) -> None:
+        """End a session's part in the draft steps after the running one."""
+        if session.part is not None:
+            session.part.is_interrupted = True
+        self._end_if_nobody_goes_on()
+
+    def _end_if_nobody_goes_on(self) -> None:
+        parts = (each.part for each in self._running)
+        if self._under_way is not None and all(part is None or part.is_interrupted for part in parts):
+            self._under_way.interrupt()
+
+    def _is_waited_for(self) -> None:
+        if self._under_way is not None:
+            self._under_way.interrupt()
+        self.worker.watch()
+
+    # --- turns and messages -----------------------------------------------------------------------
 
     def _say_ready(self, session: DraftSession) -> None:
         session.is_ready = True
@@ -168,24 +384,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._say_ready(session)
         self._propose(session)
 
-    async def _read_again(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read what the cache has lost of the text, since a pass that it shared has failed."""
-        session.cached_tokens.rewind(sequence.length)
-        while session.num_behind > MAX_BEHIND_WHEN_READY:
-            await self._read_committed(session, sequence)
-
-    async def _read_committed(self, session: DraftSession, sequence: CachedSequence) -> None:
-        """Read one pass of the committed text. The last token is left to the draft step, which needs the logits."""
-        committed = session.state.committed[:-1]
-        await prefill_committed(
-            self.worker, sequence, session.cached_tokens, session.shared.opened, committed, self.chunk_size
-        )
-
     def _next_expansion(self, session: DraftSession) -> Node | None:
         now_s = self.worker.clock()
         return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
 
     def _queue_slack_s(self, session: DraftSession, now_s: float) -> float:
+        """See `PolicyView.queue_slack_s`. A fixed lookahead does not look at it."""
+        if isinstance(session.policy, ChainPolicy):
+            return 0.0
         if session.state.phase is not SessionPhase.VERIFYING:
             return self._target_queue.remaining_s(now_s)
         if self._other_sessions_wait(session):
@@ -201,117 +407,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if other is not session
         )
 
-    async def _draft(self, session: DraftSession, sequence: CachedSequence, node: Node) -> None:
-        """Draft after a node, and on down the drafter's own choices, as long as the policy wants nothing else."""
-        self.prices.drafts_together = self._draft_queue.num_shared > 1
-        plan = session.cached_tokens.plan(session.state.committed, session.tree.path(node))
-        if plan.keep < len(session.cached_tokens):
-            self._note(session, "rewind", num_tokens=len(session.cached_tokens) - plan.keep)
-        draft_steps = DraftSteps(
-            sequence,
-            len(session.state.committed),
-            session.shared,
-            self._target_vocab_size,
-            session.policy.num_guesses,
-            self.worker.clock,
-            self.chains,
-        )
-        now_s = self.worker.clock()
-        draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
-        history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
-        step = FollowingStep(plan, node.trail, history, draft_budget)
-        try:
-            if len(self._sessions) > 1 and self._draft_queue.num_shared > 1:
-                await self._draft_together(session, draft_steps, step, node)
-            else:
-                await self._draft_by_itself(session, draft_steps, step, node)
-        finally:
-            session.running_steps = None
-
-    async def _draft_by_itself(
-        self, session: DraftSession, draft_steps: DraftSteps, step: FollowingStep, node: Node
-    ) -> None:
-        num_tokens = len(step.plan.feed)
-        on_step = partial(self._on_step, session)
-        steps = Steps("draft", step.of(draft_steps), on_step, session.id, num_tokens, session.state.round)
-        session.running_steps = RunningSteps(steps)
-        self._begin_step(session, session.running_steps, node, num_tokens)
-        with lost_cache_read_again():
-            await self.worker.run_steps(steps)
-
-    async def _draft_together(
-        self, session: DraftSession, draft_steps: DraftSteps, step: FollowingStep, node: Node
-    ) -> None:
-        """Draft in passes that other sessions share."""
-        suspects = session.suspects
-        request = DraftRequest(
-            draft_steps, step, partial(self._on_step, session), session.id, session.state.round, suspects is not None
-        )
-        session.running_steps = RunningSteps(request)
-        self._begin_step(session, session.running_steps, node, len(step.plan.feed))
-        try:
-            await self._draft_queue.run(request)
-        except SharedJobError as error:
-            # A session that makes a shared step fail makes its own fail, too, and is left to the target then.
-            session.suspects = error.suspects
-        except CacheLostError:
-            pass  # see `lost_cache_read_again`
-        else:
-            if suspects is not None:
-                suspects.acquit()
-                session.suspects = None
-
-    def _begin_step(self, session: DraftSession, running: RunningSteps, node: Node | None, num_tokens: int) -> None:
-        running.node = node
-        running.overlaps_target = session.state.phase is SessionPhase.VERIFYING
-        running.expected_end_s = self.worker.clock() + self.prices.draft_s(
-            num_tokens, beside_target=running.overlaps_target or self._target_queue.is_busy
-        )
-        running.steps.round = session.state.round
-
-    def _on_step(
-        self, session: DraftSession, job: Job[Any], outcome: StepOutcome, goes_on: bool, is_first: bool = True
-    ) -> None:
-        """Add the guesses of a finished draft step to the tree. A step that follows drafts after the first guess.
-
-        Args:
-            is_first: whether no other session that shared the step has been told of it.
-        """
-        running, next_node = session.running_steps, None
-        assert running is not None
-        node, running.node = running.node, None
-        match outcome:
-            case Drafted():
-                # Asked at the end of the step, since a pass may have begun while the step waited or ran.
-                beside_target = running.overlaps_target or self._target_queue.was_busy_since(job.began)
-                if is_first:
-                    self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
-                session.can_look_ahead = outcome.can_look_ahead
-                session.cached_tokens.follow(outcome.fed)
-                # A verdict may have dropped the node from the tree meanwhile.
-                if node is not None and node.alive:
-                    next_node = session.tree.expand(node, *session.calibrated(outcome.guesses))
-            case RewoundToCheckpoint():
-                # Nothing was fed. The next step may draft after the same node, with more tokens to feed.
-                session.shared.counts.draft_replayed_tokens += outcome.wanted - outcome.length
-                session.cached_tokens.rewind(outcome.length)
-            case CannotLookAhead():
-                session.can_look_ahead = False
-                session.cached_tokens.rewind(outcome.length)
-        self._propose(session)
-        if goes_on:
-            self._begin_step(session, running, next_node, 1)
-            self._reconsider(session)
-
     def _reconsider(self, session: DraftSession) -> None:
         """End the draft steps that are under way if the policy now wants to draft after another node.
 
-        The running step is not abandoned. The session's task asks the policy again once that step has ended.
+        The running step is not abandoned. The policy is asked again once that step has ended.
         """
-        if (running := session.running_steps) is None:
+        if (part := session.part) is None or part.is_interrupted:
             return
-        if running.node is None or running.node is not self._next_expansion(session):
-            running.steps.interrupt()
+        if part.node is None or part.node is not self._next_expansion(session):
+            self._interrupt(session)
 
     async def _catch_up(self, session: DraftSession, sequence: CachedSequence) -> None:
         """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""
@@ -320,14 +424,19 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         history = session.shared.logits_pipeline.history(session.state.committed, num_rows=num_rows)
         call = partial(catch_up, sequence, plan, session.shared, self._target_vocab_size, num_rows, history)
         job = Job("draft", call, session.id, len(plan.feed), session.state.round)
-        outcome = await self.worker.run(job)
-        if isinstance(outcome, RewoundToCheckpoint):
-            session.shared.counts.draft_replayed_tokens += outcome.wanted - outcome.length
-            session.cached_tokens.rewind(outcome.length)
+        try:
+            guessed = await self.worker.run(job)
+        except JobError as error:
+            if not isinstance(error.__cause__, CacheLostError):
+                raise
+            return  # what is lost is read again
+        if isinstance(guessed, RewoundToCheckpoint):
+            session.shared.counts.draft_replayed_tokens += guessed.wanted - guessed.length
+            session.cached_tokens.rewind(guessed.length)
             return
         self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
         session.cached_tokens.follow(plan)
-        session.learn_caught_up(plan.keep + len(plan.feed) - len(outcome) + 1, outcome)
+        session.learn_caught_up(plan.keep + len(plan.feed) - len(guessed) + 1, guessed)
 
     def _begin_turn(self, session: DraftSession) -> None:
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target; or all, if it may go now."""
@@ -345,9 +454,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
-    def _receive(self, session: DraftSession, message: Verdict | Due | Overdue) -> None:
+    def _receive(self, session: DraftSession, message: FromTarget) -> None:
         match message:
-            case Verdict():
+            case Verdict() | Rested():
                 self._receive_verdict(session, message)
             case Due():
                 self._receive_due(session, message)
@@ -367,23 +476,25 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._leave(session)
         self._reconsider(session)
 
-    def _receive_verdict(self, session: DraftSession, verdict: Verdict) -> None:
+    def _receive_verdict(self, session: DraftSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
-        commit = session.state.apply(verdict)
-        if commit is None:
-            session.shared.counts.stale_proposals += 1
+        round_before = session.state.round
+        if (commit := self._follow(session, verdict)) is None:
             return
         if commit.finish_reason is not None:
             self._reconsider(session)
             return
-        num_proposed = len(proposal.tokens) if proposal is not None else 0
-        session.learn(commit, num_proposed if verdict.num_judged is None else verdict.num_judged)
+        num_judged = num_proposed = len(proposal.tokens) if proposal is not None else 0
+        if isinstance(verdict, Verdict) and verdict.num_judged is not None:
+            num_judged = verdict.num_judged
+        session.learn(commit, num_judged)
         was_hit = session.follow(commit)
         # A late drafter goes on proposing what it has drawn. It may be late because of that.
         if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
+            session.num_uncounted += session.state.round - round_before
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
             if is_near_end and session.policy.should_rest_on(session.num_behind):
                 self._rest(session)
@@ -394,6 +505,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 # Passes of other sessions hide a miss as well as a hit does.
                 was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
                 self.prices.hit_rate.observe(float(was_hidden))
-            self._count_hit(session, verdict, was_hit)
+            self._count_hit(session, verdict.round, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

@@ -6,40 +6,22 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from actors.drafters.draft_queue import DraftRequest
-from actors.drafters.draft_steps import StepOutcome
-from actors.drafters.drafter import DrafterSession
+from actors.drafters.drafter import DrafterSession, FromTarget
+from actors.drafters.shared_steps import DraftPart
+from actors.prompt_sharing import PromptReading, ReadPrompt
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.shared_jobs import Suspects
-from actors.workers.worker import Steps
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
-from protocol.messages import Due, Features, Message, Overdue, PromptFeatures, Proposal, Verdict
+from protocol.messages import Features, Message, PromptFeatures, Proposal, Verdict
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
 # Tokens that are looked up after a miss.
 LOOKUP_TOKENS = 8
-
-
-@attrs.define
-class RunningSteps:
-    """Draft steps that are under way.
-
-    Attributes:
-        steps: as the worker runs them, or the session's part in those of several.
-        node: the node that is being drafted after; None if its result is not wanted any more.
-        expected_end_s: when the running step is expected to end, in seconds on the worker's clock.
-        overlaps_target: whether the target was working when the running step began.
-    """
-
-    steps: Steps[StepOutcome] | DraftRequest
-    node: Node | None = None
-    expected_end_s: float = 0.0
-    overlaps_target: bool = False
 
 
 class DraftSession(DrafterSession):
@@ -51,7 +33,15 @@ class DraftSession(DrafterSession):
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
-        running_steps: the draft steps under way; None between them.
+        has_begun: whether what it reads of the prompt is known to be there.
+        has_read_prompt: whether the cache has held all of the prompt that is read without logits.
+        reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
+        catches_up: whether it is to be read in a rest what the target has committed.
+        num_uncounted: rounds of a rest that the policy was not asked about, whether to catch up.
+        awaits: the reading of its prompt by another session, which it waits for; None if there is none.
+        read_prompt: what came of that.
+        node: the node to draft after next, as of the last look.
+        part: its part in the draft steps under way; None between them.
         suspects: of a shared step that has failed, after which it drafts alone once; None if that is over.
     """
 
@@ -60,7 +50,7 @@ class DraftSession(DrafterSession):
         shared: Session,
         context_length: int | None,
         policy: Policy,
-        on_message: Callable[[DraftSession, Verdict | Due | Overdue], None],
+        on_message: Callable[[DraftSession, FromTarget], None],
     ) -> None:
         opened = shared.opened
         tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
@@ -72,8 +62,14 @@ class DraftSession(DrafterSession):
         self.is_late = False
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
-        self.running_steps: RunningSteps | None = None
+        self.has_begun = self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.num_uncounted = 0
+        self.awaits: PromptReading | None = None
+        self.read_prompt: ReadPrompt | None = None
+        self.node: Node | None = None
+        self.part: DraftPart | None = None
         self.suspects: Suspects | None = None
+        self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
         self._dropped: tuple[Guess, ...] = ()  # at the token that comes next
 
@@ -81,37 +77,37 @@ class DraftSession(DrafterSession):
         """See `DrafterSession.receive`. Takes the target's features, too."""
         if isinstance(message, Verdict | PromptFeatures) and message.features is not None:
             self._given.append(message.features)
-            self._hand_over_features()
-        if isinstance(message, PromptFeatures):
-            self.wake()
-        else:
+            self.hand_over_features()
+        if not isinstance(message, PromptFeatures):
             super().receive(message)
 
-    def _hand_over_features(self) -> None:
+    def hand_over_features(self) -> None:
         """Hand the features that have come to the sequence, if it reads them."""
         if isinstance(self.sequence, FeatureInput):
+            self._reader = self.sequence
             for features in self._given:
                 self.sequence.give(features.start, features.values)
             self._given.clear()
 
-    async def wait_for_features(self) -> None:
-        """Wait until the target has read the prompt, if the drafter reads what the target makes of it."""
-        self._hand_over_features()
-        if isinstance(self.sequence, FeatureInput):
-            while self.sequence.awaits_features and self.state.phase is not SessionPhase.CLOSED:
-                await self.change()
-            # What the prefix cache holds of the text may have been read without features.
-            self.cached_tokens.rewind(min(self.sequence.length, len(self.cached_tokens)))
+    @property
+    def goes_alone(self) -> bool:
+        """See `DrafterSession.goes_alone`."""
+        return self.suspects is not None
 
-    async def index_committed(self) -> None:
-        """See `DrafterSession.index_committed`. Only "auto" looks tokens up."""
-        if isinstance(self.policy, AutoPolicy):
-            await super().index_committed()
+    @property
+    def awaits_features(self) -> bool:
+        """Whether the target has not read the prompt, and the drafter reads what the target makes of it."""
+        return self._reader is not None and self._reader.awaits_features
+
+    @property
+    def is_indexed(self) -> bool:
+        """See `DrafterSession.is_indexed`. Only "auto" looks tokens up."""
+        return not isinstance(self.policy, AutoPolicy) or super().is_indexed
 
     @property
     def works_ahead(self) -> bool:
         """Whether it may be drafted for while a verdict is due; "auto" decides that for each node."""
-        return not isinstance(self.policy, ChainPolicy) or self.policy.works_ahead
+        return not isinstance(self.policy, AutoPolicy | ChainPolicy) or self.policy.works_ahead
 
     @property
     def is_past_context(self) -> bool:
@@ -128,7 +124,7 @@ class DraftSession(DrafterSession):
             depth = min(depth, self.state.remaining)
         if self.context_length is not None:
             depth = min(depth, self.context_length - self.state.next_position + 1)
-        if isinstance(self.sequence, FeatureInput) and (foreseen := self.sequence.foreseen) is not None:
+        if self._reader is not None and (foreseen := self._reader.foreseen) is not None:
             depth = min(depth, foreseen - self.state.next_position)
         return max(0, depth)
 
@@ -139,7 +135,7 @@ class DraftSession(DrafterSession):
 
     def view(self, now_s: float, queue_slack_s: float = 0.0) -> PolicyView:
         """What the policy may look at. See `PolicyView.queue_slack_s`."""
-        running = self.running_steps
+        running = self.part
         return PolicyView(
             tree=self.tree,
             max_proposal=self.max_proposed_tokens,
@@ -224,7 +220,7 @@ class DraftSession(DrafterSession):
     def follow(self, commit: Commit) -> bool:
         """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
         was_hit = self.tree.advance(commit.tokens)
-        # Not while `index_committed` is under way, which adds this commit, too.
+        # Before the text is indexed, this commit will be, too.
         if isinstance(self.policy, AutoPolicy) and len(self.index) == commit.start:
             self.index.append(commit.tokens)
             if not was_hit and (found := self.index.lookup(num_tokens=LOOKUP_TOKENS)) is not None:
@@ -238,14 +234,17 @@ class DraftSession(DrafterSession):
 
     @property
     def _num_to_refresh(self) -> int:
-        sequence, choice = self.sequence, self.tree.root.choice
-        if not isinstance(sequence, FeatureInput) or choice is None or not self.tree.is_stale(choice):
+        """See `PolicyView.num_to_refresh`."""
+        if (reader := self._reader) is None or self.sequence is None:
+            return 0
+        choice = self.tree.root.choice
+        if choice is None or not self.tree.is_stale(choice):
             return 0
         assert choice.guess is not None
         committed = self.state.committed
-        if len(committed) - 1 - sequence.num_given >= choice.guess.staleness:
+        if len(committed) - 1 - reader.num_given >= choice.guess.staleness:
             return 0
-        return len(committed) - min(self.cached_tokens.plan(committed).keep, sequence.length)
+        return len(committed) - min(self.cached_tokens.plan(committed).keep, self.sequence.length)
 
     def _can_continue(self, node: Node) -> bool:
         """Whether the text can go on after a node, that is, whether the node's token does not end it."""

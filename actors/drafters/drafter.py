@@ -1,9 +1,14 @@
-"""The base classes of the drafters: proposals, rests, and leaving a session to the target."""
+"""The base classes of the drafters: their loop, proposals, rests, and leaving a session to the target.
+
+A drafter takes messages in as they come, and answers at once if it can. Its loop asks for each session that has changed
+what there is to do, decides on the next job (`protocol.draft_plan`), and has it done. All waiting is in one place.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import trio
@@ -11,27 +16,31 @@ import trio
 from actors.actor import Actor, ActorSession
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
+from protocol.draft_plan import Need, Waiting, next_job
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
-from protocol.lookahead_policy import Policy
+from protocol.lookahead_policy import Policy, WorkAhead
 from protocol.lookahead_tree import LookaheadTree, Node
-from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Verdict
+from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Rested, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
-from protocol.session_state import SessionPhase
+from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD, Settings
+from protocol.trace import Event
 
 logger = logging.getLogger("outrider")
 
-# Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens.
-TOKENS_PER_INDEXING = 256
+# Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
+# looking at other sessions.
+TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
 
+FromTarget = Verdict | Rested | Due | Overdue
 MakePolicy = Callable[[Settings, Prices], Policy]
 
 
-def policy_by_settings(settings: Settings, prices: Prices) -> Policy:
-    """The policy that a session's settings ask for."""
-    return policy_for(settings.lookahead, prices, settings.manner)
+def policy_by_settings(settings: Settings, prices: Prices, work_ahead: WorkAhead = "auto") -> Policy:
+    """The policy that a session's settings ask for. See `policy_for`."""
+    return policy_for(settings.lookahead, prices, settings.manner, work_ahead)
 
 
 class DrafterSession(ActorSession):
@@ -43,6 +52,9 @@ class DrafterSession(ActorSession):
         tree: the guesses that continue the committed text.
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
+        need: what there is to do for it, as of the last look; None for nothing until something changes.
+        num_rested: rounds of the last rest.
+        since, num_read_before: since when, in jobs of the drafter and tokens that it has read.
     """
 
     def __init__(
@@ -51,7 +63,7 @@ class DrafterSession(ActorSession):
         policy: Policy,
         index: PromptLookup,
         tree: LookaheadTree,
-        on_message: Callable[[Any, Verdict | Due | Overdue], None],
+        on_message: Callable[[Any, FromTarget], None],
     ) -> None:
         """Make the state of a session that begins.
 
@@ -65,43 +77,52 @@ class DrafterSession(ActorSession):
         self.tree = tree
         self.is_ready = False
         self.is_leaving = False
+        self.need: Need | None = None
+        self.since = self.num_read_before = self.num_rested = 0
         self._on_message = on_message
 
     def receive(self, message: Message) -> None:
         """Take a verdict and answer it, or learn that an answer is late."""
-        if not isinstance(message, Verdict | Due | Overdue):
+        if not isinstance(message, FromTarget):
             raise ProtocolError(f"the drafter cannot handle {message!r}")
-        # At once, whatever the task is waiting for: if the tree continues the text, the next proposal is ready.
+        # At once, whatever the model is doing: if the tree continues the text, the next proposal is ready.
         self._on_message(self, message)
-        self.wake()
 
-    async def until_left(self) -> None:
-        """Wait until the drafter has left the session, or the session is over."""
-        while not self.has_left:
-            await self.change()
+    @property
+    def goes_alone(self) -> bool:
+        """Whether no other session may share its next draft step."""
+        return False
+
+    def waits(self, num_read: int) -> Waiting:
+        """What it waits for, when the drafter has read so many tokens. `need` must not be None."""
+        assert self.need is not None
+        return Waiting(self.need, self.since, num_read - self.num_read_before, self.goes_alone)
 
     @property
     def has_left(self) -> bool:
         """Whether the drafter has nothing more to do with the session."""
         return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
 
-    async def index_committed(self) -> None:
-        """Add the committed text, the prompt above all, to the index; before it what is expected after the prompt.
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the index has all of the text, and what is expected after the prompt."""
+        return len(self.index) >= len(self.state.committed) and self.index.num_reference >= self._num_reference
 
-        Cancellation: strikes every few hundred tokens.
-        """
+    @property
+    def _num_reference(self) -> int:
         opened = self.shared.opened
-        if prediction := opened.settings.prediction:
+        prediction = opened.settings.prediction
+        return len(prediction) + min(MAX_NGRAM, len(opened.prompt)) if prediction else 0
+
+    def index_some(self) -> None:
+        """Add a few hundred tokens to the index: what is expected after the prompt, then the committed text."""
+        opened = self.shared.opened
+        if (start := self.index.num_reference) < self._num_reference:
             # With the end of the prompt before it, the prediction is found as soon as the text begins.
-            reference = (*opened.prompt[-MAX_NGRAM:], *prediction)
-            while self.index.num_reference < len(reference):
-                start = self.index.num_reference
-                self.index.append_reference(reference[start : start + TOKENS_PER_INDEXING])
-                await trio.lowlevel.checkpoint()
-        committed = self.state.committed  # the target may lengthen it meanwhile
-        while len(self.index) < len(committed):
-            self.index.append(committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
-            await trio.lowlevel.checkpoint()
+            reference = (*opened.prompt[-MAX_NGRAM:], *opened.settings.prediction)
+            self.index.append_reference(reference[start : start + TOKENS_PER_INDEXING])
+            return
+        self.index.append(self.state.committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
 
     @property
     def max_proposed_tokens(self) -> int:
@@ -129,11 +150,140 @@ class Drafter(Actor[S]):
     """An actor that proposes tokens. Without it, a session goes on, only slower.
 
     Attributes:
-        rest_rounds: rounds that the drafter leaves to the target alone at a time.
+        rest_rounds, max_rest_rounds: rounds that the drafter leaves to the target alone at a time: at first, and while
+            it does not pay to begin again.
     """
 
     rest_rounds: ClassVar[int]
+    max_rest_rounds: ClassVar[int]
     _target: trio.MemorySendChannel[Message]
+
+    def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
+        super().__init__(on_event, prices, clock)
+        self._changed: dict[S, None] = {}
+        self._running: set[S] = set()  # those that have a part in the job that runs
+        self._num_jobs = self._num_read = 0
+        self._wakeup = trio.Event()
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @trio.lowlevel.enable_ki_protection
+    async def _serve_beside(self) -> None:
+        try:
+            while True:
+                self._wakeup = trio.Event()
+                if job := self._next_job():
+                    await self._work(*job)
+                else:
+                    await self._wakeup.wait()
+        finally:
+            # Nobody must see a session end in a runtime that is still open.
+            self._take_no_more_sessions()
+            with trio.CancelScope(shield=True):
+                for session in list(self._sessions.values()):
+                    await self._let_go(session)
+
+    def _look_at(self, session: S) -> None:
+        """Look at a session that has changed. Never waits."""
+        self._changed[session] = None
+        self._wakeup.set()
+        if self._running:
+            # The job that runs may be about to go on for others, or hang.
+            self._take_in()
+            if session.need is not None or (session in self._running and session.has_left):
+                self._is_waited_for()
+
+    def _is_waited_for(self) -> None:
+        """Something waits for the end of the job that runs."""
+
+    def _take_in(self) -> None:
+        """Ask what there is to do for the sessions that have changed, but for those that have a part in the job."""
+        waiting = [session for session in self._changed if session not in self._running]
+        for session in waiting:
+            del self._changed[session]
+        for session in waiting:
+            if session.id not in self._sessions:
+                continue
+            try:
+                need = Need.CLOSE if session.has_left else None if session.is_leaving else self._need(session)
+            except Exception as error:  # of any kind: it costs speed, never text
+                self._give_up(session, error)
+                need = Need.CLOSE if session.has_left else None
+            if session.need is None:
+                session.since, session.num_read_before = self._num_jobs, self._num_read
+            session.need = need
+
+    def _next_job(self) -> tuple[Need, list[S]] | None:
+        # Since they were looked at, time has passed.
+        self._changed.update((session, None) for session in self._sessions.values() if session.need is Need.DRAFT)
+        while self._changed:  # a session that is looked at may change others
+            self._take_in()
+        waiting = [session for session in self._sessions.values() if session.need is not None]
+        chosen = [waiting[index] for index in next_job([each.waits(self._num_read) for each in waiting], *self._limits)]
+        if not chosen or (need := chosen[0].need) is None:
+            return None
+        return need, chosen
+
+    async def _work(self, need: Need, sessions: Sequence[S]) -> None:
+        """Do a job, and what follows from it."""
+        if need in (Need.READ, Need.DRAFT):
+            self._num_jobs += 1
+        num_cached = len(sessions[0].cached_tokens)
+        self._running.update(sessions)
+        for session in sessions:
+            session.need = None
+        try:
+            if need is Need.DRAFT:
+                await self._draft(sessions)
+            elif need is Need.CLOSE:
+                await self._let_go(sessions[0])
+            else:
+                await self._prepare(sessions[0], need)
+                if need is Need.READ:
+                    self._num_read += max(0, len(sessions[0].cached_tokens) - num_cached)
+        except Exception as error:  # of any kind: it costs speed, never text
+            for session in list(self._running):
+                self._give_up(session, error)
+        finally:
+            self._running.clear()
+            self._changed.update(dict.fromkeys(sessions))
+
+    async def _let_go(self, session: S) -> None:
+        """End the work on a session."""
+        if session.id in self._sessions:
+            self._forget(session)
+
+    @abstractmethod
+    def _need(self, session: S) -> Need | None:
+        """What there is to do for a session that has not been left. Never waits."""
+
+    @abstractmethod
+    async def _prepare(self, session: S, need: Need) -> None:
+        """Open a session's cache, or read some of its text."""
+
+    async def _draft(self, sessions: Sequence[S]) -> None:
+        """Draft for sessions."""
+
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """Most sessions in the next draft step, and the tokens that may be read while it waits; see `next_job`."""
+        return 1, 1
+
+    async def _index(self, session: S) -> None:
+        """Add some of a session's text to its index."""
+        for _ in range(INDEXINGS_PER_TURN):
+            if session.is_indexed or session.has_left:
+                return
+            session.index_some()
+            await trio.lowlevel.checkpoint()
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def _begin_session(self, session: S) -> None:
+        self._look_at(session)
+
+    def _end_session(self, session: S) -> None:
+        self._look_at(session)
 
     def _hand_over(self, message: Message) -> None:
         session = self._sessions.get(message.session)
@@ -141,6 +291,16 @@ class Drafter(Actor[S]):
         # The target may have sent it before it knew that the session is left.
         if not is_left or isinstance(message, Close):
             super()._hand_over(message)
+            if session is not None:
+                self._look_at(session)
+
+    def _give_up(self, session: S, error: Exception) -> None:
+        """Leave a session to the target, and its cache to nobody, because of an error."""
+        try:
+            self._fail(session, error)
+        except Exception as of_its_own:  # its decisions have failed, too
+            self._fail(session, of_its_own)
+        session.is_broken = True
 
     def _fail(self, session: S, error: Exception) -> None:
         """Leave a session to the target because of an error. It costs speed, never text."""
@@ -175,26 +335,43 @@ class Drafter(Actor[S]):
         for session in list(self._sessions.values()):
             self._leave(session)  # with a proposal of what was drawn, where it is the drafter's turn
             self._withdraw(session, at_once=True)
+            self._look_at(session)
 
     def _rest(self, session: S) -> None:
-        """Leave the next `rest_rounds` rounds to the target; in a rest, prolong it."""
+        """Leave some rounds to the target; in a rest, prolong it by more."""
         was_resting = session.state.phase is SessionPhase.RESTING
-        rest = Rest(session.id, session.state.round + self.rest_rounds)
+        num_rounds = self.rest_rounds
+        if was_resting:
+            num_rounds = max(num_rounds, min(2 * session.num_rested, self.max_rest_rounds))
+        rest = Rest(session.id, session.state.round + num_rounds)
         if session.state.rest(rest):
+            session.num_rested = num_rounds
             self._target.send_nowait(rest)
             if not was_resting:
-                self._note(session, "rest", num_tokens=self.rest_rounds)
+                self._note(session, "rest", num_tokens=num_rounds)
+
+    def _follow(self, session: S, message: Verdict | Rested) -> Commit | None:
+        """Commit what the target has committed. None if the message was stale, and nothing changed."""
+        state, start = session.state, session.state.next_position
+        commit: Commit | None = None
+        if isinstance(message, Verdict):
+            commit = state.apply(message)
+        elif state.follow(message):
+            commit = Commit(session.id, message.round, start, message.tokens, 0, resting=True)
+        if commit is None:
+            session.shared.counts.stale_proposals += 1
+        return commit
 
     def _send_proposal(self, session: S, proposal: Proposal) -> None:
         session.state.propose(proposal)
         self._target.send_nowait(proposal)
         self._note(session, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
-    def _count_hit(self, session: S, verdict: Verdict, was_hit: bool) -> None:
-        """Count whether the last token of a verdict's commit was in the tree."""
+    def _count_hit(self, session: S, round: int, was_hit: bool) -> None:
+        """Count whether the last token that a round committed was in the tree."""
         if was_hit:
             session.shared.counts.lookahead_hits += 1
-            self._note(session, "hit", round=verdict.round, num_tokens=len(session.tree.chain()))
+            self._note(session, "hit", round=round, num_tokens=len(session.tree.chain()))
         else:
             session.shared.counts.lookahead_misses += 1
-            self._note(session, "miss", round=verdict.round)
+            self._note(session, "miss", round=round)

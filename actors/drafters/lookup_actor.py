@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import trio
 
-from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, DrafterSession, FromTarget, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
+from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, Ready, Verdict
+from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
@@ -31,7 +32,10 @@ class LookupSession(DrafterSession):
     """
 
     def __init__(
-        self, shared: Session, policy: Policy, on_message: Callable[[LookupSession, Verdict | Due | Overdue], None]
+        self,
+        shared: Session,
+        policy: Policy,
+        on_message: Callable[[LookupSession, FromTarget], None],
     ) -> None:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it.
         index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
@@ -57,12 +61,6 @@ class LookupSession(DrafterSession):
             self.index.append(commit.tokens)
             self.look_up()
         return was_hit
-
-    async def index_committed(self) -> None:
-        """See `DrafterSession.index_committed`. Ends with the lookup of the first proposal."""
-        await super().index_committed()
-        self.is_ready = True
-        self.look_up()
 
     def look_up(self) -> None:
         """Replace the tree by the chain that the index finds after the committed text."""
@@ -109,7 +107,7 @@ class LookupActor(Drafter[LookupSession]):
     name = "draft"
     # A rest is prolonged in each round without a proposal. The target must hear of that before the round after its next
     # one begins, so that it can decode a pass ahead.
-    rest_rounds = 3
+    rest_rounds = max_rest_rounds = 3
     busy_seconds = 0.0  # there are no jobs
 
     def __init__(
@@ -136,18 +134,23 @@ class LookupActor(Drafter[LookupSession]):
     def _new_session(self, shared: Session) -> LookupSession:
         return LookupSession(shared, self._make_policy(shared.opened.settings, self.prices), self._receive)
 
-    async def _run_session(self, session: LookupSession) -> None:
-        try:
-            await session.index_committed()
-            self._target.send_nowait(Ready(session.id))
-            self._answer(session)
-            await session.until_left()
-        except Exception as error:  # of any kind: it costs speed, never text
-            self._fail(session, error)
+    def _need(self, session: LookupSession) -> Need | None:
+        if session.is_ready:
+            return None
+        if not session.is_indexed:
+            return Need.READ
+        session.is_ready = True
+        session.look_up()
+        self._target.send_nowait(Ready(session.id))
+        self._answer(session)
+        return None
 
-    def _receive(self, session: LookupSession, message: Verdict | Due | Overdue) -> None:
+    async def _prepare(self, session: LookupSession, need: Need) -> None:
+        await self._index(session)
+
+    def _receive(self, session: LookupSession, message: FromTarget) -> None:
         match message:
-            case Verdict():
+            case Verdict() | Rested():
                 self._receive_verdict(session, message)
             case Due():  # lookup answers at once, so this message and the answer have crossed
                 if message.is_late:
@@ -155,20 +158,17 @@ class LookupActor(Drafter[LookupSession]):
             case Overdue():
                 session.state.rest(message)
 
-    def _receive_verdict(self, session: LookupSession, verdict: Verdict) -> None:
+    def _receive_verdict(self, session: LookupSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and answer it."""
         was_resting = session.state.phase is SessionPhase.RESTING
-        commit = session.state.apply(verdict)
-        if commit is None:
-            session.shared.counts.stale_proposals += 1
-            return
-        if commit.finish_reason is not None:
+        commit = self._follow(session, verdict)
+        if commit is None or commit.finish_reason is not None:
             return
         was_hit = session.follow(commit)
         if not session.is_ready:
             return
         if not was_resting:
-            self._count_hit(session, verdict, was_hit)
+            self._count_hit(session, verdict.round, was_hit)
         self._answer(session)
 
     def _answer(self, session: LookupSession) -> None:

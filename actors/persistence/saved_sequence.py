@@ -87,11 +87,7 @@ def _make_snapshot(
     """Make the snapshot in trio's thread; for `Steps.on_step`."""
     # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when its
     # task runs.
-    tokens = (
-        session.cached_tokens.tokens
-        if isinstance(session, DraftSession) and session.running_steps is not None
-        else None
-    )
+    tokens = session.cached_tokens.tokens if isinstance(session, DraftSession) and session.part is not None else None
     on_snapshot(_Snapshot(state, tokens, actor.worker.busy_seconds))
 
 

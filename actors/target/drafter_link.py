@@ -8,8 +8,9 @@ import trio
 
 from actors.target.target_session import TargetSession
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
-from protocol.messages import Due, Message, Overdue
+from protocol.messages import TELL_BEFORE_END, Due, Message, Overdue, Rested, Verdict
 from protocol.prices import Prices
+from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
 
@@ -52,6 +53,22 @@ class DrafterLink:
         """Send a message to the drafter, if there is one. Never waits."""
         if self.mailbox is not None:
             self.mailbox.send_nowait(message)
+
+    def send_verdict(self, session: TargetSession, verdict: Verdict, commit: Commit) -> None:
+        """Tell the drafter of a verdict; in a rest, once it is about to end. Never waits."""
+        state = session.state
+        if verdict.features is None and state.phase is SessionPhase.RESTING:
+            session.untold += commit.tokens
+            if state.rests_until - state.round > TELL_BEFORE_END:
+                return
+            tokens, session.untold = session.untold, ()
+            self.send(Rested(session.id, commit.round, state.next_position - len(tokens), tokens))
+            return
+        if session.untold:
+            # Before this round, which ends the rest, or the text.
+            tokens, session.untold = session.untold, ()
+            self.send(Rested(session.id, commit.round - 1, commit.start - len(tokens), tokens))
+        self.send(verdict)
 
     def time_out(self, session: TargetSession) -> None:
         """Ask a drafter that is late for what it has by now, if it has read the prompt; decode alone afterwards."""

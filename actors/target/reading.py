@@ -22,7 +22,7 @@ from protocol.trace import Share
 
 
 class Reading:
-    """The prompts that are being read, in the order in which they came.
+    """The prompts that are being read, in the order in which they have their turns.
 
     Attributes:
         prompts: their sessions.
@@ -74,9 +74,13 @@ class Reading:
             await (self._read_chunk(self.running[0]) if len(self.running) == 1 else self._read_whole(self.running))
         finally:
             for session in self.running:
-                if session in self.prompts and (session.failure is not None or not _num_left(session)):
-                    del self.prompts[session]
+                if session not in self.prompts:
+                    continue
+                del self.prompts[session]
+                if session.failure is not None or not _num_left(session):
                     session.prompt_is_read.set()
+                else:
+                    self.prompts[session] = None  # behind the others
             self.running = ()
             self.pass_over.set()
 

@@ -188,7 +188,8 @@ class RoundJobs:
         Returns: those of them that can have another such pass at once, in order.
         """
         num_texts = len(sessions)
-        goes_ahead = goes_ahead and self._num_ahead < MEASURED_EVERY and all(map(stays_plain, sessions))
+        is_measured = num_texts > 1 and self._num_ahead >= MEASURED_EVERY
+        goes_ahead = goes_ahead and not is_measured and all(map(stays_plain, sessions))
         was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if goes_ahead else 0
         rows, shares = [], []
         for session in sessions:
@@ -269,7 +270,7 @@ class RoundJobs:
             verdict = session.with_stop(verdict)
             commit = self._commit(session, verdict)
             if is_resting:
-                self._tell_drafter(session, verdict)
+                self._tell_drafter(session, verdict, commit)
         shared.unsent = commit
         shared.deliver_nowait()
         if commit.finish_reason is not None:
@@ -290,8 +291,10 @@ class RoundJobs:
         self._on_commit(session, commit)
         return commit
 
-    def _tell_drafter(self, session: TargetSession, verdict: Verdict, *, has_proposed: bool = False) -> None:
-        self._drafter.send(verdict)
+    def _tell_drafter(
+        self, session: TargetSession, verdict: Verdict, commit: Commit, *, has_proposed: bool = False
+    ) -> None:
+        self._drafter.send_verdict(session, verdict, commit)
         # Not while a late drafter has something to propose: it may be late because of what it drew.
         if session.decodes_alone and not has_proposed:
             self._drafter.leave_behind(session)
@@ -361,7 +364,7 @@ class RoundJobs:
         commit = self._commit(session, verdict)
         session.shared.unsent, session.round_failure = commit, None
         if is_drafted:
-            self._tell_drafter(session, verdict, has_proposed=proposal is not None and bool(proposal.tokens))
+            self._tell_drafter(session, verdict, commit, has_proposed=proposal is not None and bool(proposal.tokens))
         if commit.round > 0:  # the first round waits for the drafter's prefill
             if proposal is not None:
                 self._prices.observe_round(len(commit.tokens), round_s)

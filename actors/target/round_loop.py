@@ -8,7 +8,7 @@ something changes, or until the earliest deadline.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import trio
@@ -29,6 +29,8 @@ from protocol.target_queue import TargetQueue
 # Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
 # a pass of one row.
 MAX_WAIT, PATIENCE = 1.0, 0.02
+# The longest wait for all texts of a fixed lookahead, in units of the time in which all of them are drafted for.
+PATIENCE_FOR_ALL = 3.0
 # Turns of the event loop within which a drafter that has drafted ahead answers a verdict.
 ANSWER_TURNS = 3
 
@@ -76,9 +78,10 @@ class RoundLoop:
         )
         self._reading = Reading(model, worker, chunk_size, lambda: self._jobs.num_shared, self._jobs.share)
         self._changed: dict[TargetSession, None] = {}
-        # In the order in which they became ready: rounds, and texts whose next round is `is_plain`.
+        # In the order in which they became ready: rounds, texts whose next round is `is_plain`, and all of them.
         self._ready: dict[TargetSession, Part] = {}
         self._plain: dict[TargetSession, None] = {}
+        self._order: dict[TargetSession, None] = {}
         self._hurried: set[TargetSession] = set()
         self._hurried_until_s = -math.inf
         self._waits_until_s = math.inf  # for further rounds, before the pass that could begin
@@ -139,6 +142,7 @@ class RoundLoop:
         del self._jobs.texts[session.id]
         self._changed.pop(session, None)
         self._plain.pop(session, None)
+        self._order.pop(session, None)
         if self._ready.pop(session, None) is not None:
             self._target_queue.leave(session.id, self._worker.clock())
         self._hurried.discard(session)
@@ -164,13 +168,10 @@ class RoundLoop:
                 with trio.move_on_after(wait_s):
                     await self._wakeup.wait()
                 continue
-            if group := self._plain_group():
-                await self._decode_plainly(group)
-                continue
-            # Each of these has one turn before another prompt is read, also where each has a job for itself. Those that
+            # Each of these has one turn before another chunk is read, also where each has a job for itself. Those that
             # become ready meanwhile may share their passes.
-            due = set(self._ready)
-            while not due.isdisjoint(self._ready) and self._wait_s() <= 0.0:
+            due = {*self._ready, *self._plain}
+            while not due.isdisjoint({*self._ready, *self._plain}) and self._wait_s() <= 0.0:
                 due.difference_update(await self._work())
 
     def _wait_s(self) -> float:
@@ -183,8 +184,9 @@ class RoundLoop:
             self._take_in()
         if self._plain_group():
             return 0.0
-        for session in list(self._plain):
-            self._make_round(session)
+        if self._jobs.num_shared > 1:
+            for session in list(self._plain):
+                self._make_round(session)
         if not self._ready:
             self._waits_until_s = math.inf
             return deadline_s - now_s
@@ -225,6 +227,8 @@ class RoundLoop:
         self._hurried.discard(session)
         assert session.sequence is not None
         session.sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
+        self._order.pop(session, None)
+        self._order[session] = None
         if is_plain(session):
             self._plain[session] = None
         else:
@@ -233,11 +237,12 @@ class RoundLoop:
     def _plain_group(self) -> list[TargetSession]:
         """The texts that have the next pass without drafts; none if the next pass is another one."""
         texts = list(self._plain)
-        if self._all_are_plain:
-            if self._jobs.num_shared == 1:
-                return texts[:1]
-            if len(texts) <= self._jobs.most_rounds and best_number(len(texts), self._prices.verify) == len(texts):
-                return texts
+        if texts and self._jobs.num_shared == 1:
+            first = next(text for text in self._order if text in self._plain or text in self._ready)
+            return [first] if first in self._plain else []
+        is_one_pass = self._all_are_plain and len(texts) <= self._jobs.most_rounds
+        if is_one_pass and best_number(len(texts), self._prices.verify) == len(texts):
+            return texts
         # Those that are a pass ahead have its tokens before they take part in another.
         return [text for text in texts if text.plain_row is not None and text.plain_row.is_ahead]
 
@@ -287,10 +292,12 @@ class RoundLoop:
             self._waits_until_s = now_s + MAX_WAIT * self._prices.verify(1)
         if self._hurried and now_s < self._hurried_until_s:
             return self._hurried_until_s - now_s
+        parts = self._sharing()
+        if (wait_s := self._wait_for_all_s(parts, now_s)) > 0.0:
+            return wait_s
         coming = self._coming(now_s)
         if not coming:
             return 0.0
-        parts = self._sharing()
         plan = plan_pass(
             [*(part.ready for part in parts), *coming.values()],
             self._prices.verify,
@@ -308,6 +315,24 @@ class RoundLoop:
         self._hurried |= hurried
         self._hurried_until_s = now_s + max(PATIENCE * self._prices.verify(1), 1e-9)
         return self._hurried_until_s - now_s
+
+    def _wait_for_all_s(self, parts: Sequence[Part], now_s: float) -> float:
+        """Seconds for which a pass waits until all texts of a fixed lookahead are drafted for."""
+        drafted_for = [
+            session
+            for session in self._jobs.texts.values()
+            if session.awaits_proposal_since_s is not None and session.is_drafter_ready
+        ]
+        num_texts = len(parts) + len(drafted_for)
+        lookaheads = {
+            session.state.opened.settings.lookahead for session in (*(part.session for part in parts), *drafted_for)
+        }
+        lookahead = lookaheads.pop()
+        if not drafted_for or lookaheads or lookahead == "auto" or num_texts > self._jobs.most_rounds:
+            return 0.0
+        if not self._prices.one_group_pays(num_texts, lookahead):
+            return 0.0
+        return parts[0].since_s + PATIENCE_FOR_ALL * self._prices.draft_together_s(num_texts, lookahead) - now_s
 
     def _coming(self, now_s: float) -> dict[TargetSession, ReadyRound]:
         """The rounds that are not ready yet, and are expected."""
@@ -351,20 +376,28 @@ class RoundLoop:
 
     async def _decode_plainly(self, group: list[TargetSession]) -> None:
         """Passes over texts that nobody drafts for, until there is something else to do."""
-        goes_ahead = self._all_are_plain
+        goes_ahead = self._all_are_plain or self._jobs.num_shared == 1
         others = [text for text in self._plain if text not in group]
         self._plain = {}
         while group:
             going_on = await self._jobs.run_plain_pass(group, goes_ahead=goes_ahead)
             group = [text for text in going_on if text.id in self._jobs.texts]
-            if not goes_ahead or others or self._changed or self._reading.wanted:
+            if not goes_ahead or others or self._ready or self._changed or self._reading.wanted:
                 break
+        self._plain = dict.fromkeys(text for text in others if text.id in self._jobs.texts)
+        self._take_in()  # what became ready during the pass has its turn first
         for text in group:
             self._jobs.begin_clock(text)
-        self._plain = dict.fromkeys(text for text in (*others, *group) if text.id in self._jobs.texts)
+            self._order.pop(text, None)
+            self._order[text] = None
+            if text.id in self._jobs.texts and text not in self._ready:
+                self._plain[text] = None
 
     async def _work(self) -> list[TargetSession]:
         """Run the next job. Returns: the sessions that had a part in it."""
+        if group := self._plain_group():
+            await self._decode_plainly(group)
+            return group
         first = next(iter(self._ready.values()))
         session = first.session
         self._waits_until_s = math.inf

@@ -84,6 +84,7 @@ class TargetSession(ActorSession):
         was_asked: whether the drafter was asked for what it has by now.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
+        untold: tokens that were committed in a rest, and that the drafter has not been told of.
         round_began_s, busy_before_s: when the round began, and what the worker had worked by then, in seconds.
         last_pass_s: seconds of the last pass, over the texts that shared it.
         pass_s, pass_rounds, pass_rows: of the last pass that others could share: its seconds, rounds and rows.
@@ -116,6 +117,7 @@ class TargetSession(ActorSession):
         self.was_asked = False
         self.is_drafter_ready = False
         self.decodes_alone = False
+        self.untold: tuple[int, ...] = ()
         self.round_began_s = self.busy_before_s = 0.0
         self.last_pass_s = self.pass_s = 0.0
         self.pass_rounds = self.pass_rows = 0

@@ -143,12 +143,6 @@ class JobError(OutriderError):
     """A job raised, or was not run because its worker has ended; the error is the cause."""
 
 
-class RunsJobs(Protocol):
-    """Runs jobs, perhaps after others."""
-
-    async def run(self, job: Job[T]) -> T: ...
-
-
 class Worker(Protocol):
     """Runs jobs one at a time, in the order in which they were handed in."""
 

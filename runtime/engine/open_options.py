@@ -10,6 +10,7 @@ from protocol.settings_keywords import SettingsArguments
 
 if TYPE_CHECKING:
     from actors.distributed.rank_group import RankGroup
+    from protocol.lookahead_policy import WorkAhead
     from protocol.settings import SettingsLike
     from runtime.tracing.trace_files import Trace
 
@@ -33,6 +34,7 @@ class OpenArguments(TypedDict, total=False):
     tune_mlx: bool
     group: RankGroup | None
     draft_rank: int | None
+    work_ahead: WorkAhead
 
 
 class OpenArgumentsAndSettings(OpenArguments, SettingsArguments, total=False):

@@ -12,6 +12,7 @@ import attrs
 import trio
 
 from actors.distributed.drafting.remote_drafter import RemoteDrafter
+from actors.drafters.drafter import policy_by_settings
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
@@ -122,6 +123,7 @@ async def open(
             shared_tokenizer=loaded.tokenizer,
             events=events,
             prices=prices,
+            make_policy=partial(policy_by_settings, work_ahead=given.work_ahead),
             draft_resources=draft_stack,
             load_draft=partial(_load_draft, loaded, workers["target"], caches, events, prices),
             **options,

@@ -80,7 +80,7 @@ async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another
 
 
 @pytest.mark.parametrize("draft_price", [0.25, 1.0])
-async def test_by_itself_a_drafter_that_is_always_right_needs_one_job_a_round(
+async def test_by_itself_a_drafter_that_is_always_right_needs_at_most_one_job_a_round(
     draft_price: float, autojump_clock: Any
 ) -> None:
     price = priced(draft=draft_price, verify=32.0)
@@ -90,7 +90,7 @@ async def test_by_itself_a_drafter_that_is_always_right_needs_one_job_a_round(
         before, rounds_before = len(runs_of(simulation)), len(simulation.spans("target", "verify"))
         await text_of(simulation, [1, 2, 3], max_tokens=400)
         runs, rounds = runs_of(simulation)[before:], len(simulation.spans("target", "verify")) - rounds_before
-    assert len(runs) == rounds
+    assert len(runs) <= rounds
     assert sum(runs) >= 400
 
 

@@ -261,8 +261,8 @@ def test_a_feed_that_fails_once_ends_at_most_its_stream_with_the_error_and_no_ot
     num_failures: list[int] = []
     for n in range(1, 30, 2):
         run(fail_at, n)
-    # Of three texts, some feed is nobody else's only where nothing is drafted.
-    assert set(num_failures) == ({0, 1} if lookahead == 0 else {0})
+    # Of three texts, some feed is nobody else's only where nothing is drafted; but the first may read one prompt alone.
+    assert set(num_failures[1:]) == ({0, 1} if lookahead == 0 else {0})
 
 
 @pytest.mark.parametrize("call", ["open", "close"])

@@ -126,7 +126,7 @@ class Hostile:
     def should_rest_on(self, num_behind: int) -> bool:
         return self._dice.random() < 0.3
 
-    def should_catch_up(self, num_tokens: int) -> bool:
+    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
         return False
 
 

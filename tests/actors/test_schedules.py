@@ -362,16 +362,22 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
 
 
 def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | None, int]:
-    """How many verifies of each other session ended while a proposal was waiting for the end of its own."""
-    (proposal,) = [
-        instant
+    """How many verifies of each other session ended while a proposal was waiting for the end of its own.
+
+    The drafter may have read the prompt before the target has. A round without a proposal, which the target begins
+    while it waits for nobody, has waited for none.
+    """
+    read_at = [span.ended for span in simulation.spans("target", "prefill") if waiting.session in span.sessions]
+    proposed_at = [
+        instant.at
         for instant in simulation.instants("proposal")
         if (instant.session, instant.round) == (waiting.session, waiting.round)
     ]
-    counts: dict[int | None, int] = {}
-    for other in simulation.spans("target", "verify"):
+    counts: dict[int | None, int] = {None: 0}
+    for other in simulation.spans("target", "verify") if proposed_at else ():
         if other.session != waiting.session:
-            counts[other.session] = counts.get(other.session, 0) + (proposal.at < other.ended < waiting.ended)
+            since = max(*proposed_at, *read_at)
+            counts[other.session] = counts.get(other.session, 0) + (since < other.ended < waiting.ended)
     return counts
 
 

@@ -105,7 +105,8 @@ def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> Non
 # --- options of open ------------------------------------------------------------------------------
 
 FLAGS = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "9", "--rewind", "none"]
-GIVEN = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none"}
+FLAGS += ["--work-ahead", "never"]
+GIVEN = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none", "work_ahead": "never"}
 
 
 class OpenedError(runtime.OutriderError):

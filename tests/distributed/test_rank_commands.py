@@ -119,7 +119,7 @@ def test_bench_compares_lookaheads_over_the_ranks(tmp_path: Path):
         (
             ("bench", "--draft", "ngram", "--lookahead", "2"),
             "decodes",
-            "rank 1 failed in feed_lazy: ValueError: no such kernel",
+            "rank 1 failed in feed_ahead: ValueError: no such kernel",
         ),
     ],
 )

@@ -314,7 +314,6 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
         "actors/workers/core_sharing.py",
-        "actors/workers/shared_jobs.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process
         "runtime/aio/__init__.py",

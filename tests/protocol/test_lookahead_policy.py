@@ -130,7 +130,7 @@ def test_a_fixed_lookahead_grows_no_branches():
 def test_a_fixed_lookahead_never_rests():
     for most in (0, 3):
         policy = ChainPolicy(most)
-        assert (policy.should_rest(), policy.should_rest_on(9), policy.should_catch_up(9)) == (False, False, False)
+        assert (policy.should_rest(), policy.should_rest_on(9), policy.should_catch_up(9, 1)) == (False, False, False)
 
 
 guesses = st.lists(st.tuples(st.integers(0, 10**5), st.floats(0, 1)), max_size=12)

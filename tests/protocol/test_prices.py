@@ -333,3 +333,17 @@ def test_a_step_alone_is_never_believed_to_take_longer_than_one_beside_the_targe
         prices.observe_draft_step(1, at, at + 0.005, beside_target=True)
     assert prices.draft_s(1, beside_target=False) == pytest.approx(0.005, rel=0.1)
     assert prices.draft_s(1, beside_target=True) == pytest.approx(0.005, rel=0.1)
+
+
+@pytest.mark.parametrize(("delay", "draft", "is_one"), [(0.9, 0.4, True), (0.0, 0.55, False), (0.0, 0.02, True)])
+def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_gains_nothing(
+    delay: float, draft: float, is_one: bool
+) -> None:
+    """It gains nothing where it delays the pass by as long as it takes, or takes no time worth speaking of."""
+    prices = Prices()
+    prices.drafts_together = True
+    for i in range(400):
+        rows, overlap = 1 + i % 12, (i % 3) * 0.3
+        prices.verify.observe(rows, overlap, 1.0 + 0.02 * rows + delay * overlap)
+        prices.observe_draft_step(1 + i % 4, 2.0 * i, 2.0 * i + draft, beside_target=False)
+    assert prices.one_group_pays(4, 2) == is_one

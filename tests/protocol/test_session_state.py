@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import protocol.session_state
 from protocol.errors import ProtocolError
-from protocol.messages import Close, Open, Overdue, Proposal, Rest, Verdict, Withdraw
+from protocol.messages import Close, Open, Overdue, Proposal, Rest, Rested, Verdict, Withdraw
 from protocol.session_state import TRANSITIONS, Commit, SessionPhase, SessionState
 from protocol.settings import Settings
 from protocol.stop_strings import Stop
@@ -82,6 +82,7 @@ def in_state(state: SessionPhase) -> SessionState:
 EVENTS = {
     Proposal: lambda of: of.propose(proposal(of, 8, 9)),
     Verdict: lambda of: of.apply(verdict(of, 0, 5)),
+    Rested: lambda of: of.follow(Rested(SESSION, of.round, of.next_position, (5,))),
     Rest: lambda of: of.rest(Rest(SESSION, max(of.round, of.rests_until) + 2)),
     Overdue: lambda of: of.rest(Overdue(SESSION, max(of.round, of.rests_until) + 2)),
     Withdraw: lambda of: of.withdraw(Withdraw(SESSION)),
@@ -95,6 +96,7 @@ DROPPED = {
     (SessionPhase.UNDRAFTED, Proposal): (False, 1),
     (SessionPhase.CLOSED, Proposal): (False, 1),
     (SessionPhase.CLOSED, Verdict): (None, 1),
+    (SessionPhase.CLOSED, Rested): (False, 1),
     (SessionPhase.UNDRAFTED, Rest): (False, 0),
     (SessionPhase.CLOSED, Rest): (False, 0),
     (SessionPhase.UNDRAFTED, Overdue): (False, 0),
@@ -104,7 +106,12 @@ DROPPED = {
     (SessionPhase.CLOSED, Close): (None, 0),
 }
 
-ERRORS = {(SessionPhase.PROPOSING, Verdict), (SessionPhase.VERIFYING, Rest)}
+ERRORS = {
+    (SessionPhase.PROPOSING, Verdict),
+    (SessionPhase.PROPOSING, Rested),
+    (SessionPhase.VERIFYING, Rested),
+    (SessionPhase.VERIFYING, Rest),
+}
 
 
 def test_every_state_has_an_answer_to_every_message():
@@ -192,6 +199,16 @@ def test_a_proposal_from_another_position_is_an_error(off_by):
     of = in_state(SessionPhase.PROPOSING)
     with pytest.raises(ProtocolError, match="round 1 at position 6"):
         of.propose(attrs.evolve(proposal(of, 8), start=of.next_position + off_by))
+
+
+@pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"start": 5}, {"start": 7}, {"round": 3}])
+def test_what_was_committed_in_a_rest_is_of_this_rest_and_goes_on_here(changes):
+    of = in_state(SessionPhase.RESTING)  # until round 3
+    rested = Rested(SESSION, 2, of.next_position, (5, 6))
+    with pytest.raises(ProtocolError, match="rests until 3"):
+        of.follow(attrs.evolve(rested, **changes))
+    assert of.follow(rested)
+    assert (of.phase, of.round, of.committed[-2:]) == (SessionPhase.PROPOSING, 3, [5, 6])
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])
@@ -654,8 +671,9 @@ class TwoCopies(RuleBasedStateMachine):
         self.drafter, self.target = SessionState(begun), SessionState(begun)
         self.text, self.string_ends_at = text, string_ends_at
         self.to_target: deque[Proposal | Rest | Withdraw] = deque()
-        self.to_drafter: deque[Verdict | Overdue] = deque()
-        self.arrived: list[tuple[SessionState, Proposal | Rest | Overdue | Verdict | Withdraw]] = []
+        self.to_drafter: deque[Verdict | Rested | Overdue] = deque()
+        self.untold: tuple[int, ...] = ()  # that the target has committed in a rest
+        self.arrived: list[tuple[SessionState, Proposal | Rest | Rested | Overdue | Verdict | Withdraw]] = []
         self.late = {"drafter": 0, "target": 0}
         self.commits: list[Commit] = []
         self.is_closed_from_outside = False
@@ -726,8 +744,8 @@ class TwoCopies(RuleBasedStateMachine):
     @precondition(
         lambda self: self.target.phase in (SessionPhase.VERIFYING, SessionPhase.RESTING, SessionPhase.UNDRAFTED)
     )
-    @rule(single_step=st.booleans())
-    def verify(self, single_step):
+    @rule(single_step=st.booleans(), is_told=st.booleans())
+    def verify(self, single_step, is_told):
         start, outstanding = self.target.next_position, self.target.outstanding
         proposed = outstanding.tokens if outstanding else ()
         judged = proposed[:1] if single_step else proposed
@@ -746,8 +764,18 @@ class TwoCopies(RuleBasedStateMachine):
         commit = self.target.apply(message)
         assert commit is not None
         self.commits.append(commit)
-        if is_awaited:
+        if is_awaited and commit.resting and self.target.phase is SessionPhase.RESTING:
+            self.untold += commit.tokens
+            if is_told:
+                self.tell(commit.round, self.target.next_position)
+        elif is_awaited:
+            self.tell(commit.round - 1, commit.start)
             self.to_drafter.append(message)
+
+    def tell(self, round: int, end: int) -> None:
+        if self.untold:
+            self.to_drafter.append(Rested(SESSION, round, end - len(self.untold), self.untold))
+            self.untold = ()
 
     # Steps of the channel.
 
@@ -761,7 +789,7 @@ class TwoCopies(RuleBasedStateMachine):
     def deliver_to_drafter(self):
         self.deliver(self.drafter, self.to_drafter.popleft())
 
-    def deliver(self, to: SessionState, message: Proposal | Rest | Overdue | Verdict | Withdraw) -> None:
+    def deliver(self, to: SessionState, message: Proposal | Rest | Rested | Overdue | Verdict | Withdraw) -> None:
         """The first arrival of a message."""
         if isinstance(message, Withdraw):
             on_the_table = to.outstanding
@@ -872,12 +900,14 @@ class TwoCopies(RuleBasedStateMachine):
             while self.to_drafter:
                 self.deliver_to_drafter()
             if self.target.phase in (SessionPhase.VERIFYING, SessionPhase.RESTING, SessionPhase.UNDRAFTED):
-                self.verify(single_step=False)
+                self.verify(single_step=False, is_told=True)
             elif self.target.phase is self.drafter.phase is SessionPhase.PROPOSING:
                 self.propose(num_right=1, wrong=[0])
 
 
-def hear(of: SessionState, message: Proposal | Verdict) -> Commit | bool | None:
+def hear(of: SessionState, message: Proposal | Verdict | Rested) -> Commit | bool | None:
+    if isinstance(message, Rested):
+        return of.follow(message)
     return of.propose(message) if isinstance(message, Proposal) else of.apply(message)
 
 

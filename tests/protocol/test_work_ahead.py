@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from typing import Any
 
-from protocol.lookahead_policy import ChainPolicy
+import pytest
+from scripted import ScriptedModel, continuation, simulated, text_of, truthful
+from scripted import priced as job_prices
+
+import runtime
+from actors.drafters.drafter import policy_by_settings
+from protocol.errors import SettingsError
+from protocol.lookahead_policy import WORK_AHEAD, ChainPolicy, WorkAhead
 from protocol.prices import TRIED_EVERY_ROUNDS, TRIED_ROUNDS, Prices
+from protocol.settings import Settings
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
@@ -70,3 +79,37 @@ def test_the_price_decides_and_both_are_tried_again() -> None:
         told.append(prices.works_ahead(2))
         prices.observe_round(2, 1.0)
     assert sum(told) == 2 * TRIED_ROUNDS
+
+
+# --- what a user may choose -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lookahead", [2, "auto"])
+@pytest.mark.parametrize("work_ahead", WORK_AHEAD)
+async def test_drafting_beside_a_pass_is_a_choice(lookahead: Any, work_ahead: WorkAhead, autojump_clock: Any) -> None:
+    async with simulated(
+        ScriptedModel(truthful),
+        ScriptedModel(truthful),
+        price=job_prices(draft=1.0, verify=8.0),
+        make_policy=partial(policy_by_settings, work_ahead=work_ahead),
+    ) as simulation:
+        assert await text_of(simulation, [5, 6, 7], max_tokens=60, lookahead=lookahead) == continuation([5, 6, 7], 60)
+        passes = simulation.spans("target", "verify")
+        drafts = simulation.spans("draft", "draft")
+    beside = [draft for draft in drafts if any(each.began <= draft.began < each.ended for each in passes)]
+    assert bool(beside) is (work_ahead != "never")
+    assert drafts
+
+
+@pytest.mark.parametrize("contention", [0.0, 1.0])
+def test_always_and_never_do_not_ask_the_prices(contention: float) -> None:
+    prices = priced(slowdown=contention, hit_rate=0.9)
+    assert policy_by_settings(Settings(lookahead=2), prices, "always").works_ahead is True
+    assert policy_by_settings(Settings(lookahead=2), prices, "never").works_ahead is False
+    assert policy_by_settings(Settings(lookahead="auto"), prices, "never").works_ahead is False
+
+
+async def test_another_choice_is_refused() -> None:
+    with pytest.raises(SettingsError, match="work_ahead must be one of 'auto', 'always', 'never', got 'often'"):
+        async with runtime.open("owner/name", work_ahead="often"):  # type: ignore[arg-type]
+            pass

@@ -498,7 +498,7 @@ class ComparingWorker(SimulatedWorker):
             done.append(job)
             self.handed.append(HandedJob(job, at, self.clock()))
             if isinstance(result, list):
-                self._forget_failed((each.request.session, each.outcome) for each in result)
+                self._forget_failed((each.part.session, each.outcome) for each in result)
             on_step(job, result, goes_on)
             for session in sessions_of(job):
                 sequence, num_committed = checked[session]

@@ -8,13 +8,14 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
-from scripted import ScriptedModel, Simulation, agreeing, continuation, run, simulated, truthful
+from scripted import ScriptedModel, Simulation, agreeing, continuation, priced, run, simulated, truthful
 
 from actors.model import Feed, feed_each
 from protocol.trace import Instant, Span
 
 PROMPTS = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
 NUM_TOKENS = 24
+PRICE = priced(prefill=0.0)  # all begin at once
 EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
@@ -33,7 +34,7 @@ async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
 def test_sessions_share_draft_steps_and_their_texts_are_right(lookahead: Any, agreement: float, schedule: int) -> None:
     async def main() -> None:
         draft = ScriptedModel(agreeing(agreement))
-        async with simulated(ScriptedModel(truthful), draft, schedule=schedule) as simulation:
+        async with simulated(ScriptedModel(truthful), draft, price=PRICE, schedule=schedule) as simulation:
             assert await texts(simulation, lookahead=lookahead) == EXPECTED
             assert max(len(span.shares) for span in shared_steps(simulation)) >= 3
             if lookahead != "auto":  # where some rest, the others draft alone
@@ -87,7 +88,7 @@ def test_the_others_share_steps_at_once() -> None:
     async def sessions_per_step(culprit: int | None) -> float:
         agrees = agreeing(0.7)
         draft = ScriptedModel(agrees) if culprit is None else FailingTogether(culprit, 12)
-        async with simulated(ScriptedModel(truthful), draft) as simulation:
+        async with simulated(ScriptedModel(truthful), draft, price=PRICE) as simulation:
             completions = await simulation.runtime.generate_many(prompts, max_tokens=40, lookahead=2)
             for prompt, completion in zip(prompts, completions, strict=True):
                 assert [token.id for token in completion.tokens] == continuation(prompt, 40)

@@ -1,0 +1,176 @@
+"""Draft steps of several texts on the draft model's thread: each step is one forward pass over all that take part.
+
+A text takes part until its draft budget is spent, or it is interrupted; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+import outcome
+
+from actors.drafters.draft_steps import (
+    CannotLookAhead,
+    Drafted,
+    DraftSteps,
+    FollowingStep,
+    LazyGuesses,
+    RewoundToCheckpoint,
+    StepOutcome,
+)
+from actors.model import Feed, Model, feed_each
+from actors.workers.worker import Job, Step
+from protocol.lookahead_tree import Node
+from protocol.trace import Share
+
+
+@attrs.define(eq=False)
+class DraftPart:
+    """One text's part in draft steps.
+
+    Attributes:
+        session: of the text.
+        draft_steps: of the text.
+        step: the next step. Read and written on the worker's thread once the steps have begun.
+        alone: whether no other text may share its pass, nor its cache be one with those of others.
+        node: the node that is being drafted after; None if its result is not wanted any more.
+        round: of the session, for the trace.
+        expected_end_s: when the running step is expected to end, in seconds on the worker's clock.
+        overlaps_target: whether the target was working when the running step began.
+        is_interrupted: whether it ends after the running step. May be set in trio's thread at any time.
+    """
+
+    session: int
+    draft_steps: DraftSteps
+    step: FollowingStep
+    alone: bool = False
+    node: Node | None = None
+    round: int = 0
+    expected_end_s: float = 0.0
+    overlaps_target: bool = False
+    is_interrupted: bool = attrs.field(default=False, init=False)
+
+    @property
+    def share(self) -> Share:
+        """Its part in the next step."""
+        return Share(self.session, self.round, len(self.step.plan.feed))
+
+
+@attrs.frozen
+class PartResult:
+    """What a step brought for one text.
+
+    Attributes:
+        part: of the text.
+        outcome: of the step, or the error that concerns this text alone.
+        continues: whether it takes part in the next step, if there is one.
+    """
+
+    part: DraftPart
+    outcome: outcome.Outcome[StepOutcome]
+    continues: bool
+
+
+PartResults = list[PartResult]
+
+
+class SharedSteps:
+    """The draft steps of one draft model.
+
+    Attributes:
+        num_shared: most texts in one step; 1 once it is known that texts of the model cannot share passes.
+    """
+
+    def __init__(self, model: Model, max_batch: int) -> None:
+        """Of a model on its thread, for steps of at most `max_batch` texts, >= 1."""
+        self.num_shared = max_batch
+        self._model = model
+
+    def by_itself(self, part: DraftPart) -> Step[PartResults]:
+        """Draft one token for a text whose cache is its own."""
+        return self._of_one(part, part.draft_steps.begin(*attrs.astuple(part.step, recurse=False)))
+
+    def _of_one(self, part: DraftPart, step: Step[StepOutcome]) -> Step[PartResults]:
+        results = [PartResult(part, outcome.Value(step.result), step.next_call is not None)]
+        if (next_call := step.next_call) is None:
+            return Step(results)
+        return Step(results, lambda: self._of_one(part, next_call()), step.num_tokens)
+
+    def together(self, parts: Sequence[DraftPart]) -> Step[PartResults]:
+        """Draft one token for each text.
+
+        Raises: whatever their pass raises.
+        """
+        prepared = {part: outcome.capture(_prepare, part) for part in parts}
+        lazies = self._guesses(
+            [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
+        )
+        results: PartResults = []
+        for part, hindrance in prepared.items():
+            if part not in lazies:
+                results.append(PartResult(part, cast("outcome.Outcome[StepOutcome]", hindrance), False))
+                continue
+            concluded = outcome.capture(_conclude, part, lazies[part])
+            if isinstance(concluded, outcome.Error):
+                results.append(PartResult(part, concluded, False))
+                continue
+            drafted, following = concluded.unwrap()
+            continues = following is not None and not part.is_interrupted
+            part.step = following or part.step
+            results.append(PartResult(part, outcome.Value(drafted), continues))
+        going_on = [result.part for result in results if result.continues]
+        if not going_on:
+            return Step(results)
+        shares = tuple(part.share for part in going_on)
+        return Step(results, partial(self.together, going_on), sum(share.num_tokens for share in shares), shares)
+
+    def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
+        """Feed the texts in one pass, and evaluate their guesses."""
+        if not parts:
+            return {}
+        try:
+            feeds = [Feed(part.draft_steps.sequence, part.step.plan.feed, 1, part.alone) for part in parts]
+            logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
+            if any(part.draft_steps.shared.logits_pipeline.runs_user_code for part in parts):
+                # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
+                mx.eval(logits)
+            lazies: dict[DraftPart, outcome.Outcome[LazyGuesses]] = {
+                part: outcome.capture(_guess, part, rows) for part, rows in zip(parts, logits, strict=True)
+            }
+            mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
+        except BaseException:
+            # What is in the caches now is not known. Nobody has seen what was drawn from these logits, if anything was:
+            # when the texts draw again, it is as if for the first time.
+            self._model.abandon_shared()
+            for part in parts:
+                part.draft_steps.sequence.forget()
+            raise
+        return lazies
+
+    def _can_share(self, num_texts: int) -> bool:
+        if num_texts > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
+            self.num_shared = 1
+        return self.num_shared > 1
+
+
+def _prepare(part: DraftPart) -> RewoundToCheckpoint | CannotLookAhead | None:
+    return part.draft_steps.prepare(part.step.plan)
+
+
+def _guess(part: DraftPart, rows: mx.array) -> LazyGuesses:
+    step = part.step
+    return part.draft_steps.guess(rows, step.plan.keep + len(step.plan.feed), step.trail, step.history)
+
+
+def _conclude(part: DraftPart, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:
+    step = part.step
+    return part.draft_steps.conclude(step.plan, lazy.unwrap(), step.trail, step.history, step.draft_budget)
+
+
+def num_rows(job: Job[Any]) -> int:
+    """Rows that a step computes: of each text as many as of the widest, because the others are padded."""
+    return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens

@@ -1,0 +1,44 @@
+"""A drafter that rests is not told of each round, and rests longer while it would not pay to begin again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from scripted import ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
+
+from actors.drafters.draft_actor import DraftActor
+from protocol.messages import TELL_BEFORE_END, Rested, Verdict
+
+PROMPT = [5, 6, 7]
+PRICE = priced(draft=2.0371, verify=8.0, prefill=0.25)
+NUM_TOKENS = 300
+
+
+async def test_many_rounds_are_one_message_and_the_drafter_has_the_whole_text_in_the_end(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=PRICE) as simulation:
+        text = await text_of(simulation, PROMPT, max_tokens=NUM_TOKENS)
+        assert simulation.draft_worker is not None
+        sessions = simulation.draft_worker.sessions
+    assert text == continuation(PROMPT, NUM_TOKENS)
+    received = sessions.received[0]
+    assert len(received) < NUM_TOKENS / 4
+    assert isinstance(received[-1], Verdict)
+    assert sessions.all_states[0].state.committed == [*PROMPT, *text]
+    # The rests are 8, 16, 32 and 64 rounds long, and the drafter is told before their ends.
+    told = [len(message.tokens) for message in received if isinstance(message, Rested) and len(message.tokens) > 1]
+    rests = [DraftActor.rest_rounds << i for i in range(4)]
+    assert rests[-1] == DraftActor.max_rest_rounds
+    assert told[:4] == [length - TELL_BEFORE_END for length in rests]
+
+
+@pytest.mark.parametrize("at", [100.0, 333.0, 700.0])
+async def test_a_text_that_is_closed_in_a_rest_leaves_the_drafter_nothing(at: float, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=PRICE) as simulation:
+        stream = simulation.runtime.stream(PROMPT, max_tokens=NUM_TOKENS, reuse_prefix=True)
+        with trio.move_on_after(at):
+            await collect(stream)
+        await stream.aclose()
+        assert await text_of(simulation, PROMPT, max_tokens=60, reuse_prefix=True) == continuation(PROMPT, 60)
+        assert simulation.runtime.statistics().draft_failures == 0
