@@ -54,6 +54,7 @@ class TranslatedModel:
         return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
+        """See `MLXModel.evaluating_layers`."""
         return self._model.evaluating_layers()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:

@@ -81,6 +81,7 @@ class DrafterSlot:
         await self._nursery.start(self._serve, get)
 
     async def attach(self, source: Source) -> None:
+        """See `Runtime.attach_draft`."""
         assert self._load is not None, "this runtime was made of loaded models"
         if self.actor is not None or self._is_attaching:
             raise DrafterAttachedError(
@@ -93,6 +94,7 @@ class DrafterSlot:
             self._is_attaching = False
 
     async def detach(self) -> None:
+        """See `Runtime.detach_draft`."""
         if (actor := self.actor) is None:
             await trio.lowlevel.checkpoint()
             return

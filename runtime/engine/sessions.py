@@ -112,15 +112,18 @@ class Sessions:
     @property
     def num_streams(self) -> int:
         # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
+        """See `Runtime.num_streams`."""
         wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
         return wanted - self.num_waiting
 
     @property
     def max_streams(self) -> int | None:
+        """See `Runtime.max_streams`."""
         return self._admission.max_sessions
 
     @property
     def num_waiting(self) -> int:
+        """See `Runtime.num_waiting`."""
         return self._admission.num_waiting
 
     def counts(self) -> Counts:

@@ -79,9 +79,13 @@ class DraftedModel(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """See `Model.vocab_size`."""
+        ...
 
-    def record_features(self, layer_ids: Sequence[int] | None) -> None: ...
+    def record_features(self, layer_ids: Sequence[int] | None) -> None:
+        """See `MLXModel.record_features`."""
+        ...
 
 
 class DraftedTarget(Protocol):
@@ -98,7 +102,9 @@ class DraftedTarget(Protocol):
         ...
 
     @property
-    def folder(self) -> Path | None: ...
+    def folder(self) -> Path | None:
+        """See `Loaded.folder`."""
+        ...
 
 
 def check_source(role: str, source: Any) -> Source:

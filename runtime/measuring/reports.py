@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from protocol.errors import OutriderError, SettingsError
-from protocol.reprs import shown, shown_path
+from protocol.reprs import shown_path
+from protocol.validation import must_be
 from runtime.terminal.display import OutputError, printing
 from runtime.terminal.output_files import check_place
 from runtime.terminal.tables import TextTable, show_sections, show_table
@@ -69,11 +70,11 @@ def check_plot(file: str | None, formats: Sequence[str]) -> Path | None:
         return None
     path = Path(file).expanduser()
     if path.suffix.lower() not in formats:
-        raise SettingsError(f"plot must be a file that ends in {', '.join(formats)}, got {shown(file)}")
+        raise must_be("plot", f"a file that ends in {', '.join(formats)}", file)
     if not path.is_dir():
         check_place("plot", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError('plot needs matplotlib, which is not installed; pip install "outrider[plot]"')
+        raise SettingsError.of('{plot} needs matplotlib, which is not installed; pip install "outrider[plot]"')
     return path
 
 

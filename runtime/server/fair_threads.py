@@ -41,6 +41,7 @@ class ClientSlots:
 
     @property
     def num_waiting(self) -> int:
+        """Number of those that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
