@@ -31,7 +31,7 @@ from protocol.validation import must_be
 from runtime.generation.grammar import Grammar
 from runtime.generation.many_prompts import ManyPrompt, check_each
 from runtime.generation.merged_streams import Generation
-from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
 from runtime.generation.tool_calls.call_grammar import call_grammar
 from runtime.generation.tool_calls.tools import Tools, check_callable, split_tools, taken_tools
@@ -296,7 +296,7 @@ class RequestValidation:
         if format is None or not tools.needs_grammar:
             return None
         reasoning = ReasoningTracker(self._tokenizer, prompt)
-        written = call_grammar(tools, format, self._tokenizer, **reasoning.marks)
+        written = call_grammar(tools, format, self._tokenizer, **marks_of(reasoning))
         return Grammar(written, self._tokenizer, what="the grammar of the tools")
 
     def _stop_tokens(self, settings: Settings) -> frozenset[int]:

@@ -25,7 +25,7 @@ from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.many_prompts import check_max_concurrent
 from runtime.generation.merged_streams import Generation
-from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_reader import Arrivals, Progress, TokenReader
 from runtime.generation.token_stream import SessionFile, TokenStream
@@ -228,7 +228,7 @@ class Sessions:
 
     def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
         format = check_callable(tools, self._tokenizer)
-        return AnswerReader(**reasoning.marks, format=format, tools=tools.listed)
+        return AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.

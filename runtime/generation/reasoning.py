@@ -74,11 +74,6 @@ class ReasoningTracker:
         return self._tags
 
     @property
-    def marks(self) -> ReasoningMarks:
-        """What the reader and the grammar of an answer that begins now need; no tags where one of both is unknown."""
-        return {"tags": self._tags if all(self._tags) else None, "is_thinking": self._is_thinking}
-
-    @property
     def has_tags(self) -> bool:
         """Whether the answer so far has a tag."""
         return self._has_tags
@@ -147,3 +142,8 @@ class ReasoningTracker:
         self._pieces.append((begin + len(joined) - len(after), after, not self._is_thinking))
         self._is_thinking, self._has_tags = not self._is_thinking, True
         self._recent.clear()
+
+
+def marks_of(answer: ReasoningTracker) -> ReasoningMarks:
+    """What the reader and the grammar of an answer that begins now need; no tags where one of both is unknown."""
+    return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.is_thinking}

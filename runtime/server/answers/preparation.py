@@ -15,7 +15,7 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
-from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
@@ -135,7 +135,7 @@ class Preparation:
         """The splitter of an answer's tokens."""
         # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
         may_reason = stream is not None and self.request.is_chat and self.request.constraint is None
-        marks = stream.answer.marks if stream is not None and may_reason else None
+        marks = marks_of(stream.answer) if stream is not None and may_reason else None
         has_reasoning = marks is not None and marks["tags"] is not None
         reader = AnswerReader(
             **(marks if marks is not None and has_reasoning else {"tags": None, "is_thinking": False}),
@@ -171,7 +171,7 @@ class Preparation:
     def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
         """The grammar of an answer with calls."""
         if (constraint := self.request.constraint) is None:
-            marks = ReasoningTracker(self.tokenizer, prompt).marks
+            marks = marks_of(ReasoningTracker(self.tokenizer, prompt))
             return call_grammar(tools, format, self.tokenizer, **marks, is_loose=is_loose)
         content = None if tools.must_call else constraint.schema
         return call_grammar(tools, format, self.tokenizer, content=content, is_loose=is_loose)
