@@ -85,13 +85,9 @@ class DiskPrefixCache:
 
         Cancellation: a file that is being written is completed; what was not written, `flush` writes.
         """
-        try:
+        async with self._writing:
             await self._open()
-        except (JobError, HangError, RankError) as error:
-            logger.warning("there is no prefix cache on disk for the %s: %s", self._actor.name, error)
-            self._actor.prefix_cache.store = None
-            return
-        while True:
+        while self._files is not None:
             await self._has_evicted.wait()
             self._has_evicted = trio.Event()
             while len(self._evicted) > _MAX_WAITING:
@@ -99,8 +95,16 @@ class DiskPrefixCache:
             await self.flush()
 
     async def _open(self) -> None:
+        """Look at the folder, if that was not done."""
+        if self._files is not None or self._actor.prefix_cache.store is None:
+            return
         assert isinstance(self._actor.model, MLXModel)
-        fingerprint = await saved_sequence.identify(self._actor)
+        try:
+            fingerprint = await saved_sequence.identify(self._actor)
+        except (JobError, HangError, RankError) as error:
+            logger.warning("there is no prefix cache on disk for the %s: %s", self._actor.name, error)
+            self._actor.prefix_cache.store = None
+            return
         files = PrefixFiles(self._folder, self._max_bytes, fingerprint, self._actor.model.cache_options)
         for stored in await trio.to_thread.run_sync(files.scan):
             self._stored[stored.key] = stored
@@ -112,6 +116,8 @@ class DiskPrefixCache:
         Cancellation: what was not written yet waits for the next call.
         """
         async with self._writing:
+            if self._evicted:
+                await self._open()  # a runtime may be closed before `run` has come so far
             while self._evicted and self._files is not None:
                 await self._write(self._evicted[0], self._files)
                 self._evicted.popleft()
