@@ -158,6 +158,16 @@ async def test_streams_go_on_while_a_file_is_written(
     assert len(stored_in(tmp_path)) == 3
 
 
+async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_writes_there(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskPrefixCache, "run", lambda _: trio.sleep_forever())
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await answer(rt, prompt_of(80))
+        assert cache_of(rt)._files is None
+    assert len(stored_in(tmp_path)) == 1
+
+
 async def test_models_that_share_a_folder_find_their_own(tmp_path: Path, model: Any) -> None:
     prompt = prompt_of(80)
     others: list[tuple[Any, dict[str, Any]]] = [(model, {}), (llama(7), {}), (model, {"max_kv_size": 200})]
