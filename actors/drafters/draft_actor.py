@@ -298,7 +298,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session = self._sessions[result.part.session]
             if session.part is None and goes_on:
                 # It may be worth a step again, which the others may share.
-                self._running.discard(session)
+                self._running.pop(session, None)
                 self._look_at(session)
         self._end_if_nobody_goes_on()
 

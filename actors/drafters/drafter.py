@@ -162,7 +162,7 @@ class Drafter(Actor[S]):
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
         super().__init__(on_event, prices, clock)
         self._changed: dict[S, None] = {}
-        self._running: set[S] = set()  # those that have a part in the job that runs
+        self._running: dict[S, None] = {}  # those that have a part in the job that runs
         self._num_jobs = self._num_read = 0
         self._wakeup = trio.Event()
 
@@ -230,7 +230,7 @@ class Drafter(Actor[S]):
         if need in (Need.READ, Need.DRAFT):
             self._num_jobs += 1
         num_cached = len(sessions[0].cached_tokens)
-        self._running.update(sessions)
+        self._running.update(dict.fromkeys(sessions))
         for session in sessions:
             session.need = None
         try:

@@ -126,7 +126,7 @@ class RoundJobs:
         session.text_over.set()
 
     def _begin_job(self, sessions: Collection[TargetSession]) -> None:
-        self.running = sessions
+        self.running = dict.fromkeys(sessions)  # in their order, on which simulated time depends
         self._pass_over = trio.Event()
         self._target_queue.begin([session.id for session in sessions], self._worker.clock())
 
@@ -141,7 +141,7 @@ class RoundJobs:
 
     async def read_again(self, session: TargetSession, sequence: CachedSequence) -> None:
         """Feed some of what a cache has lost of its text, in one pass of bounded size."""
-        self._begin_job({session})
+        self._begin_job([session])
         to_feed = (*session.state.committed, *session.accepted)[:-1]
         try:
             await prefill_committed(
@@ -151,7 +151,7 @@ class RoundJobs:
         except JobError as error:
             self.fail(session, error)
         finally:
-            self._end_job({session})
+            self._end_job([session])
         self._look_at(session)
 
     async def run_pass(self, parts: list[Part]) -> bool:
@@ -159,7 +159,7 @@ class RoundJobs:
         self.pass_began_s = self._worker.clock()
         taken = list(parts)
         self._last_plain = None
-        self._begin_job({part.session for part in taken})
+        self._begin_job([part.session for part in taken])
         self._limit.count_job()
         job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
         job.prepare = partial(self._prepare, parts, job)
@@ -170,7 +170,7 @@ class RoundJobs:
             has_failed = True
             self._failed(parts, error)
         finally:
-            self._end_job({part.session for part in taken})
+            self._end_job([part.session for part in taken])
         for part in taken:
             if part not in parts:  # texts of this model cannot share passes
                 self._look_at(part.session)
@@ -204,7 +204,7 @@ class RoundJobs:
         else:
             job = Job("verify", step, num_tokens=num_tokens)
             job.prepare = partial(self.share, rows, shares, job)
-        self._begin_job(set(sessions))
+        self._begin_job(sessions)
         self._limit.count_job()
         results = None
         try:

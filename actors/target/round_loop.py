@@ -82,7 +82,7 @@ class RoundLoop:
         self._ready: dict[TargetSession, Part] = {}
         self._plain: dict[TargetSession, None] = {}
         self._order: dict[TargetSession, None] = {}
-        self._hurried: set[TargetSession] = set()
+        self._hurried: dict[TargetSession, None] = {}
         self._hurried_until_s = -math.inf
         self._waits_until_s = math.inf  # for further rounds, before the pass that could begin
         self._wakeup = trio.Event()
@@ -145,7 +145,7 @@ class RoundLoop:
         self._order.pop(session, None)
         if self._ready.pop(session, None) is not None:
             self._target_queue.leave(session.id, self._worker.clock())
-        self._hurried.discard(session)
+        self._hurried.pop(session, None)
         session.shared.on_room = None
         self._wakeup.set()
 
@@ -224,7 +224,7 @@ class RoundLoop:
 
     def _make_ready(self, session: TargetSession) -> None:
         session.awaits_proposal_since_s = None
-        self._hurried.discard(session)
+        self._hurried.pop(session, None)
         assert session.sequence is not None
         session.sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
         self._order.pop(session, None)
@@ -307,12 +307,13 @@ class RoundLoop:
         if plan.wait_s > 0.0:
             return plan.wait_s
         sessions = list(coming)
-        hurried = {sessions[i - len(parts)] for i in plan.num_drafted if i >= len(parts)} - self._hurried
+        planned = [sessions[i - len(parts)] for i in plan.num_drafted if i >= len(parts)]
+        hurried = [session for session in planned if session not in self._hurried]
         if not hurried:
             return 0.0
         for session in hurried:
             self._drafter.hurry(session)
-        self._hurried |= hurried
+        self._hurried |= dict.fromkeys(hurried)
         self._hurried_until_s = now_s + max(PATIENCE * self._prices.verify(1), 1e-9)
         return self._hurried_until_s - now_s
 

@@ -161,7 +161,10 @@ async def test_streams_go_on_while_a_file_is_written(
 async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_writes_there(
     tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DiskPrefixCache, "run", lambda _: trio.sleep_forever())
+    async def never(_: DiskPrefixCache) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(DiskPrefixCache, "run", never)
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
         await answer(rt, prompt_of(80))
         assert cache_of(rt)._files is None
