@@ -160,6 +160,11 @@ class CachedSequence(Protocol):
         """
         ...
 
+    @property
+    def reads_with_others(self) -> bool:
+        """Whether its first tokens may be read in a pass that other texts share. May be read in any thread."""
+        ...
+
     # --- copies for other texts that begin with all of its tokens ---
 
     @property
@@ -181,6 +186,7 @@ class CannotFork:
     """The part of a `CachedSequence` that concerns copies, for one that cannot be copied."""
 
     can_fork = False
+    reads_with_others = False
 
     def fork_point(self) -> Fork:
         """See `CachedSequence.fork_point`.

@@ -63,6 +63,7 @@ def can_read_together(sequence: CachedSequence, opened: Open) -> bool:
     """Whether the whole prompt may be read in one pass that other texts share."""
     return (
         sequence.length == 0
+        and sequence.reads_with_others
         and opened.num_read > 0
         and tokens_per_pass(opened.settings.prefill_step_size, sequence) == "auto"
         and not _prefix_checkpoints(sequence, opened)

@@ -42,9 +42,11 @@ class ContinuedSequence(MLXSequence):
     def length(self) -> int:
         return super().length - self._num_before
 
+    # The caches of a batch begin with the texts.
+    reads_with_others = False
+
     @property
     def can_be_row(self) -> bool:
-        """The caches of a batch begin with the texts."""
         return False
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:

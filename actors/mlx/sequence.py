@@ -88,6 +88,8 @@ class MLXSequence(RecordsFeatures):
             and all(can_take_rows(layer) and not layer.empty() for layer in self.cache)
         )
 
+    reads_with_others = True
+
     def is_row_of(self, batch: RowBatch) -> bool:
         """Whether the text is a row of this batch."""
         return self._batch is batch

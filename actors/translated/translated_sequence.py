@@ -84,6 +84,8 @@ class TranslatedSequence(RecordsNothing):
         own: the text in the model's own tokens.
     """
 
+    reads_with_others = False
+
     def __init__(
         self,
         own: CachedSequence,

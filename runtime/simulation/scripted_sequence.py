@@ -28,6 +28,7 @@ class ScriptedSequence(RecordsNothing):
     num_bytes = 0  # a list of tokens does not count
     needs_prefix_checkpoints = False  # it can always go back
     depends_on_passes = False
+    reads_with_others = True
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -92,6 +93,8 @@ class ScriptedSequence(RecordsNothing):
 
 class RecordsEmptyFeatures(ScriptedSequence):
     """One text of a target that records features."""
+
+    records_features = True
 
     _num_taken = 0
 

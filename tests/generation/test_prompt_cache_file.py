@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from models import Failing, gemma3_text, greedy, llama, mamba, near, prompt_of
 
 import runtime
+from protocol.prefill_chunks import PrefillChunkSize
 from runtime.persistence.prompt_cache_file import read_header
 
 CACHED, SUFFIX = prompt_of(41, seed=3, vocab_size=64), prompt_of(2, seed=4, vocab_size=64)
@@ -70,7 +71,10 @@ async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: 
     assert await continued(file, model, draft, options=options, lookahead=lookahead) == expected
 
 
-async def test_a_file_is_continued_as_often_as_one_likes_and_beside_other_texts(tmp_path: Path) -> None:
+async def test_a_file_is_continued_as_often_as_one_likes_and_beside_other_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefillChunkSize, "__call__", lambda _: 512)  # all prompts fit into one pass
     model = llama()
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
     expected = greedy(model, SUFFIX, NUM_TOKENS, prompt_cache=load_prompt_cache(str(file)))
