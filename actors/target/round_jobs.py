@@ -105,12 +105,8 @@ class RoundJobs:
 
     def begin_round(self, session: TargetSession) -> None:
         """Begin a session's next round."""
-        self.begin_clock(session)
-        self._look_at(session)
-
-    def begin_clock(self, session: TargetSession) -> None:
-        """Note when a session's round begins."""
         session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
+        self._look_at(session)
 
     def deliver(self) -> None:
         """Hand the consumers the commits of the last pass. Never waits."""
@@ -197,7 +193,7 @@ class RoundJobs:
             rows.append(row)
             shares.append(Share(session.id, state.round, max(1, len(row.plan.feed))))
             self._target_queue.enter(session.id, shares[-1].num_tokens)
-        num_tokens, ready_s = sum([share.num_tokens for share in shares]), self._worker.clock()
+        num_tokens = sum([share.num_tokens for share in shares])
         step = partial(self._step, rows, goes_ahead)
         if num_texts == 1:
             job = Job("decode", step, sessions[0].id, num_tokens, sessions[0].state.round)
@@ -225,8 +221,9 @@ class RoundJobs:
         self._price_plain_pass(job, num_texts, num_texts * width, is_typical=is_typical)
         going_on = []
         for session, row, result in zip(sessions, rows, results, strict=False):
-            session.shared.counts.wait(job.began - ready_s)
+            session.shared.counts.wait(job.began - session.round_began_s)
             session.verify_seconds += job.seconds / num_texts
+            session.round_began_s, session.busy_before_s = job.ended, self._worker.busy_seconds
             session.was_plain = True
             session.has_shared = session.has_shared or num_texts > 1
             if isinstance(result, CacheLostError):
@@ -246,7 +243,7 @@ class RoundJobs:
 
     def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
         """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
-        if is_typical:
+        if is_typical and num_texts > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
         if last is not None and num_rows == num_texts:

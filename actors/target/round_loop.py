@@ -388,7 +388,6 @@ class RoundLoop:
         self._plain = dict.fromkeys(text for text in others if text.id in self._jobs.texts)
         self._take_in()  # what became ready during the pass has its turn first
         for text in group:
-            self._jobs.begin_clock(text)
             self._order.pop(text, None)
             self._order[text] = None
             if text.id in self._jobs.texts and text not in self._ready:
