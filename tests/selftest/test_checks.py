@@ -102,7 +102,9 @@ def accept_everything(patch: Patch) -> None:
 
 def forget_the_key(patch: Patch) -> None:
     draws = itertools.count()
-    patch.setattr(protocol.acceptance, "key_for", lambda *_: mx.random.key(next(draws)))
+    patch.setattr(
+        protocol.acceptance, "keys_for", lambda _, decisions: mx.stack([mx.random.key(next(draws)) for _ in decisions])
+    )
 
 
 def noise_of_the_thread(patch: Patch) -> None:
