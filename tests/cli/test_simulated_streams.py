@@ -102,8 +102,8 @@ def test_streams_come_out_the_same_whatever_dice_the_scheduler_rolls_and_leave_t
     [
         ({"num_streams": 0}, "num_streams must be a whole number between 1 and 64, got 0"),
         ({"num_streams": 65}, "between 1 and 64, got 65"),
-        ({"num_streams": 2, "max_batch": 0}, "max_batch must be a whole number between 1 and 32, got 0"),
-        ({"num_streams": 2, "max_batch": 33}, "between 1 and 32, got 33"),
+        ({"num_streams": 2, "max_batch": 0}, "max_batch must be a whole number between 1 and 64, got 0"),
+        ({"num_streams": 2, "max_batch": 65}, "between 1 and 64, got 65"),
         ({"num_streams": 2, "lookahead": 65}, "lookahead must be a whole number between 0 and 64"),
         ({"num_streams": 2, "num_tokens": 0}, "max_tokens must be a whole number of at least 1"),
     ],
