@@ -236,14 +236,7 @@ class SessionState:
             return None
         commit = self.preview(verdict)
         self._move(verdict)
-        self.committed += commit.tokens
-        self.outstanding = None
-        self.round += 1
-        if self.phase is SessionPhase.RESTING and self.round >= self.rests_until:
-            self.phase = SessionPhase.PROPOSING
-        if commit.finish_reason is not None:
-            self.finish_reason = commit.finish_reason
-            self.close(Close(self.opened.session))
+        self._commit(commit)
         return commit
 
     def follow(self, rested: Rested) -> bool:
@@ -262,9 +255,7 @@ class SessionState:
             )
         self._move(rested)
         self.committed += rested.tokens
-        self.round = rested.round + 1
-        if self.phase is SessionPhase.RESTING and self.round >= self.rests_until:
-            self.phase = SessionPhase.PROPOSING
+        self._begin_round(rested.round + 1)
         return True
 
     def commit_own(self, token: int) -> Commit:
@@ -292,15 +283,22 @@ class SessionState:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )
-        self.committed.append(token)
-        self.outstanding = None  # of a drafter that has left
-        self.round += 1
-        if phase is SessionPhase.RESTING and self.round >= self.rests_until:
-            self.phase = SessionPhase.PROPOSING
-        if finish_reason is not None:
-            self.finish_reason = finish_reason
-            self.close(Close(self.opened.session))
+        self._commit(commit)
         return commit
+
+    def _commit(self, commit: Commit) -> None:
+        """Add a commit to the text, and begin the next round or end the session."""
+        self.committed += commit.tokens
+        self.outstanding = None  # judged, or of a drafter that has left
+        self._begin_round(self.round + 1)
+        if commit.finish_reason is not None:
+            self.finish_reason = commit.finish_reason
+            self.close(Close(self.opened.session))
+
+    def _begin_round(self, round: int) -> None:
+        self.round = round
+        if self.phase is SessionPhase.RESTING and round >= self.rests_until:
+            self.phase = SessionPhase.PROPOSING
 
     def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
         """The commit of a verdict: its tokens, cut at the first stop and at the most that may still be committed."""
