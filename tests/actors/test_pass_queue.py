@@ -13,10 +13,12 @@ import pytest
 import trio
 from scripted import (
     VOCAB_SIZE,
+    FailingTogether,
     ScriptedModel,
     Simulation,
     agreeing,
     continuation,
+    forget_all,
     never,
     run,
     simulated,
@@ -78,31 +80,10 @@ def test_no_session_waits_for_more_than_the_pass_that_runs() -> None:
     run(main)
 
 
-class FailingTogether(ScriptedModel):
-    """A model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
-
-    def __init__(self, culprit: int, num_tokens: int) -> None:
-        super().__init__(truthful)
-        self.culprit, self.num_tokens = culprit, num_tokens
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        for feed in feeds:
-            tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
-            if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-    def abandon_shared(self) -> None:
-        """Also the texts that had no part in the pass, as the rows of a batch."""
-        for sequence in self.sequences:
-            if not sequence.is_closed:
-                sequence.forget()
-
-
 @pytest.mark.parametrize("num_tokens", [3, 8, 20])
 def test_a_session_whose_part_makes_the_pass_fail_ends_alone(num_tokens: int) -> None:
     async def main() -> None:
-        target = FailingTogether(PROMPTS[0][0], num_tokens)
+        target = FailingTogether(truthful, PROMPTS[0][0], num_tokens)
         async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
             rt = simulation.runtime
             found: dict[int, Any] = {}
@@ -145,7 +126,7 @@ class TooMuch(ScriptedModel):
 
     def abandon_shared(self) -> None:
         if self.failures[-1] > 1:  # a text alone is no row of a batch
-            FailingTogether.abandon_shared(self)  # type: ignore[arg-type]
+            forget_all(self)
 
 
 @pytest.mark.parametrize("max_batch", [1, 8])
@@ -189,7 +170,7 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
     prompts = [[index, index + 1] for index in range(12)]
 
     async def rows_per_pass(culprit: int | None) -> float:
-        target = FailingTogether(culprit, 12) if culprit is not None else ScriptedModel(truthful)
+        target = FailingTogether(truthful, culprit, 12) if culprit is not None else ScriptedModel(truthful)
         async with simulated(target) as simulation:
 
             async def read(prompt: list[int]) -> None:

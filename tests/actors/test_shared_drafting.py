@@ -8,7 +8,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
-from scripted import ScriptedModel, Simulation, agreeing, continuation, priced, run, simulated, truthful
+from scripted import (
+    FailingTogether,
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    continuation,
+    forget_all,
+    priced,
+    run,
+    simulated,
+    truthful,
+)
 
 from actors.model import Feed, feed_each
 from protocol.trace import Instant, Span
@@ -45,34 +56,10 @@ def test_sessions_share_draft_steps_and_their_texts_are_right(lookahead: Any, ag
     run(main)
 
 
-class FailingTogether(ScriptedModel):
-    """A draft model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
-
-    def __init__(self, culprit: int, num_tokens: int) -> None:
-        super().__init__(agreeing(0.7))
-        self.culprit, self.num_tokens = culprit, num_tokens
-
-    def fail_for(self, feed: Feed) -> None:
-        tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
-        if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
-            raise MemoryError("no room for this one")
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        for feed in feeds:
-            self.fail_for(feed)
-        return feed_each(feeds)
-
-    def abandon_shared(self) -> None:
-        """All texts, as the rows of a batch."""
-        for sequence in self.sequences:
-            if not sequence.is_closed:
-                sequence.forget()
-
-
 @pytest.mark.parametrize("num_tokens", [3, 8, 20])
 def test_a_session_that_makes_a_shared_step_fail_loses_its_drafter_and_no_other_does(num_tokens: int) -> None:
     async def main() -> None:
-        draft = FailingTogether(PROMPTS[0][0], num_tokens)
+        draft = FailingTogether(agreeing(0.7), PROMPTS[0][0], num_tokens)
         async with simulated(ScriptedModel(truthful), draft) as simulation:
             assert await texts(simulation, lookahead=3) == EXPECTED
             left = [e.session for e in simulation.events if isinstance(e, Instant) and e.kind == "withdraw"]
@@ -87,7 +74,7 @@ def test_the_others_share_steps_at_once() -> None:
 
     async def sessions_per_step(culprit: int | None) -> float:
         agrees = agreeing(0.7)
-        draft = ScriptedModel(agrees) if culprit is None else FailingTogether(culprit, 12)
+        draft = ScriptedModel(agrees) if culprit is None else FailingTogether(agrees, culprit, 12)
         async with simulated(ScriptedModel(truthful), draft, price=PRICE) as simulation:
             completions = await simulation.runtime.generate_many(prompts, max_tokens=40, lookahead=2)
             for prompt, completion in zip(prompts, completions, strict=True):
@@ -112,7 +99,8 @@ class TooMuch(ScriptedModel):
             raise MemoryError(f"no room for {len(feeds)} sessions")
         return feed_each(feeds)
 
-    abandon_shared = FailingTogether.abandon_shared
+    def abandon_shared(self) -> None:
+        forget_all(self)
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -27,7 +27,7 @@ from outcome import Error
 from actors.actor import ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
-from actors.model import FeedsEach, Fork, RewindMode
+from actors.model import Feed, FeedsEach, Fork, RewindMode, feed_each
 from actors.prefix_cache import CacheHit
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
@@ -376,6 +376,32 @@ PRICES: Mapping[str, float] = {
     "decode": 8.0,
     "close": 0.0,
 }
+
+
+class FailingTogether(ScriptedModel):
+    """A model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
+
+    def __init__(self, script: Script, culprit: int, num_tokens: int) -> None:
+        super().__init__(script)
+        self.culprit, self.num_tokens = culprit, num_tokens
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        for feed in feeds:
+            tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
+            if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
+                raise MemoryError("no room for this one")
+        return feed_each(feeds)
+
+    def abandon_shared(self) -> None:
+        """Also the texts that had no part in the pass, as the rows of a batch."""
+        forget_all(self)
+
+
+def forget_all(model: ScriptedModel) -> None:
+    """Empty all sequences that are open, as after a pass in which all of them were rows."""
+    for sequence in model.sequences:
+        if not sequence.is_closed:
+            sequence.forget()
 
 
 def priced(**changes: float) -> Price:
