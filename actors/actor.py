@@ -393,9 +393,16 @@ class ModelActor(Actor[S]):
         Args:
             before: a session that begins and may reuse those sequences; None for all sessions.
         """
-        for other in list(self._sessions.values()):
-            if other is not before and other.shared.is_unwanted and other.shared.opened.settings.reuse_prefix:
-                await other.is_over.wait()
+        for other in self._unwanted(before):
+            await other.is_over.wait()
+
+    def _unwanted(self, before: S | None) -> list[S]:
+        """The other sessions that nobody wants any more, and that have yet to fill the prefix cache."""
+        return [
+            other
+            for other in self._sessions.values()
+            if other is not before and other.shared.is_unwanted and other.shared.opened.settings.reuse_prefix
+        ]
 
     @property
     def busy_seconds(self) -> float:

@@ -26,7 +26,7 @@ from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
 from actors.prompt_sharing import ReadPrompt
 from actors.session import Session
-from actors.workers.shared_jobs import Suspects
+from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.backoff import SharingLimit
 from protocol.cached_tokens import FeedPlan
@@ -161,11 +161,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if session.awaits is not None:
                 return False
             session.reading = self._prompt_readings.begin(opened, beside_another=True)
-        return not any(
-            other.shared.is_unwanted and other.shared.opened.settings.reuse_prefix
-            for other in self._sessions.values()
-            if other is not session
-        )
+        return not self._unwanted(session)
 
     def _prompt_was_read(self, session: DraftSession, read: ReadPrompt | None) -> None:
         session.awaits, session.read_prompt = None, read

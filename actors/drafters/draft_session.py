@@ -11,7 +11,7 @@ from actors.drafters.shared_steps import DraftPart
 from actors.prompt_sharing import PromptReading, ReadPrompt
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
-from actors.workers.shared_jobs import Suspects
+from actors.workers.suspects import Suspects
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node

@@ -192,6 +192,14 @@ class LogitsPipeline:
         return logits
 
 
+def by_kind(pipelines: Sequence[LogitsPipeline]) -> dict[Hashable, list[int]]:
+    """The indices of texts that are judged together, by their `kind`; of a text judged by itself, by its index."""
+    kinds: dict[Hashable, list[int]] = {}
+    for index, pipeline in enumerate(pipelines):
+        kinds.setdefault(pipeline.kind or index, []).append(index)
+    return kinds
+
+
 def pad(logits: mx.array, width: int) -> mx.array:
     """Logits (n, W) at the width of the target's: cut, or filled up with -inf for tokens that the model lacks. Lazy."""
     missing = width - logits.shape[1]

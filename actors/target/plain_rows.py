@@ -12,7 +12,7 @@ pass ahead is chosen in the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import attrs
@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, Feed, Model
 from actors.sampling.logit_check import LogitCheck, not_a_number
-from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline, TokenHistory
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline, TokenHistory, by_kind
 from protocol.acceptance import LazyLikelihoods, choices_together
 from protocol.cached_tokens import FeedPlan
 from protocol.errors import OutriderError
@@ -205,9 +205,7 @@ def _choose(rows: Sequence[PlainRow], logits: mx.array, ahead: mx.array | None =
         logits: (n, V).
         ahead: (n,) tokens that come after the rows' plans and before these logits; None if there are none.
     """
-    kinds: dict[Hashable, list[int]] = {}
-    for index, row in enumerate(rows):
-        kinds.setdefault(row.logits_pipeline.kind or index, []).append(index)
+    kinds = by_kind([row.logits_pipeline for row in rows])
     own: dict[int, LogitCheck | OutriderError] = {}
     lazy_likelihoods = {}
     parts = []

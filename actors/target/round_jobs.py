@@ -19,7 +19,7 @@ from actors.target.parts import Part, next_part, stays_plain, verdict_of, verdic
 from actors.target.plain_rows import PlainRow, PlainRows
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
 from actors.target.verify import verify
-from actors.workers.shared_jobs import Suspects
+from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Worker, job_error
 from protocol.backoff import Backoff, SharingLimit
 from protocol.cached_tokens import FeedPlan

@@ -8,7 +8,7 @@ import trio
 from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.plain_rows import PlainRow
-from actors.workers.shared_jobs import Suspects
+from actors.workers.suspects import Suspects
 from protocol.backoff import Backoff
 from protocol.errors import ProtocolError
 from protocol.messages import Features, Likelihood, Message, Proposal, Ready, Rest, Verdict, Withdraw

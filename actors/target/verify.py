@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import attrs
@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from actors.model import Model
 from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import by_kind
 from actors.target.parts import Part
 from protocol.acceptance import Judgement, LazyJudgements, judge, likelihoods
 from protocol.errors import ProcessorError
@@ -51,11 +52,8 @@ def _groups(parts: Sequence[Part], logits: Sequence[mx.array]) -> list[_Group]:
     if any(part.session.shared.logits_pipeline.runs_user_code for part in parts):
         # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
         mx.eval(list(logits))
-    kinds: dict[Hashable, list[int]] = {}
-    for index, part in enumerate(parts):
-        kinds.setdefault(part.session.shared.logits_pipeline.kind or index, []).append(index)
     groups = []
-    for kind, indices in kinds.items():
+    for kind, indices in by_kind([part.session.shared.logits_pipeline for part in parts]).items():
         if not isinstance(kind, int):
             rows = [logits[index] for index in indices]
             groups.append(_judged_together([parts[index] for index in indices], rows))
