@@ -29,10 +29,12 @@ _integer = partial(validator, check_integer)
 _CACHES = "caches and devices"
 
 
-def _one_of(*allowed: object, spelled: str) -> Callable[..., None]:
+def _one_of(*allowed: object, spelled: str | None = None) -> Callable[..., None]:
+    bound = "one of " + ", ".join(map(repr, allowed)) if spelled is None else spelled
+
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value not in allowed:
-            raise must_be(attribute.name, spelled, value)
+            raise must_be(attribute.name, bound, value)
 
     return check
 
@@ -111,7 +113,7 @@ class OpenOptions:
     )
     rewind: str = attrs.field(
         default="auto",
-        validator=_one_of("auto", "trim", "checkpoint", "none", spelled="one of 'auto', 'trim', 'checkpoint', 'none'"),
+        validator=_one_of("auto", "trim", "checkpoint", "none"),
         metadata=option("HOW", _CACHES),
     )
     max_kv_size: int | None = attrs.field(
@@ -154,7 +156,7 @@ class OpenOptions:
     draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))
     work_ahead: WorkAhead = attrs.field(
         default="auto",
-        validator=_one_of(*WORK_AHEAD, spelled="one of " + ", ".join(map(repr, WORK_AHEAD))),
+        validator=_one_of(*WORK_AHEAD),
         metadata=option("WHEN", _CACHES),
     )
 

@@ -20,12 +20,15 @@ from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.tools import Tools
 
-OPTIONAL_NEWLINE = "\0"
+_OPTIONAL_NEWLINE = "\0"
 
 
 @attrs.frozen
 class CallLayout:
     """The layout of one call.
+
+    In these texts, "{name}" is the function's name, "{key}" an argument's, "{type}" its type, "{number}" a whole
+    number; a NUL character may be a newline, or nothing, as in the several versions of a format.
 
     Attributes:
         head: before the arguments.
@@ -121,8 +124,8 @@ def call_layout(name: str, template: Any) -> CallLayout | None:
 # Calls of an answer that must be calls. Small models repeat theirs until they are cut off.
 _MAX_CALLS = 16
 
-_PLACEHOLDERS = re.compile("({number}|" + OPTIONAL_NEWLINE + ")")
-_TERMS = {"{number}": "/[0-9]{1,4}/", OPTIONAL_NEWLINE: '"\\n"?'}
+_PLACEHOLDERS = re.compile("({number}|" + _OPTIONAL_NEWLINE + ")")
+_TERMS = {"{number}": "/[0-9]{1,4}/", _OPTIONAL_NEWLINE: '"\\n"?'}
 
 
 def call_grammar(
@@ -219,8 +222,8 @@ def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str
         texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
         body = " | ".join(writer.text(quotation + text + quotation + layout.value_end) for text in texts)
         return writer.rule(f"{head} ({body})")
-    closing = writer.until((quotation or layout.value_end).replace(OPTIONAL_NEWLINE, ""))
-    rest = end if quotation else ('"\\n"?' if OPTIONAL_NEWLINE in layout.value_end else "")
+    closing = writer.until((quotation or layout.value_end).replace(_OPTIONAL_NEWLINE, ""))
+    rest = end if quotation else ('"\\n"?' if _OPTIONAL_NEWLINE in layout.value_end else "")
     return writer.rule(f"{head} {writer.text(quotation)} {closing} {rest}")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import attrs
 from pydantic import AliasChoices, Field, ValidationError
@@ -28,7 +28,16 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
 
 
-def joined(content: str | list[TextPart]) -> str:
+class HasText(Protocol):
+    """A part of a content in any of the APIs."""
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        ...
+
+
+def joined(content: str | Iterable[HasText]) -> str:
     """The text of a content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 

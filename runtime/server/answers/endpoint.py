@@ -17,7 +17,7 @@ from runtime.engine.runtime import Runtime
 from runtime.generation.token_stream import TokenStream
 from runtime.server.answers.api import Answer, Api, Choice, Choices
 from runtime.server.answers.body import RequestBody
-from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_tokens
+from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_each, num_named_tokens
 from runtime.server.answers.request import Request
 from runtime.server.answers.sending import encoded_aside, send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
@@ -212,7 +212,7 @@ class Endpoint(Generic[B]):
         with Choices(begins, model.runtime.max_streams) as choices:
             await choices.begin_first()
             if request.stream:
-                num_named = 1 + (request.num_logprobs or 0)
+                num_named = num_named_each(request)
                 outcome.failure = await send_events(choices, self._api.last_events, num_named, send)
                 outcome.is_sent = outcome.failure is None
                 return

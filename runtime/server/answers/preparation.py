@@ -25,7 +25,7 @@ from runtime.server.answers.request import Request
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.models.loaded_model import LoadedModel
+from runtime.server.models.loaded_model import LoadedModel, tokenizer_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -212,7 +212,7 @@ class Preparation:
         request, runtime = self.request, self.model.runtime
         biases = _biases(request.logit_bias or {}, self.tokenizer)
         if (suffix := request.suffix_text) is None:
-            return _Encoded(encode_prompts(request, runtime), biases)
+            return _Encoded(encode_prompts(request, runtime, self.tools), biases)
         if (fill := self.model.fill_in_middle) is None:
             raise ErrorResponse(
                 400,
@@ -276,7 +276,7 @@ class Preparation:
         request = self.request
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
-        each, most = 1 + (request.num_logprobs or 0), min(bounds, default=0)
+        each, most = num_named_each(request), min(bounds, default=0)
         of_prompts = _named_with_prompt(request) * sum(map(len, prompts))
         num_answers = request.num_candidates * len(prompts)
         num_named = request.num_candidates * (of_prompts + each * most * len(prompts))
@@ -308,29 +308,31 @@ class Preparation:
         return await self.model.runtime.score(ids[:1], ids[1:], logprobs=num_top, **reading)
 
 
+def num_named_each(request: Request) -> int:
+    """How many tokens a response names for each token of an answer: itself, and the likely others."""
+    return 1 + (request.num_logprobs or 0)
+
+
 def num_named_tokens(request: Request, prompt_and_answer_lengths: Iterable[tuple[int, int]]) -> int:
     """How many tokens, and likely other tokens, the response to a request has; see `MAX_NAMED_TOKENS`."""
-    each, with_prompt = 1 + (request.num_logprobs or 0), _named_with_prompt(request)
+    each, with_prompt = num_named_each(request), _named_with_prompt(request)
     return sum(with_prompt * prompt + each * answer for prompt, answer in prompt_and_answer_lengths)
 
 
 def _named_with_prompt(request: Request) -> int:
     """How many tokens a response names for each token of the prompt."""
-    echoed = 1 + (request.num_logprobs or 0) if request.echoes else 0
+    echoed = num_named_each(request) if request.echoes else 0
     return echoed + (0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs)
 
 
 # --- with the tokenizer ---------------------------------------------------------------------------
 
 
-def tokenizer_of(runtime: Runtime) -> TokenizerWrapper:
-    """The target's tokenizer."""
-    assert runtime.tokenizer is not None, "a server's target has a tokenizer"
-    return runtime.tokenizer
-
-
-def encode_prompts(request: Request, runtime: Runtime) -> list[tuple[int, ...]]:
+def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = None) -> list[tuple[int, ...]]:
     """The prompts of a request as token ids; a chat is one.
+
+    Args:
+        tools: those of the request, if they have been checked.
 
     Raises:
         PromptError: one cannot be encoded.
@@ -339,7 +341,7 @@ def encode_prompts(request: Request, runtime: Runtime) -> list[tuple[int, ...]]:
     has_template = bool(tokenizer_of(runtime).has_chat_template)
     prompts, variables = request.prompts(has_template=has_template), {}
     if request.is_chat and has_template:
-        tools = request.checked_tools()
+        tools = request.checked_tools() if tools is None else tools
         variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
         if request.constraint is not None:
             # An answer that is JSON from its first token has no reasoning. Templates without this switch ignore it.

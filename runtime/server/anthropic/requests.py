@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, parse_translated
-from runtime.server.answers.request import MaxTokens, Stop
+from runtime.server.answers.chat import Chat, Effort, TranslatedBody, joined, parse_translated
+from runtime.server.answers.request import MaxTokens, Probability, Stop
 from runtime.server.errors import ErrorResponse
 
 # --- blocks of content ----------------------------------------------------------------------------
@@ -180,8 +180,7 @@ class TokenCountRequest(TranslatedBody, CachedBody):
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            content = self.system if isinstance(self.system, str) else "".join(block.text for block in self.system)
-            yield {"role": "system", "content": content}
+            yield {"role": "system", "content": joined(self.system)}
         for message in self.messages:
             yield from _messages_of(message)
 
@@ -193,7 +192,7 @@ class MessagesRequest(TokenCountRequest):
     stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Probability | None = None
     top_k: int | None = Field(None, ge=-1)
 
     def fields(self) -> dict[str, Any]:
@@ -260,8 +259,7 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 
 def _result(block: ToolResultBlock) -> str:
-    content = block.content or ""
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    text = joined(block.content or "")
     # Chats have no field for it.
     return f"Error: {text}" if block.is_error else text
 

@@ -24,7 +24,13 @@ from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 
 if TYPE_CHECKING:
-    from runtime.server.grammars.schemas import Schemas
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+def tokenizer_of(runtime: Runtime) -> TokenizerWrapper:
+    """The target's tokenizer."""
+    assert runtime.tokenizer is not None, "a server's target has a tokenizer"
+    return runtime.tokenizer
 
 
 @attrs.frozen(eq=False)
@@ -54,8 +60,7 @@ class LoadedModel:
 
         The first access takes long, so it must be made in another thread than trio's.
         """
-        assert self.runtime.tokenizer is not None, "a server's target has a tokenizer"
-        return fill_in_middle(self.runtime.tokenizer)
+        return fill_in_middle(tokenizer_of(self.runtime))
 
 
 OpenModel = Callable[[ServedModel], AbstractAsyncContextManager[LoadedModel]]

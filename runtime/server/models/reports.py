@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
+from runtime.server.models.loaded_model import ModelState
 from runtime.server.models.pool import ModelPool
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class ModelDescription(TypedDict):
     draft: str | None
     has_chat_template: bool | None
     max_model_len: int | None
-    state: Literal["loaded", "loading", "unloaded"]
+    state: ModelState
 
 
 class ModelList(TypedDict):
@@ -43,8 +44,8 @@ class ModelList(TypedDict):
 class ModelHealth(TypedDict):
     """Whether a model works, and the number of its streams that run and wait."""
 
-    state: Literal["loaded", "loading", "unloaded"]
-    status: Literal["ok", "degraded", "broken"]
+    state: ModelState
+    status: ServiceStatus
     streams: int
     waiting: int
 

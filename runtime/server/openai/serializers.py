@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import attrs
 
-# pydantic cannot read `typing.TypedDict` before Python 3.12.
 from protocol.scores import Score, ScoredToken
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer

@@ -13,10 +13,11 @@ from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt, tokenized
 from runtime.server.answers.body import NoEffect, RequestBody, parse_request
 from runtime.server.answers.endpoint import TokenizerEndpoint
-from runtime.server.answers.preparation import encode_prompts, tokenizer_of
+from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import Ids
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.errors import ErrorResponse
+from runtime.server.models.loaded_model import tokenizer_of
 from runtime.server.openai.requests import ChatRequest
 from runtime.server.operations import Operation
 

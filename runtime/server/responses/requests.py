@@ -10,8 +10,8 @@ import attrs
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, parse_translated
-from runtime.server.answers.request import MaxTokens
+from runtime.server.answers.chat import Chat, Effort, TranslatedBody, joined, parse_translated
+from runtime.server.answers.request import MaxTokens, Probability
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.responses.store import ResponseStore
 
@@ -145,22 +145,18 @@ def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
                 text = "".join(part.text for part in item.content or ())
                 answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
             case MessageItem(role="assistant"):
-                answer_without("content", "tool_calls")["content"] = _text(item.content)
+                answer_without("content", "tool_calls")["content"] = joined(item.content)
             case FunctionCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 calls = answer_without().setdefault("tool_calls", [])
                 calls.append({"id": item.call_id, "type": "function", "function": function})
             case FunctionOutputItem():
                 answer = None
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             case MessageItem():
                 answer = None
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": joined(item.content)})
     return messages
-
-
-def _text(content: str | list[MessageContent]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 # In `include`.
@@ -233,7 +229,7 @@ class ResponsesRequest(TranslatedBody):
     stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
     max_output_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
     temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Probability | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=1000, fail_fast=True)] | None = None
