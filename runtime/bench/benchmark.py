@@ -223,8 +223,13 @@ class Benchmark(ABC, Generic[P]):
 
     def _note_failure(self, step: Step[Contender, int], error: JobError) -> None:
         if step.contender == PLAIN:
-            raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
+            raise plain_failed(error) from error.__cause__
         self.contest.fail(step, str(error.__cause__))
+
+
+def plain_failed(error: JobError) -> ModelError:
+    """What ends a benchmark, since everything is compared with it."""
+    return ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}")
 
 
 @attrs.frozen

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from actors.workers.worker import JobError
-from protocol.errors import ModelError, SettingsError
+from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench.benchmark import (
@@ -30,6 +30,7 @@ from runtime.bench.benchmark import (
     Progress,
     about_models,
     failures,
+    plain_failed,
     share,
     spread_figures,
     without_repeats,
@@ -203,7 +204,7 @@ class ManyStreams(Benchmark[StreamsPlan]):
             try:
                 run = await runner.run(PLAIN, [prompt], plan.max_tokens, plan.temperature, with_prompts=True)
             except JobError as error:
-                raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
+                raise plain_failed(error) from error.__cause__
             self.alone += run.texts
 
 
