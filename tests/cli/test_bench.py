@@ -548,7 +548,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved,
     assert cli.main(arguments(saved, "--plot", str(tmp_path / "speeds.svg"))) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == ('outrider: error: plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
+    assert err == ('outrider: error: --plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
 
 
 def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):

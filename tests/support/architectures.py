@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from models import Wrapped, draw_weights
 
-from actors.model import FeedsEach, RecordsNothing, RewindMode
+from actors.model import CannotFork, FeedsEach, RecordsNothing, RewindMode
 
 VOCAB_SIZE = 64
 
@@ -722,7 +722,7 @@ class PositionalModel(FeedsEach):
         return PositionalSequence(self)
 
 
-class PositionalSequence(RecordsNothing):
+class PositionalSequence(CannotFork, RecordsNothing):
     """A sequence of a model that knows the text; its only state is a length."""
 
     depends_on_passes = False
