@@ -50,19 +50,21 @@ class Connection:
         with self._sends:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
-    def send_unless_busy(self, message: RankMessage) -> None:
-        """Send a short message without waiting; not at all where another one is on its way, or the other end takes
-        nothing at the moment.
+    def send_unless_busy(self, message: RankMessage) -> bool:
+        """Send a short message without waiting.
+
+        Returns: whether it was sent: not while another one is on its way, or the other end takes nothing.
 
         Raises: OSError: the connection is lost.
         """
         if not self._sends.acquire(blocking=False):
-            return
+            return False
         try:
             _, writable, _ = select.select((), [self._socket], (), 0)
             if writable:
                 data = encode(message)
                 self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            return bool(writable)
         finally:
             self._sends.release()
 

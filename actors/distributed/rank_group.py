@@ -229,16 +229,15 @@ class RankGroup:
                 return _again(self._failure)
             failure = self._failure = RankError(f"the ranks cannot go on: {reason}")
             callbacks, self._callbacks = self._callbacks, []
+        # Before the callbacks: this process may end as soon as they are called, and the others should know why.
+        untold = [connection for connection in self._connections.values() if not _tell(connection, reason)]
         for callback in reversed(callbacks):
             callback(failure)
         # Not earlier: the model's thread raises this as soon as it sees it, and streams should have been told before.
         self._error = failure
         self._is_broken.set()
-        for connection in self._connections.values():
-            try:
-                connection.send(Broken(reason))
-            except OSError as error:
-                logger.debug("a rank could not be told that %s: %s", reason, error)
+        for connection in untold:
+            _tell(connection, reason, wait=True)
         self._inbox.put(None)
         if (drafter := self.drafter) is not None:
             drafter.lose(reason)
@@ -385,6 +384,17 @@ def _group_of_all() -> mx.distributed.Group:
     group = mx.distributed.init(strict=True)
     mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
     return group
+
+
+def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:
+    """Tell another rank why the group is broken. Returns: False: it would have to wait for that."""
+    try:
+        if not wait:
+            return connection.send_unless_busy(Broken(reason))
+        connection.send(Broken(reason))
+    except OSError as error:
+        logger.debug("a rank could not be told that %s: %s", reason, error)
+    return True
 
 
 def _never() -> bool:

@@ -24,7 +24,7 @@ from actors.distributed.rank_address import RankAddress
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Beat, Hello, Loaded, OpenTarget, decode
+from protocol.rank_messages import Beat, Broken, Hello, Loaded, OpenTarget, decode
 from runtime.cli import generate_command, ranks
 from runtime.ranks import following, leading, sharded_target
 
@@ -48,6 +48,23 @@ def pair() -> Iterator[tuple[RankGroup, Connection]]:
     group.fail("the test is over")
     group._thread.join(30)  # which closes its socket
     end.close()
+
+
+# --- failure --------------------------------------------------------------------------------------
+
+
+def test_others_know_why_before_this_rank_reacts(pair):
+    group, end = pair
+    told = []
+
+    def react(_: RankError) -> None:
+        while not isinstance(message := end.receive(), Broken):
+            pass
+        told.append(message.reason)
+
+    with group.on_error(react):
+        group.fail("rank 0 has burnt")
+    assert told == ["rank 0 has burnt"]
 
 
 # --- heartbeats -----------------------------------------------------------------------------------
