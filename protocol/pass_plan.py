@@ -25,6 +25,9 @@ PassSeconds = Callable[[int], float]
 MAX_MOMENTS = 4
 # A wait for further rounds must promise to make the pass better by this factor, since their coming is guessed at.
 MIN_GAIN_OF_WAITING = 1.02
+# Texts without drafts are decoded in several passes only if that promises this factor: texts that are all in one pass
+# are decoded a pass ahead, and the price of a pass that is avoided gets old.
+MIN_GAIN_OF_DIVIDING = 1.1
 
 
 @attrs.frozen
@@ -99,8 +102,13 @@ def plan_pass(
 
 
 def best_number(num_texts: int, seconds: PassSeconds) -> int:
-    """How many of some texts without drafts to decode in one pass, for most tokens a second; of equals, the most."""
-    return max(range(1, num_texts + 1), key=lambda number: (number / max(seconds(number), 1e-12), number))
+    """How many of some texts without drafts to decode in one pass: all, unless fewer give many more tokens a second."""
+
+    def rate(number: int) -> float:
+        return number / max(seconds(number), 1e-12)
+
+    best = max(range(1, num_texts + 1), key=lambda number: (rate(number), number))
+    return best if rate(best) >= MIN_GAIN_OF_DIVIDING * rate(num_texts) else num_texts
 
 
 def _moments(dues_s: Sequence[float]) -> list[float]:

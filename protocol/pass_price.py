@@ -77,7 +77,9 @@ class _Curve:
     def __call__(self, rows: float) -> float:
         right = bisect_right(self.rows, rows)
         if right == 0:
-            return max(0.0, self.seconds[0] - self.slope * (self.rows[0] - rows))
+            # As for the slope: no pass takes less than its share of a wider one.
+            share_s = self.seconds[0] * rows / self.rows[0]
+            return max(share_s, self.seconds[0] - self.slope * (self.rows[0] - rows))
         last_rows, last_s = self.rows[right - 1], self.seconds[right - 1]
         if right == len(self.rows):
             return last_s + self.slope * (rows - last_rows)

@@ -31,6 +31,9 @@ from protocol.target_queue import TargetQueue
 MAX_WAIT, PATIENCE = 1.0, 0.02
 # The longest wait for all texts of a fixed lookahead, in units of the time in which all of them are drafted for.
 PATIENCE_FOR_ALL = 3.0
+# Where texts without drafts are divided among passes, one pass after at most so many has them all, since the price of
+# that pass may be out of date.
+MAX_DIVIDED = 16
 # Turns of the event loop within which a drafter that has drafted ahead answers a verdict.
 ANSWER_TURNS = 3
 
@@ -84,6 +87,8 @@ class RoundLoop:
         self._order: dict[TargetSession, None] = {}
         self._hurried: dict[TargetSession, None] = {}
         self._hurried_until_s = -math.inf
+        # Passes in succession over some of the plain texts, and after how many of them all are tried in one.
+        self._num_divided, self._max_divided = 0, 1
         self._waits_until_s = math.inf  # for further rounds, before the pass that could begin
         self._wakeup = trio.Event()
 
@@ -240,11 +245,15 @@ class RoundLoop:
         if texts and self._jobs.num_shared == 1:
             first = next(text for text in self._order if text in self._plain or text in self._ready)
             return [first] if first in self._plain else []
-        is_one_pass = self._all_are_plain and len(texts) <= self._jobs.most_rounds
-        if is_one_pass and best_number(len(texts), self._prices.verify) == len(texts):
-            return texts
+        if self._all_are_plain:
+            return texts[: self._best_number(min(len(texts), self._jobs.most_rounds))]
         # Those that are a pass ahead have its tokens before they take part in another.
         return [text for text in texts if text.plain_row is not None and text.plain_row.is_ahead]
+
+    def _best_number(self, num_texts: int) -> int:
+        """How many plain texts have the next pass, of those that could have one together."""
+        must_try_all = self._num_divided >= self._max_divided
+        return num_texts if must_try_all else best_number(num_texts, self._prices.verify)
 
     @property
     def _all_are_plain(self) -> bool:
@@ -377,8 +386,12 @@ class RoundLoop:
 
     async def _decode_plainly(self, group: list[TargetSession]) -> None:
         """Passes over texts that nobody drafts for, until there is something else to do."""
-        goes_ahead = self._all_are_plain or self._jobs.num_shared == 1
         others = [text for text in self._plain if text not in group]
+        goes_ahead = self._jobs.num_shared == 1 or (self._all_are_plain and not others)
+        if others:
+            self._num_divided += 1
+        elif self._num_divided > 0:
+            self._num_divided, self._max_divided = 0, min(2 * self._max_divided, MAX_DIVIDED)
         self._plain = {}
         while group:
             going_on = await self._jobs.run_plain_pass(group, goes_ahead=goes_ahead)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from scripted import (
     continuation,
     forget_all,
     never,
+    priced,
     run,
     simulated,
     truthful,
@@ -27,6 +29,7 @@ from scripted import (
 
 import runtime
 from actors.model import Feed, feed_each
+from actors.workers.worker import Job
 from protocol.trace import Span
 
 PROMPTS = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
@@ -184,6 +187,28 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
 
     assert run(rows_per_pass, None) > 10
     assert run(rows_per_pass, 3) > 7
+
+
+def test_passes_that_were_slow_for_another_reason_are_shared_by_all_texts_again() -> None:
+    num_texts, is_busy = 16, [True]
+
+    def price(job: Job[Any]) -> float:
+        return priced()(job) * (20.0 if is_busy[0] and len(job.shares) == num_texts else 1.0)
+
+    async def main() -> None:
+        async with simulated(ScriptedModel(truthful), price=price) as simulation, trio.open_nursery() as nursery:
+            for index in range(num_texts):
+                nursery.start_soon(partial(simulation.runtime.generate, [index, 1], max_tokens=400))
+            await trio.sleep(2000.0)  # simulated
+            is_busy[0] = False
+            before = len(shared_passes(simulation))
+            await trio.sleep(1000.0)
+            later = [len(span.shares) for span in shared_passes(simulation)[before:]]
+            assert min(map(len, (span.shares for span in shared_passes(simulation)[:before]))) < num_texts
+            assert later.count(num_texts) > 0.8 * len(later) > 40
+            nursery.cancel_scope.cancel()
+
+    run(main)
 
 
 @pytest.mark.parametrize("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])

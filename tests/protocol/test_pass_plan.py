@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.pass_plan import PassPlan, ReadyRound, best_number, plan_pass
+from protocol.pass_plan import MIN_GAIN_OF_DIVIDING, PassPlan, ReadyRound, best_number, plan_pass
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -139,7 +139,15 @@ def test_no_plan_waits_longer_than_it_may_or_promises_less_than_to_begin_at_once
 
 @deterministic
 @given(st.integers(1, 12), st.sampled_from([line(0.0), line(0.3), line(1.0), plateau]))
-def test_as_many_plain_texts_share_a_pass_as_gives_most_tokens_a_second(num_texts, seconds) -> None:
+def test_plain_texts_are_divided_where_fewer_a_pass_give_many_more_tokens(num_texts, seconds) -> None:
+    rates = {number: number / seconds(number) for number in range(1, num_texts + 1)}
     found = best_number(num_texts, seconds)
-    assert all(found / seconds(found) >= number / seconds(number) for number in range(1, num_texts + 1))
-    assert not any(found / seconds(found) == number / seconds(number) for number in range(found + 1, num_texts + 1))
+    if found == num_texts:
+        assert max(rates.values()) < MIN_GAIN_OF_DIVIDING * rates[num_texts]
+    else:
+        assert rates[found] == max(rates.values()) >= MIN_GAIN_OF_DIVIDING * rates[num_texts]
+
+
+def test_texts_without_drafts_are_divided_before_a_step_of_the_price() -> None:
+    assert best_number(9, plateau) == 8
+    assert best_number(16, plateau) == 16

@@ -84,6 +84,14 @@ def test_noise_beside_wide_passes_does_not_make_a_pass_over_one_token_free(slope
         assert 0.01 < price(1) < 0.25
 
 
+def test_no_pass_takes_less_than_its_share_of_the_narrowest_that_was_seen():
+    for seed in range(100):
+        noise, price = random.Random(seed), PassPrice()
+        for width in (16, 14, 16, 20):
+            price.observe(width, 0.0, 0.05 * noise.lognormvariate(0.0, 0.5))
+        assert all(price(rows) >= price(14) * rows / 14 > 0.0 for rows in range(1, 14))
+
+
 def test_before_the_first_pass_nothing_is_known():
     price = PassPrice()
     assert not price.is_known
