@@ -387,10 +387,12 @@ class RoundLoop:
     async def _decode_plainly(self, group: list[TargetSession]) -> None:
         """Passes over texts that nobody drafts for, until there is something else to do."""
         others = [text for text in self._plain if text not in group]
-        goes_ahead = self._jobs.num_shared == 1 or (self._all_are_plain and not others)
+        was_divided = self._num_divided > 0
+        # A pass that was started ahead would not be measured.
+        goes_ahead = self._jobs.num_shared == 1 or (self._all_are_plain and not others and not was_divided)
         if others:
             self._num_divided += 1
-        elif self._num_divided > 0:
+        elif was_divided:
             self._num_divided, self._max_divided = 0, min(2 * self._max_divided, MAX_DIVIDED)
         self._plain = {}
         while group:

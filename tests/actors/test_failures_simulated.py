@@ -92,7 +92,7 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
             assert simulation.runtime.statistics().draft_failures == 1
 
     total = run(num_feeds, "draft", PRICES[price], lookahead, num_tokens)
-    assert total > 8
+    assert total > (6 if lookahead == "auto" else 8)
     # The last drafts may still run when the text is over; then nobody sees their failure. "auto" feeds the drafter
     # about a hundred times: test each of the first calls, during which it measures the models, and every third of the
     # others.
