@@ -78,16 +78,15 @@ class SharedPasses:
         self._is_probed = self.known_obstacle is not None
 
     def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        rows = {feed.sequence: feed for feed in feeds if self._may_share(feed)}
-        if self._batch.pads_texts:
-            others = [text for text in self._rows if text.is_row_of(self._batch)]
-            fitting = _fitting({text: text.length for text in (*others, *rows)})
-            rows = {text: feed for text, feed in rows.items() if text in fitting}
-        if len(rows) < 2:
-            # It stays a row while there are others, which may be fed again in the next pass.
-            rows = {text: feed for text, feed in rows.items() if text in self._rows and len(self._rows) > 1}
-        self._has_fed_rows = bool(rows)
-        logits = self._feed_rows(rows) if rows else {}
+        candidates = [feed.sequence for feed in feeds if len(feed.tokens) <= MAX_WIDTH and not feed.alone]
+        rows = self._joined(candidates)
+        by_text = {feed.sequence: feed for feed in feeds}
+        logits: dict[object, mx.array] = {}
+        if rows:
+            fed = self._batch.feed({text: by_text[text].tokens for text in rows}, _recorder_for(rows))
+            logits = {text: fed[text][-by_text[text].num_logits :] for text in rows}
+        for text in rows:
+            text.count_row()
         return [logits[feed.sequence] if feed.sequence in logits else _fed_alone(feed) for feed in feeds]
 
     @property
@@ -106,14 +105,22 @@ class SharedPasses:
             self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
     def feed_ahead(self, sequences: Sequence[MLXSequence], tokens: mx.array) -> mx.array:
-        if len(sequences) > 1 and all(text.is_row_of(self._batch) for text in sequences):
-            self._has_fed_rows = True
-            logits = self._batch.feed_ahead(sequences, tokens, _recorder_for(sequences))
-            for text in sequences:
+        rows = self._joined(sequences)
+        logits_of: dict[MLXSequence, mx.array] = {}
+        if rows:
+            are_all = len(rows) == len(sequences)
+            fed = tokens if are_all else tokens[mx.array([sequences.index(text) for text in rows])]
+            logits = self._batch.feed_ahead(rows, fed, _recorder_for(rows))
+            for text in rows:
                 text.count_row()
-            return logits
-        logits_of_each = [text.feed_lazy(tokens[i : i + 1]) for i, text in enumerate(sequences)]
-        return logits_of_each[0] if len(sequences) == 1 else mx.concatenate(logits_of_each)
+            if are_all:
+                return logits
+            logits_of = {text: logits[i : i + 1] for i, text in enumerate(rows)}
+        each = [
+            logits_of[text] if text in logits_of else text.feed_lazy(tokens[i : i + 1])
+            for i, text in enumerate(sequences)
+        ]
+        return each[0] if len(each) == 1 else mx.concatenate(each)
 
     def abandon(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
@@ -125,30 +132,34 @@ class SharedPasses:
         self._rows = {}
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
 
-    def _feed_rows(self, rows: dict[Any, Feed]) -> dict[object, mx.array]:
-        self._rows = {text: missed for text, missed in self._rows.items() if text.is_row_of(self._batch)}
+    def _joined(self, texts: Sequence[Any]) -> list[MLXSequence]:
+        """Those of some texts that are rows of the next pass, in order. They have joined the batch afterwards."""
+        rows = [text for text in texts if self._may_share(text)]
+        if self._batch.pads_texts:
+            others = [text for text in self._rows if text.is_row_of(self._batch)]
+            fitting = _fitting({text: text.length for text in (*others, *rows)})
+            rows = [text for text in rows if text in fitting]
+        if len(rows) < 2:
+            # It stays a row while there are others, which may be fed again in the next pass.
+            rows = [text for text in rows if text in self._rows and len(self._rows) > 1]
+        self._has_fed_rows = bool(rows)
+        if not rows:
+            return []
+        self._rows = {text: missed + 1 for text, missed in self._rows.items() if text.is_row_of(self._batch)}
         for text, missed in list(self._rows.items()):
-            if text not in rows and missed >= MAX_PASSES_MISSED:
+            if text not in rows and missed > MAX_PASSES_MISSED:
                 text.leave_batch()
                 del self._rows[text]
         if not self._rows:
-            self._batch = self._new_batch(next(iter(rows)).layer_evaluation)
+            self._batch = self._new_batch(rows[0].layer_evaluation)
         for text in rows:
             if text not in self._rows:
                 text.join(self._batch)
-        self._rows = {text: 0 if text in rows else missed + 1 for text, missed in self._rows.items()} | dict.fromkeys(
-            rows, 0
-        )
-        logits = self._batch.feed({text: feed.tokens for text, feed in rows.items()}, _recorder_for(rows))
-        for text in rows:
-            text.count_row()
-        return {text: logits[text][-feed.num_logits :] for text, feed in rows.items()}
+        self._rows |= dict.fromkeys(rows, 0)
+        return rows
 
-    def _may_share(self, feed: Feed) -> bool:
-        text = feed.sequence
-        if not isinstance(text, MLXSequence) or len(feed.tokens) > MAX_WIDTH or feed.alone:
-            return False
-        return text.is_row or (text.can_be_row and self.obstacle() is None)
+    def _may_share(self, text: Any) -> bool:
+        return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self.obstacle() is None))
 
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)

@@ -154,15 +154,17 @@ class Counting(nn.Module):
         return self.model(*arguments, **keywords)
 
 
+@pytest.mark.parametrize("shared_before", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
-def test_tokens_that_are_not_computed_yet_are_read_in_one_pass(name: str) -> None:
+def test_tokens_that_are_not_computed_yet_are_read_in_one_pass(name: str, shared_before: bool) -> None:
     model = build(name)
     counting = Counting(model)
     wrapped = MLXModel(counting, CacheOptions())
+    assert wrapped.sharing_obstacle() is None
     texts, draws = texts_of(name, model, wrapped), random.Random(4)
-    for text, rows in zip(
-        texts, wrapped.feed_together([each.draft(draws, 1.0, most=0) for each in texts]), strict=True
-    ):
+    feeds = [each.draft(draws, 1.0, most=0) for each in texts]
+    fed = wrapped.feed_together(feeds) if shared_before else [wrapped.feed_together([feed])[0] for feed in feeds]
+    for text, rows in zip(texts, fed, strict=True):
         text.judge(rows)
     for step in range(6):
         if step == 3:
