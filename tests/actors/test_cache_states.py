@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import ARCHITECTURES, build
-from cache_subjects import ATOL, SUBJECTS, TEXT, WINDOW, Subject, subject
+from cache_subjects import ATOL, SUBJECTS, TEXT, WINDOW, JoinedCache, Subject, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -42,6 +43,7 @@ CLASS_OF = {
     "KVCache": KVCache,
     "QuantizedKVCache": QuantizedKVCache,
     "ConcatenateKVCache": ConcatenateKVCache,
+    "JoinedCache": JoinedCache,
     "SlidingWindowCache": SlidingWindowCache,
     "RotatingKVCache that keeps its first": RotatingKVCache,
     "ChunkedKVCache": ChunkedKVCache,
@@ -124,10 +126,8 @@ def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
     sequence.feed(tuple(TEXT[: WINDOW - 2]), 1)
     sequence.rewind(3)
     other = copied(sequence, TEXT[:3], of)
-    for layer in other.cache:
-        for part in layer.caches if isinstance(layer, CacheList) else [layer]:
-            arrays = [*part.keys, *part.values] if isinstance(part, QuantizedKVCache) else [part.keys, part.values]
-            assert {array.shape[2] for array in arrays} == {3}
+    for _, layer in kinds_of(other.cache):
+        assert {part.shape[2] for _, part in tree_flatten(layer.state) if isinstance(part, mx.array)} == {3}
     assert mx.array_equal(read_on(sequence, TEXT[50:60]), read_on(other, TEXT[50:60]))
 
 
