@@ -1,4 +1,4 @@
-"""A new cache class needs a kind and nothing else. That of `cache_subjects` is rewound and saved with the others, too."""
+"""A new cache class needs a kind and nothing else. That of `cache_subjects` is also rewound and saved in other tests."""
 
 from __future__ import annotations
 
