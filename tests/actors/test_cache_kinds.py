@@ -1,4 +1,4 @@
-"""A new cache class needs a kind and nothing else. That of `cache_subjects` is also rewound and saved in other tests."""
+"""A new cache class needs a kind and nothing else. Other tests rewind and save that of `cache_subjects`."""
 
 from __future__ import annotations
 
