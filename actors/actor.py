@@ -343,7 +343,7 @@ class ModelActor(Actor[S]):
             if (store := self._prefix_cache.store) is not None:
                 await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=beside_another)
         hit = await self.worker.run(self._opening(opened, beside_another=beside_another))
-        if session.reading is not None and not hit.sequence.can_fork:
+        if session.reading is not None and hit.sequence.fork_point is None:
             session.end_reading()
         return hit
 
@@ -367,8 +367,9 @@ class ModelActor(Actor[S]):
         read: ReadPrompt | None = None
         features, session.prompt_features = session.prompt_features, None
         # A drafter needs the features of all of the prompt. Those of a part that was cached are not there.
-        if session.is_waited_for and (features is None or features.start == 0):
-            read = ReadPrompt(await self.worker.run(Job("open", sequence.fork_point, session.id)), features)
+        fork_point = sequence.fork_point if session.is_waited_for else None
+        if fork_point is not None and (features is None or features.start == 0):
+            read = ReadPrompt(await self.worker.run(Job("open", fork_point, session.id)), features)
         session.end_reading(read)
 
     def session_of(self, session_id: int) -> S | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
 import mlx.core as mx
 
-from protocol.errors import RewindError
 from protocol.messages import Features
 
 
@@ -30,13 +30,17 @@ class CacheLostError(Exception):
     """A text's cache does not hold what the round was planned with."""
 
 
-Fork = Callable[[], "CachedSequence"]
+Fork = Callable[[], "ReusableSequence"]
 """Opens a sequence that holds what another one held at some moment; as often as it is called, on the model's thread."""
 
 
-class CachedSequence(Protocol):
-    """One text in the cache of one model."""
+class CachedSequence(ABC):
+    """One text in the cache of one model: eight methods that each has, and what some can do beside those.
 
+    An ability is an attribute, which is None or False where a sequence lacks it.
+    """
+
+    @abstractmethod
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         """Process tokens after the cached ones.
 
@@ -46,8 +50,8 @@ class CachedSequence(Protocol):
 
         Returns: (num_logits, V) logits, which may be lazy; None for 0 rows, and then the cache is evaluated.
         """
-        ...
 
+    @abstractmethod
     def feed_lazy(self, token: mx.array) -> mx.array:
         """Process one token that may not be computed yet.
 
@@ -56,8 +60,8 @@ class CachedSequence(Protocol):
 
         Returns: (1, V) logits, lazy.
         """
-        ...
 
+    @abstractmethod
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         """Prepare to undo the next feed, if possible.
 
@@ -68,8 +72,8 @@ class CachedSequence(Protocol):
 
         Returns: how the feed can be undone. After `RewindMode.SINGLE`, only committed tokens may be fed.
         """
-        ...
 
+    @abstractmethod
     def rewind(self, length: int) -> int:
         """Drop tokens until at most the first `length` are cached.
 
@@ -77,71 +81,98 @@ class CachedSequence(Protocol):
             tokens between must be fed again then.
         Raises: RewindError: the cache cannot be rewound so far, or was not.
         """
-        ...
 
+    @abstractmethod
     def check(self, length: int) -> None:
         """Compare the caches with the session's count of cached tokens.
 
         Raises: RewindError: some layer's cache holds another number of tokens than `length`.
         """
-        ...
 
     @property
+    @abstractmethod
     def length(self) -> int:
         """Number of cached tokens. Less than a session has counted, if a pass that it shared has failed. May be read in
         any thread while no pass runs.
         """
-        ...
 
-    def feature_arrays(self) -> list[mx.array]:
-        """What `take_features` will read, to be evaluated together with something else."""
-        ...
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop all tokens, and all checkpoints: what the cache holds is not known."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the cache."""
+
+    # --- abilities ---
 
     @property
-    def records_features(self) -> bool:
-        """Whether the next pass records features of this text."""
+    def features(self) -> TextFeatures | None:
+        """The features that are recorded of the text."""
+        return None
+
+    @property
+    def reusable(self) -> ReusableSequence | None:
+        """The sequence itself, if other texts with the same beginning can reuse it."""
+        return None
+
+    @property
+    def fork_point(self) -> Callable[[], Fork] | None:
+        """Keeps the present state, of one token at least, for sequences that go on from it; prefix checkpoints
+        included, features not. May be read in any thread while no pass runs.
+
+        Raises: RewindError: some layer's cache holds another number of tokens than the others.
+        """
+        return None
+
+    @property
+    def reads_with_others(self) -> bool:
+        """Whether its first tokens may be read in a pass that other texts share. May be read in any thread."""
+        return False
+
+    @property
+    def depends_on_passes(self) -> bool:
+        """Whether the cache's content depends on how the text was divided into passes, by more than rounding."""
+        return False
+
+
+class TextFeatures(Protocol):
+    """The features of one text's last tokens, until they are taken: hidden states that a trained drafter reads."""
+
+    @property
+    def are_recorded(self) -> bool:
+        """Whether the next pass records some."""
         ...
 
-    def record_features(self, wanted: bool) -> None:
-        """Say whether somebody reads the features of this text; if not, none are recorded from the next pass on.
+    def want(self, wanted: bool) -> None:
+        """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
 
         In any thread while no pass over the text runs. Until it is called, they are recorded if the model records any.
         """
         ...
 
-    def take_features(self, end: int) -> Features | None:
-        """The features of tokens before position `end` that were fed since the last call; None if there are none."""
+    def arrays(self) -> list[mx.array]:
+        """What `take` reads, to be evaluated together with something else."""
         ...
 
-    def forget(self) -> None:
-        """Drop all tokens, and all checkpoints: what the cache holds is not known."""
+    def take(self, end: int) -> Features | None:
+        """Those of tokens before position `end` that were fed since the last call; None if there are none."""
         ...
 
-    def close(self) -> None:
-        """Release the cache."""
-        ...
 
-    # --- reuse by another text with the same beginning ---
+class ReusableSequence(CachedSequence):
+    """A sequence that another text with the same beginning can take over."""
 
     @property
+    def reusable(self) -> ReusableSequence | None:
+        return self
+
+    @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Memory of the cache, checkpoints included."""
-        ...
 
-    @property
-    def needs_prefix_checkpoints(self) -> bool:
-        """Whether only a prefix checkpoint can lead back to the present length later, and can be made."""
-        ...
-
-    @property
-    def depends_on_passes(self) -> bool:
-        """Whether the cache's content depends on how the text was divided into passes, by more than rounding."""
-        ...
-
-    def add_prefix_checkpoint(self) -> None:
-        """Keep the state at the present length for other texts, until the sequence is rewound below it."""
-        ...
-
+    @abstractmethod
     def reusable_length(self, num_common: int, num_read: int) -> int:
         """How many tokens another text can reuse, with the same result as if they were fed anew.
 
@@ -151,49 +182,24 @@ class CachedSequence(Protocol):
 
         Returns: the largest length, in [0, num_common], that `reuse` can rewind to.
         """
-        ...
 
+    @abstractmethod
     def reuse(self, length: int) -> None:
         """Rewind to a length that `reusable_length` returned, for another text. Drops checkpoints of rounds.
 
         Raises: RewindError: some layer's cache holds another number of tokens afterwards.
         """
-        ...
 
     @property
-    def reads_with_others(self) -> bool:
-        """Whether its first tokens may be read in a pass that other texts share. May be read in any thread."""
-        ...
+    def needs_prefix_checkpoints(self) -> bool:
+        """Whether only a prefix checkpoint can lead back to the present length later, and can be made."""
+        return False
 
-    # --- copies for other texts that begin with all of its tokens ---
+    def add_prefix_checkpoint(self) -> None:
+        """Keep the state at the present length for other texts, until the sequence is rewound below it.
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether it has a `fork_point`. May be read in any thread while no pass runs."""
-        ...
-
-    def fork_point(self) -> Fork:
-        """Keep the present state, of one token at least, for sequences that go on from it; prefix checkpoints included.
-
-        Features are not part of it. `can_fork` must be true.
-
-        Raises: RewindError: some layer's cache holds another number of tokens than the others.
+        A text that can be trimmed needs none.
         """
-        ...
-
-
-class CannotFork:
-    """The part of a `CachedSequence` that concerns copies, for one that cannot be copied."""
-
-    can_fork = False
-    reads_with_others = False
-
-    def fork_point(self) -> Fork:
-        """See `CachedSequence.fork_point`.
-
-        Raises: RewindError: always.
-        """
-        raise RewindError(f"a {type(self).__name__} cannot be copied")
 
 
 @attrs.frozen
@@ -289,21 +295,6 @@ class Model(Protocol):
                 leave processor time for it.
         """
         ...
-
-
-class RecordsNothing:
-    """The part of a `CachedSequence` that concerns features, for one that has none."""
-
-    records_features = False
-
-    def feature_arrays(self) -> list[mx.array]:
-        return []
-
-    def record_features(self, wanted: bool) -> None:
-        """See `CachedSequence.record_features`."""
-
-    def take_features(self, end: int) -> Features | None:
-        return None
 
 
 class FeedsEach:

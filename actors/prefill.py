@@ -34,8 +34,8 @@ class Chunk:
     def feed(self, sequence: CachedSequence) -> None:
         """Feed it; on the model's thread."""
         sequence.feed(self.plan.feed, 0)
-        if self.adds_checkpoint:
-            sequence.add_prefix_checkpoint()
+        if self.adds_checkpoint and (reusable := sequence.reusable) is not None:
+            reusable.add_prefix_checkpoint()
 
 
 def next_chunk(
@@ -72,7 +72,8 @@ def can_read_together(sequence: CachedSequence, opened: Open) -> bool:
 
 def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
     """The lengths at which prefix checkpoints are to stand."""
-    if not opened.settings.reuse_prefix or not sequence.needs_prefix_checkpoints:
+    reusable = sequence.reusable if opened.settings.reuse_prefix else None
+    if reusable is None or not reusable.needs_prefix_checkpoints:
         return set()
     return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
 

@@ -2,7 +2,7 @@
 
 A session takes a sequence out and puts it back in the end, so a sequence is either in use or in the cache, never both.
 
-mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_rewind`), knows no checkpoints,
+mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
 copies a cache each time that it hands one out, and overlooks a common prefix of one token. Its `PromptTrie` is not used
 either: it finds one neighbour of a prompt, while the entry that can reuse most may be any of them, and it keeps and
 walks a dict for each token.
@@ -16,7 +16,7 @@ from typing import Protocol
 
 import attrs
 
-from actors.model import CachedSequence, Model
+from actors.model import CachedSequence, Model, ReusableSequence
 from protocol.errors import RewindError
 
 # A search compares a prompt with every entry. Beyond some number, the oldest entries are not asked for again.
@@ -39,7 +39,7 @@ class CacheHit:
 class PrefixMatch:
     """A sequence that stays in the cache, its tokens, and how many of them a text can reuse."""
 
-    sequence: CachedSequence
+    sequence: ReusableSequence
     tokens: tuple[int, ...]
     num_reusable: int
 
@@ -52,7 +52,7 @@ class _Entry:
     that follows in the sequence, such as its reasoning. `packed` has the tokens as bytes, for the search.
     """
 
-    sequence: CachedSequence
+    sequence: ReusableSequence
     tokens: tuple[int, ...]
     num_prompt: int
     beside_another: bool
@@ -193,27 +193,30 @@ class PrefixCache:
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
+        if (reusable := sequence.reusable) is None:
+            sequence.close()
+            return
         try:
             # A trained drafter is to read tokens again once hidden states have come, and its session may have ended
             # before that.
             cached_tokens = cached_tokens[: sequence.rewind(len(cached_tokens))]
             sequence.check(len(cached_tokens))
             num_common = common_length(pack(cached_tokens), pack(committed))
-            if num_common < len(cached_tokens) and sequence.reusable_length(num_common, num_common) == num_common:
-                sequence.reuse(num_common)
+            if num_common < len(cached_tokens) and reusable.reusable_length(num_common, num_common) == num_common:
+                reusable.reuse(num_common)
                 cached_tokens = cached_tokens[:num_common]
         except RewindError:
             sequence.close()
             raise
         entry = _Entry(
-            sequence,
+            reusable,
             cached_tokens,
             len(cached_tokens) if num_prompt is None else num_prompt,
             beside_another,
-            sequence.num_bytes,
+            reusable.num_bytes,
             pack(cached_tokens),
         )
-        if entry.num_bytes > self._max_bytes or sequence.reusable_length(len(cached_tokens), len(cached_tokens)) == 0:
+        if entry.num_bytes > self._max_bytes or reusable.reusable_length(len(cached_tokens), len(cached_tokens)) == 0:
             sequence.close()
             return
         self._evict_prefixes_of(entry)

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import attrs
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache
 
-from actors.mlx.cache_rewind import lengths
-from actors.mlx.cache_state import MisfitError, can_take_state, take_state
+from actors.mlx.cache_kinds import MisfitError, kind_of, kinds_of, lengths_of
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import SequenceState
 from actors.model import Model, RewindMode
 from protocol.errors import RewindError, SessionFileError
-from protocol.messages import Features
 from protocol.reprs import shown_path
 
 
@@ -42,8 +39,9 @@ class ContinuedSequence(MLXSequence):
     def length(self) -> int:
         return super().length - self._num_before
 
-    # The caches of a batch begin with the texts.
+    # The caches of a batch begin with the texts, and a copy or another text would have to name the tokens before.
     reads_with_others = False
+    reusable = fork_point = None
 
     @property
     def can_be_row(self) -> bool:
@@ -58,10 +56,6 @@ class ContinuedSequence(MLXSequence):
     def check(self, length: int) -> None:
         self.check_caches(length + self._num_before)
 
-    def take_features(self, end: int) -> Features | None:
-        features = super().take_features(end + self._num_before)
-        return None if features is None else attrs.evolve(features, start=features.start - self._num_before)
-
     def forget(self) -> None:
         """The tokens before the text stay."""
         beginning = self._beginning
@@ -70,20 +64,9 @@ class ContinuedSequence(MLXSequence):
         if beginning is not None:
             self.begin(beginning)
 
-    @property
-    def can_fork(self) -> bool:
-        return False
-
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """None: a file would have to name the tokens before."""
         return None
-
-    @property
-    def needs_prefix_checkpoints(self) -> bool:
-        return False
-
-    def reusable_length(self, num_common: int, num_read: int) -> int:
-        return 0
 
 
 def open_continued(model: Model, path: str, *, beside_another: bool) -> ContinuedSequence:
@@ -118,12 +101,12 @@ def _read(path: Path) -> SequenceState:
         caches: list[Any] = load_prompt_cache(str(path))
     except Exception as error:
         raise SessionFileError(f"cannot read the prompt cache file {shown_path(str(path))}: {error}") from error
-    unknown = {type(layer).__name__ for layer in caches if not can_take_state(layer)}
+    unknown = {type(layer).__name__ for kind, layer in kinds_of(caches) if not kind.can_keep_state}
     if unknown:
         raise MisfitError(f"it has caches of classes that are not known, {', '.join(sorted(unknown))}")
-    counts = {length for layer in caches for length in lengths(layer)}
+    counts = lengths_of(caches)
     if len(counts) > 1:
         raise MisfitError(f"its caches hold different numbers of tokens, {', '.join(map(str, sorted(counts)))}")
-    layers = tuple(take_state(layer) for layer in caches)
+    layers = tuple(kind_of(layer).take_state(layer) for layer in caches)
     mx.eval([layer.state for layer in caches])
     return SequenceState((0,) * next(iter(counts), 0), layers)

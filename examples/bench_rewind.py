@@ -33,7 +33,7 @@ from mlx_lm.models import lfm2
 import actors.target.target_session
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.model import CannotFork, FeedsEach, RecordsNothing, RewindMode
+from actors.model import CachedSequence, FeedsEach, RewindMode
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.pass_price import PassPrice
@@ -87,10 +87,8 @@ class Oracle(FeedsEach):
         return OracleSequence(self)
 
 
-class OracleSequence(CannotFork, RecordsNothing):
+class OracleSequence(CachedSequence):
     """A cached sequence of the oracle: its length. After n tokens comes the n-th of the text, right or wrong."""
-
-    depends_on_passes = False
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle

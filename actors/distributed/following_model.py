@@ -13,7 +13,7 @@ from actors.distributed.exchange import time_exchange
 from actors.distributed.leading_model import shared_tokens
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import never_computed
-from actors.mlx.cache_state import MisfitError
+from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceState, recall
@@ -100,7 +100,7 @@ class FollowingModel:
     def _run_sequence(self, name: str, number: int, arguments: tuple[Any, ...]) -> None:
         if name == "open":
             self._sequences[number] = sequence = self._model.open_sequence(beside_another=False)
-            sequence.record_features(False)
+            sequence.features.want(False)
             self._ledger.open(number)
             return
         sequence = self._sequences[number]

@@ -16,8 +16,8 @@ from mlx.nn.layers.base import Module
 from actors.distributed.exchange import Exchange, time_exchange
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import never_computed
+from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_state import MisfitError
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
@@ -184,10 +184,7 @@ class LeadingSequence(MLXSequence):
             super().reuse(length)
             self._announcer.ledger.cut(self.number, length)
 
-    @property
-    def can_fork(self) -> bool:
-        """False: the other ranks have their parts of the caches."""
-        return False
+    fork_point = None  # the other ranks have their parts of the caches
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """The other ranks keep their parts."""

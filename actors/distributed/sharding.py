@@ -18,8 +18,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import sharded_load
 
+from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import kind
 from actors.tensor import Tensor
 from protocol.errors import ModelError
 
@@ -205,7 +205,9 @@ def _weights(model: Module) -> list[tuple[str, mx.array]]:
 
 def _kinds(model: Module) -> dict[str, str]:
     """The kinds of caches. Stages of a pipeline with different ones would rewind to different lengths."""
-    return {"kinds of caches": ", ".join(sorted({kind(layer) for layer in CacheOptions().make_cache(model)}))}
+    return {
+        "kinds of caches": ", ".join(sorted({kind_of(layer).name(layer) for layer in CacheOptions().make_cache(model)}))
+    }
 
 
 def _digest(weight: mx.array) -> str:

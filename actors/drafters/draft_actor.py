@@ -180,7 +180,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session.read_prompt, session.sequence = None, hit.sequence
             cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
             session.hand_over_features()
-            if session.reading is not None and not hit.sequence.can_fork:
+            if session.reading is not None and hit.sequence.fork_point is None:
                 session.end_reading()
         elif not session.has_read_prompt:
             await prefill_chunk(self.worker, sequence, cached_tokens, opened, self.chunk_size)

@@ -8,10 +8,9 @@ import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-from actors.mlx.cache_rewind import can_checkpoint, can_read_at_once, can_trim_after, reads_alike
-from actors.mlx.sliding_window import SlidingWindowCache
+from actors.mlx.cache_kinds import kind_of, kinds_of
 from actors.model import RewindMode
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
@@ -41,7 +40,8 @@ class CacheOptions:
 
     def make_cache(self, model: Module) -> list[Any]:
         """Empty caches for one text: the model's own, but for sliding windows caches that can always be trimmed."""
-        return [_trimmable(layer) for layer in make_prompt_cache(model, max_kv_size=self.max_kv_size)]
+        made = make_prompt_cache(model, max_kv_size=self.max_kv_size)
+        return [kind_of(layer).working(layer) for layer in made]
 
     def grown_cache(self, model: Module, num_tokens: int, *, quantized: bool) -> list[Any]:
         """Caches that hold `num_tokens` tokens, to compare shapes with. They are lazy, and never computed."""
@@ -52,16 +52,18 @@ class CacheOptions:
         return cache
 
     def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether every layer could take `num_tokens` more and then drop its tail; see `can_trim_after`."""
-        return self.rewind in ("auto", "trim") and all(can_trim_after(layer, num_tokens, back_to) for layer in cache)
+        """Whether every layer could take `num_tokens` more and then drop its tail; see `CacheKind.can_trim_after`."""
+        return self.rewind in ("auto", "trim") and all(
+            kind.can_trim_after(layer, num_tokens, back_to) for kind, layer in kinds_of(cache)
+        )
 
     def can_checkpoint(self, cache: list[Any]) -> bool:
         """Whether the state of every layer can be kept and restored."""
-        return self.rewind in ("auto", "checkpoint") and all(can_checkpoint(layer) for layer in cache)
+        return self.rewind in ("auto", "checkpoint") and all(kind.can_keep_state for kind, _ in kinds_of(cache))
 
     def reads_alike(self, cache: list[Any], num_tokens: int) -> bool:
         """Whether `num_tokens` tokens are read the same way, however the text is divided into passes."""
-        return not self.one_by_one and all(reads_alike(layer, num_tokens) for layer in cache)
+        return not self.one_by_one and all(kind.reads_alike(layer, num_tokens) for kind, layer in kinds_of(cache))
 
     def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
         """How a feed could be undone.
@@ -70,13 +72,13 @@ class CacheOptions:
             cache: the caches.
             length: tokens that they hold.
             num_tokens: tokens that would be fed, >= 1.
-            back_to: see `can_trim_after`.
+            back_to: see `CacheKind.can_trim_after`.
         """
         # Quantisation cannot be undone. Only committed tokens may cause it, so that it happens at the same length as
         # in plain decoding.
         if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:
             return RewindMode.SINGLE
-        if num_tokens > 1 and self._goes_one_by_one(cache, num_tokens):
+        if self._goes_one_by_one(cache, length, num_tokens):
             return RewindMode.SINGLE
         if self.can_trim(cache, num_tokens, back_to):
             return RewindMode.TRIM
@@ -90,7 +92,7 @@ class CacheOptions:
             length: tokens that they hold.
             tokens: the tokens to feed.
         """
-        if self._goes_one_by_one(cache, len(tokens)):
+        if self._goes_one_by_one(cache, length, len(tokens)):
             return [(token,) for token in tokens]
         if self.kv_bits is not None and length < self._quantized_from < length + len(tokens):
             # Caches are quantised at the end of a pass, and the tokens after that must read quantised keys.
@@ -103,9 +105,9 @@ class CacheOptions:
         """The length from which caches are quantised, >= 1: empty caches are not, so the first pass is not either."""
         return max(1, self.quantized_kv_start)
 
-    def _goes_one_by_one(self, cache: list[Any], num_tokens: int) -> bool:
+    def _goes_one_by_one(self, cache: list[Any], length: int, num_tokens: int) -> bool:
         """Whether `num_tokens` more tokens need a pass each to be read as in plain decoding."""
-        return self.one_by_one or not all(can_read_at_once(layer, num_tokens) for layer in cache)
+        return num_tokens > 1 and not self.reads_alike(cache, length + num_tokens)
 
     def quantize(self, cache: list[Any], length: int) -> bool:
         """Quantise the caches that must be quantised after a feed.
@@ -121,16 +123,3 @@ class CacheOptions:
         before = list(cache)
         maybe_quantize_kv_cache(cache, self.quantized_kv_start, self.kv_group_size, self.kv_bits)
         return any(new is not old for new, old in zip(cache, before, strict=True))
-
-
-def _trimmable(layer: Any) -> Any:
-    """A layer's empty cache; in place of a `RotatingKVCache`, one that can be trimmed also when it is full.
-
-    A cache that keeps its first tokens stays. mlx-lm's mask hides those from most tokens of a pass, in prompts too, so
-    what such a cache reads depends on the passes, and rewinding is the smaller part of the matter.
-    """
-    if type(layer) is CacheList:
-        return CacheList(*(_trimmable(inner) for inner in layer.caches))
-    if type(layer) is RotatingKVCache and layer.keep == 0:
-        return SlidingWindowCache(layer.max_size)
-    return layer

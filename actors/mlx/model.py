@@ -20,15 +20,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters
 
+from actors.mlx.cache_kinds import kind_of, kinds_of, lengths_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import (
-    can_checkpoint,
-    can_trim_after,
-    checkpoint_bytes,
-    kind,
-    lengths,
-    window,
-)
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating_layers
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.shared_passes import SharedPasses
@@ -148,7 +141,7 @@ class MLXModel:
         logits = model(mx.array([PROBED]), cache=cache)
         self._vocab_size = check_logits(named, logits, (1, len(PROBED), None))
         mx.eval(logits)
-        if wrong_lengths := {length for layer in cache for length in lengths(layer)} - {len(PROBED)}:
+        if wrong_lengths := lengths_of(cache) - {len(PROBED)}:
             raise ModelError(
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
@@ -231,7 +224,7 @@ class MLXModel:
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
         """Record what enters some layers, for a drafter that reads it, from the next pass on; see also
-        `CachedSequence.record_features`.
+        `TextFeatures.want`.
 
         `evaluating_layers` must be in force.
 
@@ -257,20 +250,21 @@ class MLXModel:
         weights = self._weights()
         sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size)
         sequence.feed((0,) * 8, 0)
-        windows = [size for layer in sequence.cache if (size := window(layer)) is not None]
+        kinds = list(kinds_of(sequence.cache))
+        windows = [size for kind, layer in kinds if (size := kind.window(layer)) is not None]
         shortest_window = min(windows, default=None)
         return Anatomy(
             family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
             num_parameters=sum(leaf.size for leaf in weights),
             num_bytes=self.num_bytes,
             dtypes=dtypes_of(self._model),
-            cache_kinds=dict(Counter(kind(layer) for layer in sequence.cache)),
+            cache_kinds=dict(Counter(kind_of(layer).name(layer) for layer in sequence.cache)),
             rewind_mode=self._options.rewind_mode(sequence.cache, 8, 4),
             window=shortest_window,
             rewind_mode_beyond_window=(
                 None if shortest_window is None else self._options.rewind_mode(sequence.cache, 8, shortest_window)
             ),
-            checkpoint_bytes=sum(checkpoint_bytes(layer) for layer in sequence.cache),
+            checkpoint_bytes=sum(kind.checkpoint_bytes(layer) for kind, layer in kinds),
             sharing_obstacle=self.sharing_obstacle(),
         )
 
@@ -301,18 +295,21 @@ class MLXModel:
             if wanted == "auto" and family not in _warned_of:
                 _warned_of.add(family)
                 logger.warning("%s: the model is fed one token at a time", why)
-        if wanted == "trim" and (fixed := _names(layer for layer in cache if not can_trim_after(layer, 1))):
+        if wanted == "trim" and (
+            fixed := _names(layer for kind, layer in kinds_of(cache) if not kind.can_trim_after(layer, 1))
+        ):
             raise ModelError.of(
                 '{rewind=} needs caches that can be trimmed, and this model has {fixed}; use "auto"',
                 rewind=wanted,
                 fixed=fixed,
             )
-        rotating = _names(layer for layer in cache if window(layer) is not None and hasattr(layer, "to_quantized"))
+        bounded = [layer for kind, layer in kinds_of(cache) if kind.window(layer) is not None]
+        rotating = _names(layer for layer in bounded if hasattr(layer, "to_quantized"))
         if self._options.kv_bits is not None and rotating:
             raise ModelError.of(
                 "{kv_bits} cannot quantise {caches}: mlx-lm does not support that; leave it out", caches=rotating
             )
-        unknown = _names(layer for layer in cache if not can_checkpoint(layer))
+        unknown = _names(layer for kind, layer in kinds_of(cache) if not kind.can_keep_state)
         if wanted == "checkpoint" and unknown:
             raise ModelError.of(
                 '{rewind=} cannot keep the state of {caches}; use "auto" or "none"', rewind=wanted, caches=unknown
@@ -332,7 +329,7 @@ class Anatomy:
         num_parameters: elements of the weights; quantised weights count as they are packed.
         num_bytes: memory of the weights.
         dtypes: number formats of the weights.
-        cache_kinds: how many layers have which kind of cache; see `actors.mlx.cache_rewind.kind`.
+        cache_kinds: how many layers have which kind of cache; see `actors.mlx.cache_kinds.CacheKind.name`.
         rewind_mode: how a round can be undone in a short text.
         window: tokens after which some cache begins to forget; None if there is no such cache.
         rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.

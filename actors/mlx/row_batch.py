@@ -8,18 +8,10 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from actors.mlx.cache_kinds import kind_of, kinds_of
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
-from actors.mlx.row_caches import (
-    MAX_WIDTH,
-    STEP,
-    RowArraysCache,
-    RowCacheList,
-    RowKVCache,
-    RowRingCache,
-    can_rewind_passes,
-    row_cache_for,
-)
+from actors.mlx.row_caches import STEP, RowCache
 from actors.trained.features import FeatureRecorder, recording
 from protocol.errors import RewindError
 from protocol.prefill_chunks import MAX_CHUNK_TOKENS
@@ -29,6 +21,12 @@ class RowBatch:
     """Several texts in the row caches of one model.
 
     A row is named by a key that stays the same while other rows come and go.
+
+    Attributes:
+        is_recurrent: whether a row can only go back to where it was before its last pass.
+        rewinds_passes: whether a row can go back to any length, and not just to one within its last pass.
+        widest_row: most tokens of one row in a pass.
+        pads_texts: whether each row takes as much memory as the longest.
     """
 
     def __init__(
@@ -43,16 +41,22 @@ class RowBatch:
 
         Args:
             model: an mlx-lm language model.
-            caches: caches of one text, for each of which `can_take_rows` is true.
+            caches: caches of one text, each of a kind that has a `row_cache`.
             layer_evaluation: when the layers of a pass are evaluated.
             vocab_size: width of the model's logits. The model has no embedding for ids from there on.
         """
         self._model = model
         self._features: dict[object, mx.array] = {}  # by key: (tokens, width) of the last pass
         self._vocab_size = vocab_size
-        self._caches = [row_cache_for(layer) for layer in caches]
+        # As the model calls them, and as they are here.
+        self._caches = [kind_of(layer).row_cache(layer) for layer in caches]
+        row_caches: list[RowCache] = [rows for _, rows in kinds_of(self._caches)]
+        self._row_caches = row_caches
+        self.is_recurrent = any(rows.is_recurrent for rows in row_caches)
+        self.rewinds_passes = all(rows.rewinds_passes for rows in row_caches)
+        self.widest_row = min((rows.max_width for rows in row_caches), default=MAX_CHUNK_TOKENS)
+        self.pads_texts = any(rows.is_padded for rows in row_caches)
         self._layer_evaluation = layer_evaluation
-        self._is_recurrent = any(_has_state(layer) for layer in self._caches)
         self._keys: list[object] = []
         self._row_of: dict[object, int] = {}  # by key: its index
         self._lengths: list[int] = []
@@ -70,30 +74,10 @@ class RowBatch:
         """Number of tokens in a row."""
         return self._lengths[self._row_of[key]]
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether a row can only go back to where it was before its last pass."""
-        return self._is_recurrent
-
-    @property
-    def rewinds_passes(self) -> bool:
-        """Whether a row can go back to any length, and not just to one within its last pass."""
-        return all(can_rewind_passes(layer) for layer in self._caches)
-
-    @property
-    def widest_row(self) -> int:
-        """Most tokens of one row in a pass."""
-        return MAX_WIDTH if any(_is_ring(layer) for layer in self._caches) else MAX_CHUNK_TOKENS
-
-    @property
-    def pads_texts(self) -> bool:
-        """Whether each row takes as much memory as the longest."""
-        return any(_is_padded(layer) for layer in self._caches)
-
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
         """Add a row with the text of some caches, at least one token, which they hold no longer."""
         self._settle_states()
-        for rows, single in zip(self._caches, caches, strict=True):
+        for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
             rows.join(single, length)
         self._row_of[key] = len(self._keys)
         self._keys.append(key)
@@ -106,7 +90,7 @@ class RowBatch:
         self._settle_states()
         row = self._row_of[key]
         length = self._lengths[row]
-        for rows, single in zip(self._caches, caches, strict=True):
+        for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
             rows.leave(row, length, single)
         self.drop(key)
         return length
@@ -116,18 +100,18 @@ class RowBatch:
         self._settle_states()
         self._features.pop(key, None)
         row = self._row_of[key]
-        for rows in self._caches:
+        for rows in self._row_caches:
             rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
             del column[row]
         self._row_of = {other: index for index, other in enumerate(self._keys)}
-        for rows in self._caches:
+        for rows in self._row_caches:
             rows.shrink(max(self._lengths, default=0))
 
     def read(self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None) -> None:
         """Process the first tokens of all rows, which are empty, and evaluate their caches; as `feed` otherwise."""
         self.feed(tokens, recorder)
-        mx.eval([layer.state for layer in self._caches], list(self._features.values()))
+        mx.eval([rows.state for rows in self._row_caches], list(self._features.values()))
         release_buffers()
 
     def feed(
@@ -181,7 +165,7 @@ class RowBatch:
 
     def _forward(self, tokens: mx.array, widths: Sequence[int], recorder: FeatureRecorder | None) -> mx.array:
         """(B, W, V) logits of a pass over (B, W) ids, of which `widths` are not padding; lazy."""
-        for rows in self._caches:
+        for rows in self._row_caches:
             rows.begin(self._lengths, widths)
         with recording(recorder):
             logits: mx.array = self._model(tokens, cache=self._caches)
@@ -208,7 +192,7 @@ class RowBatch:
         if length > self._lengths[row]:
             raise RewindError(f"asked to rewind to {length} tokens a row that holds {self._lengths[row]}")
         if length < self._lengths[row]:
-            if not self._is_recurrent:
+            if not self.is_recurrent:
                 self._lengths[row] = length
             elif length >= self._lengths_before[row]:
                 self._lengths[row], self._goes_back[row] = self._lengths_before[row], True
@@ -221,34 +205,16 @@ class RowBatch:
     def _settle(self) -> None:
         """Put back the states of the rows that were rewound."""
         if any(self._goes_back):
-            for rows in self._caches:
+            for rows in self._row_caches:
                 rows.restore(self._goes_back)
             self._goes_back = [False] * len(self)
 
     def _settle_states(self) -> None:
         """Settle if rows have states."""
-        if self._is_recurrent:
+        if self.is_recurrent:
             self._settle()
 
     @property
     def num_bytes(self) -> int:
         """Memory of all rows."""
-        return sum(int(layer.nbytes) for layer in self._caches)
-
-
-def _is_padded(layer: Any) -> bool:
-    if isinstance(layer, RowCacheList):
-        return any(_is_padded(inner) for inner in layer.caches)
-    return isinstance(layer, RowKVCache) and not isinstance(layer, RowRingCache)
-
-
-def _is_ring(layer: Any) -> bool:
-    if isinstance(layer, RowCacheList):
-        return any(_is_ring(inner) for inner in layer.caches)
-    return isinstance(layer, RowRingCache)
-
-
-def _has_state(layer: Any) -> bool:
-    if isinstance(layer, RowCacheList):
-        return any(_has_state(inner) for inner in layer.caches)
-    return isinstance(layer, RowArraysCache)
+        return sum(int(rows.nbytes) for rows in self._row_caches)

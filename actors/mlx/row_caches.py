@@ -12,13 +12,14 @@ back for the rows that reject a token.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.models.cache import ArraysCache
 
-from actors.mlx.sliding_window import SlidingWindowCache
+from protocol.prefill_chunks import MAX_CHUNK_TOKENS
 
 # Slots by which buffers grow.
 STEP = 256
@@ -27,9 +28,19 @@ STEP = 256
 MAX_WIDTH = 80
 
 
-class RowCache(Protocol):
-    """One layer's cache of a batch, beside what the model calls."""
+class RowCache(ABC):
+    """One layer's cache of a batch, beside what the model calls.
 
+    Attributes:
+        max_width, is_recurrent, rewinds_passes, is_padded: see `RowBatch`.
+    """
+
+    max_width = MAX_CHUNK_TOKENS
+    is_recurrent = False
+    rewinds_passes = False
+    is_padded = False
+
+    @abstractmethod
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         """Prepare a pass.
 
@@ -37,59 +48,42 @@ class RowCache(Protocol):
             lengths: (B,) tokens that each row holds.
             widths: (B,) tokens of each row that the pass reads, >= 0. The pass is as wide as the widest.
         """
-        ...
 
+    @abstractmethod
     def restore(self, rows: Sequence[bool]) -> None:
         """Put back the state from before the last pass for some rows."""
-        ...
 
+    @abstractmethod
     def join(self, single: Any, length: int) -> None:
         """Add a row: the text of a cache that holds one, and which keeps no reference to it.
 
         An empty text joins only where all are empty.
         """
-        ...
 
+    @abstractmethod
     def leave(self, row: int, length: int, single: Any) -> None:
         """Give a row's text to the cache that had joined. The row is to be removed then."""
-        ...
 
+    @abstractmethod
     def remove(self, row: int) -> None:
         """Remove a row."""
-        ...
 
+    @abstractmethod
     def shrink(self, longest: int) -> None:
         """Give back memory that rows of at most `longest` tokens do not need, if it is much."""
-        ...
+
+    @property
+    @abstractmethod
+    def state(self) -> Any:
+        """The arrays of all rows, to be evaluated."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory of all rows."""
 
 
-def can_take_rows(layer: Any) -> bool:
-    """Whether there is a row cache for the class of a layer's cache."""
-    if type(layer) is CacheList:
-        return all(can_take_rows(inner) for inner in layer.caches)
-    return type(layer) in (KVCache, ArraysCache, SlidingWindowCache)
-
-
-def can_rewind_passes(rows: Any) -> bool:
-    """Whether a row of a row cache can go back by more than its last pass."""
-    if isinstance(rows, RowCacheList):
-        return all(can_rewind_passes(inner) for inner in rows.caches)
-    # A ring has room for one pass beyond its window.
-    return isinstance(rows, RowKVCache) and not isinstance(rows, RowRingCache)
-
-
-def row_cache_for(layer: Any) -> Any:
-    """An empty row cache for the class of a layer's cache, for which `can_take_rows` is true."""
-    if type(layer) is CacheList:
-        return RowCacheList(*(row_cache_for(inner) for inner in layer.caches))  # type: ignore[no-untyped-call]
-    if type(layer) is KVCache:
-        return RowKVCache()
-    if type(layer) is SlidingWindowCache:
-        return RowRingCache(layer.max_size)
-    return RowArraysCache(len(layer.cache))
-
-
-class RowKVCache:
+class RowKVCache(RowCache):
     """Keys and values of several texts.
 
     Attributes:
@@ -97,6 +91,9 @@ class RowKVCache:
         offset: (B,) int32; as mlx-lm's models read it, the tokens in each row, those of the pass included once they
             are written.
     """
+
+    rewinds_passes = True
+    is_padded = True
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -156,12 +153,10 @@ class RowKVCache:
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
-        """The arrays of all rows, to be evaluated."""
         return self.keys, self.values
 
     @property
     def nbytes(self) -> int:
-        """Memory of all rows."""
         return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
 
     def _zeros_like(self, written: mx.array) -> mx.array:
@@ -196,7 +191,14 @@ class RowKVCache:
 
 
 class RowRingCache(RowKVCache):
-    """Keys and values of the last tokens of several texts: the token at position p is in slot p modulo the slots."""
+    """Keys and values of the last tokens of several texts: the token at position p is in slot p modulo the slots.
+
+    It has room for one pass beyond its window.
+    """
+
+    max_width = MAX_WIDTH
+    rewinds_passes = False
+    is_padded = False
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -268,9 +270,10 @@ class RowRingCache(RowKVCache):
         return text if buffer is None else mx.concatenate([buffer, text])
 
 
-class RowArraysCache(ArraysCache):
+class RowArraysCache(ArraysCache, RowCache):
     """Recurrent states of several texts, stacked."""
 
+    is_recurrent = True
     cache: list[Any]
     lengths: mx.array | None  # type: ignore[assignment]
 
@@ -310,34 +313,6 @@ class RowArraysCache(ArraysCache):
 
     def shrink(self, longest: int) -> None:
         """States have one size."""
-
-
-class RowCacheList(CacheList):
-    """Several row caches of one layer."""
-
-    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        for inner in self.caches:
-            inner.begin(lengths, widths)
-
-    def restore(self, rows: Sequence[bool]) -> None:
-        for inner in self.caches:
-            inner.restore(rows)
-
-    def join(self, single: Any, length: int) -> None:
-        for inner, one in zip(self.caches, single.caches, strict=True):
-            inner.join(one, length)
-
-    def leave(self, row: int, length: int, single: Any) -> None:
-        for inner, one in zip(self.caches, single.caches, strict=True):
-            inner.leave(row, length, one)
-
-    def remove(self, row: int) -> None:
-        for inner in self.caches:
-            inner.remove(row)
-
-    def shrink(self, longest: int) -> None:
-        for inner in self.caches:
-            inner.shrink(longest)
 
 
 def _grown(buffer: mx.array, num_slots: int) -> mx.array:

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from actors.mlx.cache_kinds import LayerState, MisfitError, Restore, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import Checkpoint, can_always_trim, checkpoint_bytes, lengths, snapshot, trim
-from actors.mlx.cache_state import (
-    LayerState,
-    MisfitError,
-    can_take_state,
-    fill,
-    put_prefix_checkpoint,
-    put_state,
-    take_prefix_checkpoint,
-    take_state,
-)
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
-from actors.mlx.row_caches import can_take_rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
-from actors.model import Fork, RewindMode
-from actors.trained.features import RecordedFeatures, RecorderSlot, RecordsFeatures
+from actors.model import Fork, ReusableSequence, RewindMode
+from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.errors import RewindError
 
 
-class MLXSequence(RecordsFeatures):
+@attrs.frozen
+class Checkpoint:
+    """The state of a sequence's caches when they held `length` tokens.
+
+    Attributes:
+        length: number of tokens.
+        restores: functions that restore it together.
+    """
+
+    length: int
+    restores: list[Restore]
+
+
+class MLXSequence(ReusableSequence):
     """One text in the caches of an mlx-lm model; see `CachedSequence`.
 
     Attributes:
@@ -58,7 +61,7 @@ class MLXSequence(RecordsFeatures):
             recorder_slot: has the recorder of the model's features, while there is one; None if there never is.
         """
         self._model = model
-        self.features = RecordedFeatures(recorder_slot or RecorderSlot())
+        self._features = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
@@ -69,6 +72,10 @@ class MLXSequence(RecordsFeatures):
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[Checkpoint] = []  # likewise; for other texts
         self._is_quantized = False
+
+    @property
+    def features(self) -> RecordedFeatures:
+        return self._features
 
     # --- as a row of a batch ---------------------------------------------------------------------
 
@@ -85,7 +92,7 @@ class MLXSequence(RecordsFeatures):
             and self._options.rewind == "auto"
             and self._options.kv_bits is None
             and not self._options.one_by_one
-            and all(can_take_rows(layer) and not layer.empty() for layer in self.cache)
+            and all(kind.can_be_row and not layer.empty() for kind, layer in kinds_of(self.cache))
         )
 
     reads_with_others = True
@@ -122,7 +129,7 @@ class MLXSequence(RecordsFeatures):
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
         assert self._batch is not None
-        self.features.add(self._length, self._batch.features(self))
+        self.features.add(self.length, self._batch.features(self))
         self._length = self._batch.length(self)
 
     # --- alone ------------------------------------------------------------------------------------
@@ -141,7 +148,7 @@ class MLXSequence(RecordsFeatures):
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         self.leave_batch()
-        with self.features.of_pass(self._length, 1):
+        with self.features.of_pass(self.length, 1):
             logits: mx.array = self._model(token[None], cache=self.cache)
         self._grow(1)
         return logits[0]
@@ -151,7 +158,7 @@ class MLXSequence(RecordsFeatures):
         # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
         # are poor after such an id, but an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
-        with evaluating(self.layer_evaluation), self.features.of_pass(self._length, len(tokens)):
+        with evaluating(self.layer_evaluation), self.features.of_pass(self.length, len(tokens)):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
         self._grow(len(tokens))
         return logits[0]
@@ -169,7 +176,7 @@ class MLXSequence(RecordsFeatures):
     def rewind(self, length: int) -> int:
         if self._batch is not None:
             self._length = self._batch.rewind(self, length)
-            self.features.rewind(self._length)
+            self.features.rewind(self.length)
             return self._length
         if length > self._length:
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self._length}")
@@ -179,7 +186,7 @@ class MLXSequence(RecordsFeatures):
             else:
                 self._rewind_to_checkpoint(length)
         self._drop_checkpoints_ahead()
-        self.features.rewind(self._length)
+        self.features.rewind(self.length)
         self.check_caches(self._length)
         return self._length
 
@@ -193,10 +200,10 @@ class MLXSequence(RecordsFeatures):
                 raise RewindError(f"a row should hold {length} tokens, it holds {self._batch.length(self)}")
             return
         for i, layer in enumerate(self.cache):
-            for layer_length in lengths(layer):
-                if layer_length != length:
+            for kind, inner in kinds_of((layer,)):
+                if (inner_length := kind.length(inner)) not in (length, None):
                     raise RewindError(
-                        f"layer {i} ({type(layer).__name__}) should hold {length} tokens, it holds {layer_length}"
+                        f"layer {i} ({type(inner).__name__}) should hold {length} tokens, it holds {inner_length}"
                     )
 
     @property
@@ -215,16 +222,21 @@ class MLXSequence(RecordsFeatures):
         """
         self.leave_batch()
         self.check_caches(len(tokens))
-        if not tokens or not all(can_take_state(layer) for layer in self.cache):
+        if not tokens or not self._keep_states:
             return None
-        layers = tuple(take_state(layer) for layer in self.cache)
+        layers = tuple(kind_of(layer).take_state(layer) for layer in self.cache)
         return SequenceState(tokens, layers, tuple(self._take_prefix_checkpoints()))
+
+    @property
+    def _keep_states(self) -> bool:
+        return all(kind.can_keep_state for kind, _ in kinds_of(self.cache))
 
     def _take_prefix_checkpoints(self) -> Iterator[PrefixCheckpointState]:
         present = self._make_checkpoint()
         for length, checkpoint in sorted({c.length: c for c in self._all_checkpoints()}.items()):
             self._restore(checkpoint)
-            yield PrefixCheckpointState(length, tuple(take_prefix_checkpoint(layer) for layer in self.cache))
+            layers = tuple(kind_of(layer).take_prefix_checkpoint(layer) for layer in self.cache)
+            yield PrefixCheckpointState(length, layers)
         self._restore(present)
 
     def put_state(self, state: SequenceState) -> None:
@@ -233,17 +245,19 @@ class MLXSequence(RecordsFeatures):
         Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
         """
         state.check(num_layers=len(self.cache))
-        is_quantized = any(layer.kind == "QuantizedKVCache" for layer in state.layers)
+        is_quantized = any(layer.is_quantized for layer in state.layers)
         grown = (self._options.grown_cache(self._model, n, quantized=is_quantized) for n in (1, 8))
         like = [*zip(*grown, strict=True)]
         empty = self.cache
         try:
-            self.cache = [put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
+            self.cache = [
+                kind_of(pair[0]).put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)
+            ]
             self.check_caches(len(state.tokens))
             for checkpoint in state.prefix_checkpoints:
-                layers = zip(checkpoint.layers, self.cache, like, strict=True)
                 restores = [
-                    put_prefix_checkpoint(taken, checkpoint.length, layer, *pair) for taken, layer, pair in layers
+                    kind_of(layer).put_prefix_checkpoint(taken, checkpoint.length, layer, *pair)
+                    for taken, layer, pair in zip(checkpoint.layers, self.cache, like, strict=True)
                 ]
                 self._prefix_checkpoints.append(Checkpoint(checkpoint.length, restores))
         except (MisfitError, RewindError):
@@ -253,14 +267,14 @@ class MLXSequence(RecordsFeatures):
         self._is_quantized = is_quantized
 
     @property
-    def can_fork(self) -> bool:
-        # A quantised cache is of another class than the one that a new sequence begins with.
-        return self._options.kv_bits is None and all(map(can_take_state, self.cache))
-
-    def fork_point(self) -> Fork:
+    def fork_point(self) -> Callable[[], Fork] | None:
         """Forks share memory with this sequence until either is fed."""
+        # A quantised cache is of another class than the one that a new sequence begins with.
+        return self._fork_point if self._options.kv_bits is None and self._keep_states else None
+
+    def _fork_point(self) -> Fork:
         state = self.take_state((0,) * self._length)
-        assert state is not None, "`can_fork` is true, and there are tokens"
+        assert state is not None, "the caches can be copied, and there are tokens"
         mx.eval([layer.arrays for layer in state.all_layers])
         make = partial(
             MLXSequence,
@@ -283,7 +297,7 @@ class MLXSequence(RecordsFeatures):
 
     def _fill(self, layers: Sequence[LayerState], length: int) -> None:
         for layer, taken in zip(self.cache, layers, strict=True):
-            fill(layer, taken)
+            kind_of(layer).fill(layer, taken)
         self._length = length
 
     def close(self) -> None:
@@ -296,7 +310,7 @@ class MLXSequence(RecordsFeatures):
     @property
     def num_bytes(self) -> int:
         self.leave_batch()
-        bytes_per_checkpoint = sum(checkpoint_bytes(layer) for layer in self.cache)
+        bytes_per_checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(self.cache))
         return sum(int(layer.nbytes) for layer in self.cache) + len(self._all_checkpoints()) * bytes_per_checkpoint
 
     @property
@@ -304,7 +318,8 @@ class MLXSequence(RecordsFeatures):
         # Prefill ends a pass at each prefix checkpoint, so these caches cannot have any.
         if self.depends_on_passes:
             return False
-        return not all(can_always_trim(layer) for layer in self.cache) and self._options.can_checkpoint(self.cache)
+        always_trims = all(kind.always_trims for kind, _ in kinds_of(self.cache))
+        return not always_trims and self._options.can_checkpoint(self.cache)
 
     @property
     def depends_on_passes(self) -> bool:
@@ -343,7 +358,7 @@ class MLXSequence(RecordsFeatures):
         return (*self._checkpoints, *self._prefix_checkpoints)
 
     def _make_checkpoint(self) -> Checkpoint:
-        return Checkpoint(self._length, [snapshot(layer) for layer in self.cache])
+        return Checkpoint(self._length, [kind.snapshot(layer) for kind, layer in kinds_of(self.cache)])
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         for restore in checkpoint.restores:
@@ -372,8 +387,8 @@ class MLXSequence(RecordsFeatures):
             self._trim(length)
 
     def _trim(self, length: int) -> None:
-        for layer in self.cache:
-            trim(layer, self._length - length)
+        for kind, layer in kinds_of(self.cache):
+            kind.trim(layer, self._length - length)
         self._length = length
 
     def _forget_below(self, settled: int) -> None:

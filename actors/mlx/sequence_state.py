@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import attrs
 import mlx.core as mx
 
-from actors.mlx.cache_state import LayerState, MisfitError, State
+from actors.mlx.cache_kinds import LayerState, MisfitError, State
 from actors.tensor import Tensor
 
 # Most levels of nesting of a layer's caches, and of a cache's state, that are accepted from a file.

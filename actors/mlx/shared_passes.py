@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from actors.mlx.cache_kinds import kinds_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import kind
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.row_batch import RowBatch
-from actors.mlx.row_caches import MAX_WIDTH, can_take_rows
+from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 from actors.trained.features import FeatureRecorder, RecorderSlot
@@ -163,7 +163,7 @@ class SharedPasses:
 
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
-        caches = caches if all(map(can_take_rows, caches)) else []
+        caches = caches if all(kind.can_be_row for kind, _ in kinds_of(caches)) else []
         return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
 
     # --- what cannot share ------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class SharedPasses:
         if self._options.kv_bits is not None:
             return "quantised caches hold one text"
         caches = self._options.make_cache(self._model)
-        if others := sorted({kind(layer) for layer in caches if not can_take_rows(layer)}):
+        if others := sorted({kind.name(layer) for kind, layer in kinds_of(caches) if not kind.can_be_row}):
             return f"caches of the kind {', '.join(others)} hold one text"
         families = {type(module).__module__.rpartition(".")[2] for module in self._model.modules()}
         if self._options.one_by_one or families & _NEEDS_ONE_TEXT:

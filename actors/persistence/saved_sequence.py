@@ -13,7 +13,7 @@ import trio
 
 from actors.actor import ActorSession, ModelActor
 from actors.drafters.draft_session import DraftSession
-from actors.mlx.cache_state import MisfitError
+from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
@@ -225,7 +225,7 @@ def _find(model: MLXModel, name: ActorName, prefix_cache: PrefixCache, text: tup
 
 def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
     """The state of a sequence, in which only the number of tokens is right; None if no other text can reuse it."""
-    if sequence.reusable_length(sequence.length, sequence.length) == 0:
+    if sequence.reusable is None or sequence.reusable_length(sequence.length, sequence.length) == 0:
         return Step(None)
     return Step(sequence.take_state((0,) * sequence.length))
 

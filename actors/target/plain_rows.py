@@ -170,8 +170,8 @@ class PlainRows:
             self._go_ahead(rows, chosen)
         chosen.read(rows)
         for row in rows:
-            if row.sequence.records_features:
-                row.features = row.sequence.take_features(row.position)
+            if (features := row.sequence.features) is not None and features.are_recorded:
+                row.features = features.take(row.position)
             row.is_ahead = goes_ahead
             row.sequence.check(row.position + goes_ahead)
 

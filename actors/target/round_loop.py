@@ -231,7 +231,8 @@ class RoundLoop:
         session.awaits_proposal_since_s = None
         self._hurried.pop(session, None)
         assert session.sequence is not None
-        session.sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
+        if (features := session.sequence.features) is not None:
+            features.want(session.state.phase is not SessionPhase.UNDRAFTED)
         self._order.pop(session, None)
         self._order[session] = None
         if is_plain(session):

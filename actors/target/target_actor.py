@@ -86,7 +86,8 @@ class TargetActor(ModelActor[TargetSession]):
             # A text to score is read as drafted ones are, so that each can reuse what was read for the other.
             beside_another = self.drafter.has_model and (opened.drafted or opened.num_scored > 0)
             async with self._open_sequence(session, beside_another=beside_another) as sequence:
-                sequence.record_features(session.state.phase is not SessionPhase.UNDRAFTED)
+                if (features := sequence.features) is not None:
+                    features.want(session.state.phase is not SessionPhase.UNDRAFTED)
                 shared.counts.cached_tokens = len(session.cached_tokens)
                 await self._rounds.read(session, opened.num_read)
                 await self._give_prompt_features(session, sequence)
@@ -115,8 +116,8 @@ class TargetActor(ModelActor[TargetSession]):
         """Give a drafter that reads features those of the prompt."""
         if self.drafter.mailbox is None or not session.shared.opened.drafted:
             return
-        if sequence.feature_arrays():
-            call = partial(sequence.take_features, len(session.cached_tokens))
+        if (features := sequence.features) is not None and features.arrays():
+            call = partial(features.take, len(session.cached_tokens))
             session.prompt_features = await self.worker.run(Job("prefill", call, session.id))
         if session.prompt_features is not None:
             self.drafter.send(PromptFeatures(session.id, session.prompt_features))

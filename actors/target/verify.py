@@ -83,8 +83,9 @@ class _Group:
 
     def arrays(self) -> list[mx.array]:
         """What `finish` reads."""
-        features = [array for part in self.parts for array in part.sequence.feature_arrays()]
-        return [*self.judgements.arrays, *self.logit_check.arrays(), *features]
+        features = [part.sequence.features for part in self.parts]
+        recorded = [array for each in features if each is not None for array in each.arrays()]
+        return [*self.judgements.arrays, *self.logit_check.arrays(), *recorded]
 
     def finish(self) -> None:
         """Read the judgements, and rewind the caches."""
@@ -149,6 +150,7 @@ def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.arra
         part.likelihoods = likelihoods(processed[rows], tokens, num_top)
     # Before the rewind: one to a checkpoint goes further back, and leaves accepted tokens to the next pass.
     goes_on = part.one_by_one and token is None and len(part.proposal.tokens) > 1
-    part.features = None if goes_on else part.sequence.take_features(start + num_fed)
+    features = part.sequence.features
+    part.features = None if goes_on or features is None else features.take(start + num_fed)
     part.length = part.sequence.rewind(start + num_fed)
     part.sequence.check(part.length)

@@ -24,7 +24,7 @@ class RecorderSlot:
 
 
 class RecordedFeatures:
-    """The features of one text's last tokens, until they are taken.
+    """See `TextFeatures`.
 
     Attributes:
         slot: has the recorder of the model's passes, while there is one.
@@ -41,8 +41,11 @@ class RecordedFeatures:
         """Of the next pass over the text; None if nobody reads its features."""
         return self.slot.recorder if self._is_wanted else None
 
+    @property
+    def are_recorded(self) -> bool:
+        return self.recorder is not None
+
     def want(self, wanted: bool) -> None:
-        """Say whether somebody reads the features of this text. Drops all if not."""
         self._is_wanted = wanted
         if not wanted:
             self.clear()
@@ -80,11 +83,9 @@ class RecordedFeatures:
         self._rows.drop_from(length)
 
     def arrays(self) -> list[mx.array]:
-        """What `take` reads, to be evaluated together with something else."""
         return self._rows.pieces
 
     def take(self, end: int) -> Features | None:
-        """Those of positions before `end`, which are kept no longer; None if there are none."""
         begin, end = self._rows.begin, min(end, self._rows.end)
         if end <= begin:
             return None
@@ -93,29 +94,6 @@ class RecordedFeatures:
         mx.eval(taken.values)
         self._rows.drop_before(end)
         return taken
-
-
-class RecordsFeatures:
-    """The part of a `CachedSequence` that concerns features, for one of a model whose layers can be observed.
-
-    Attributes:
-        features: of the text.
-    """
-
-    features: RecordedFeatures
-
-    def feature_arrays(self) -> list[mx.array]:
-        return self.features.arrays()
-
-    @property
-    def records_features(self) -> bool:
-        return self.features.recorder is not None
-
-    def record_features(self, wanted: bool) -> None:
-        self.features.want(wanted)
-
-    def take_features(self, end: int) -> Features | None:
-        return self.features.take(end)
 
 
 class FeatureRecorder:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import cast
 
 import mlx.core as mx
 
-from actors.model import CannotFork, RecordsNothing, RewindMode
+from actors.model import ReusableSequence, RewindMode
 from actors.trained.feature_input import FeatureInput
 
 
-class TrainedSequence(CannotFork, RecordsNothing, FeatureInput):
+class TrainedSequence(ReusableSequence, FeatureInput):
     """A `CachedSequence` that takes features, and can go back to any length.
 
     Features are given in any thread; everything else happens on the model's.
     """
-
-    depends_on_passes = False
-    needs_prefix_checkpoints = False
 
     def __init__(self, feature_width: int) -> None:
         """Make an empty sequence.
@@ -44,10 +40,6 @@ class TrainedSequence(CannotFork, RecordsNothing, FeatureInput):
     def num_given(self) -> int:
         return self._num_given
 
-    @abstractmethod
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`."""
-
     def feed_lazy(self, token: mx.array) -> mx.array:
         """Waits for the token."""
         logits = self.feed((cast(int, token.item()),), 1)
@@ -56,6 +48,3 @@ class TrainedSequence(CannotFork, RecordsNothing, FeatureInput):
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         return RewindMode.TRIM
-
-    def add_prefix_checkpoint(self) -> None:
-        """A text that can be trimmed needs none."""

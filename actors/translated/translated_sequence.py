@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, chain
 
 import attrs
 import mlx.core as mx
 
-from actors.model import CachedSequence, Fork, RecordsNothing, RewindMode
+from actors.model import Fork, ReusableSequence, RewindMode
 from protocol.errors import ModelError, RewindError
 from protocol.vocabulary_map import VocabularyMap
 
@@ -75,7 +77,7 @@ class Reading:
     wanted: tuple[int, ...]
 
 
-class TranslatedSequence(RecordsNothing):
+class TranslatedSequence(ReusableSequence):
     """See `CachedSequence`. Lengths and tokens are the target's.
 
     A text is the same in the model's own tokens however it came to be: each token of the target is read by itself.
@@ -84,11 +86,9 @@ class TranslatedSequence(RecordsNothing):
         own: the text in the model's own tokens.
     """
 
-    reads_with_others = False
-
     def __init__(
         self,
-        own: CachedSequence,
+        own: ReusableSequence,
         vocabulary_map: VocabularyMap,
         tables: TokenTables,
         context_length: int | None,
@@ -230,12 +230,12 @@ class TranslatedSequence(RecordsNothing):
     # --- copies -----------------------------------------------------------------------------------
 
     @property
-    def can_fork(self) -> bool:
-        return self.own.can_fork
+    def fork_point(self) -> Callable[[], Fork] | None:
+        return None if (of_own := self.own.fork_point) is None else partial(self._fork_point, of_own)
 
-    def fork_point(self) -> Fork:
+    def _fork_point(self, of_own: Callable[[], Fork]) -> Fork:
         self._follow_own()
-        fork_own, own_lengths = self.own.fork_point(), tuple(self._own_lengths)
+        fork_own, own_lengths = of_own(), tuple(self._own_lengths)
         vocabulary_map, tables, context_length = self._map, self._tables, self._context_length
 
         def fork() -> TranslatedSequence:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from actors.model import CannotFork, FeedsEach
+from actors.model import FeedsEach
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.scripted_sequence import ReadsFeatures, RecordsEmptyFeatures, ScriptedSequence
 
@@ -57,7 +57,7 @@ def _beta_draws(mean: float, spread: float) -> tuple[float, ...]:
     return tuple(draws.betavariate(mean * spread, (1.0 - mean) * spread) for _ in range(_NUM_PROBS))
 
 
-class _Sequence(CannotFork, ScriptedSequence):
+class _Sequence(ScriptedSequence):
     """One text in a scripted model, with a hash for each of its prefixes."""
 
     def __init__(self, row: Callable[[int, int, int], Sequence[float]], seed: int) -> None:

@@ -6,17 +6,18 @@ Hidden states are empty. What counts is which of them have come: where one is mi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import mlx.core as mx
 
-from actors.model import RecordsNothing, RewindMode
+from actors.model import ReusableSequence, RewindMode
 from actors.trained.feature_input import FeatureInput
 from protocol.errors import RewindError
 from protocol.messages import Features
 
 
-class ScriptedSequence(RecordsNothing):
+class ScriptedSequence(ReusableSequence):
     """One text of a scripted model: the tokens that it was fed, and nothing else. Any of them can be dropped.
 
     Subclasses say what the model says, in `row`.
@@ -26,9 +27,6 @@ class ScriptedSequence(RecordsNothing):
     """
 
     num_bytes = 0  # a list of tokens does not count
-    needs_prefix_checkpoints = False  # it can always go back
-    depends_on_passes = False
-    reads_with_others = True
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -81,9 +79,6 @@ class ScriptedSequence(RecordsNothing):
     def close(self) -> None:
         self.tokens.clear()
 
-    def add_prefix_checkpoint(self) -> None:
-        """See `CachedSequence.add_prefix_checkpoint`."""
-
     def reusable_length(self, num_common: int, num_read: int) -> int:
         return min(num_common, len(self.tokens))
 
@@ -91,24 +86,34 @@ class ScriptedSequence(RecordsNothing):
         self.rewind(length)
 
 
+class EmptyFeatures:
+    """See `TextFeatures`."""
+
+    are_recorded = True
+    num_taken = 0
+
+    def want(self, wanted: bool) -> None:
+        """They cost nothing."""
+
+    def arrays(self) -> list[mx.array]:
+        return [mx.zeros((1,))]
+
+    def take(self, end: int) -> Features | None:
+        begin, self.num_taken = self.num_taken, max(self.num_taken, end)
+        return Features(begin, mx.zeros((end - begin, 1))) if begin < end else None
+
+
 class RecordsEmptyFeatures(ScriptedSequence):
     """One text of a target that records features."""
 
-    records_features = True
-
-    _num_taken = 0
-
-    def feature_arrays(self) -> list[mx.array]:
-        return [mx.zeros((1,))]
-
-    def take_features(self, end: int) -> Features | None:
-        begin, self._num_taken = self._num_taken, max(self._num_taken, end)
-        return Features(begin, mx.zeros((end - begin, 1))) if begin < end else None
+    @cached_property
+    def features(self) -> EmptyFeatures:
+        return EmptyFeatures()
 
     def forget(self) -> None:
         """See `CachedSequence.forget`. The text is read again, and all features are handed over again."""
         super().forget()
-        self._num_taken = 0
+        self.features.num_taken = 0
 
 
 class ReadsFeatures(FeatureInput, ScriptedSequence):

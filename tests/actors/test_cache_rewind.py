@@ -23,16 +23,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 
 import runtime
+from actors.mlx.cache_kinds import kind_of, kinds_of, lengths_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import (
-    can_checkpoint,
-    can_read_at_once,
-    can_trim_after,
-    checkpoint_bytes,
-    lengths,
-    snapshot,
-    trim,
-)
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.model import RewindMode
@@ -252,7 +244,7 @@ def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> No
 def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_tokens: int, expected: bool) -> None:
     cache = RotatingKVCache(WINDOW, keep=keep)
     cache.offset = offset
-    assert can_read_at_once(cache, num_tokens) is expected
+    assert (len(CacheOptions().passes([cache], offset, (1,) * num_tokens)) == 1) is expected
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -322,7 +314,7 @@ def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
     assert 3 <= rounds.run(60) <= 4
     before = rounds.memory()
     assert 3 <= rounds.run(240) <= 4
-    checkpoint = sum(checkpoint_bytes(layer) for layer in rounds.sequence.cache)
+    checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(rounds.sequence.cache))
     # About three checkpoints; how much of them is shared with the caches depends on the round.
     assert rounds.memory() - before < 4 * checkpoint + 2**14
     rounds.sequence.prepare(1, rounds.length)
@@ -447,8 +439,10 @@ async def test_a_rewind_mode_that_an_unknown_class_may_not_have_is_refused(
 def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
     cache = ShyKVCache()
     assert cache.is_trimmable()
-    assert not can_trim_after(cache, 1)
-    assert not can_checkpoint(cache)
+    kind = kind_of(cache)
+    assert not kind.can_trim_after(cache, 1)
+    assert not kind.can_keep_state
+    assert not kind.can_be_row
     model = MLXModel(Shy(llama()), CacheOptions(rewind="none"))
     sequence = model.open_sequence(beside_another=False)
     sequence.feed(tuple(TEXT[:5]), 1)
@@ -470,7 +464,7 @@ def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
 
     for token in TEXT[: 2 * WINDOW + 1]:
         read([token])
-    restores = [snapshot(layer) for layer in cache]
+    restores = [kind.snapshot(layer) for kind, layer in kinds_of(cache)]
     first = read([TEXT[40]])
     for others in ([1], [2, 3], [4, 5, 6] * 5):
         for restore in restores:
@@ -479,7 +473,7 @@ def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
         for restore in restores:
             restore()
         assert mx.allclose(read([TEXT[40]]), first, rtol=0, atol=ATOL)
-        assert {cached_tokens for layer in cache for cached_tokens in lengths(layer)} <= {2 * WINDOW + 2}
+        assert lengths_of(cache) <= {2 * WINDOW + 2}
 
 
 @pytest.mark.parametrize("name", CAN_TRIM)
@@ -487,11 +481,11 @@ def test_a_trimmed_layer_holds_what_is_left(name: str) -> None:
     made = subject(name)
     cache = made.options.make_cache(made.model)
     made.model(mx.array([TEXT[:3]]), cache=cache)
-    assert all(can_trim_after(layer, 3) for layer in cache)
+    assert all(kind.can_trim_after(layer, 3) for kind, layer in kinds_of(cache))
     made.model(mx.array([TEXT[50:53]]), cache=cache)
-    for layer in cache:
-        trim(layer, 3)
-    assert {cached_tokens for layer in cache for cached_tokens in lengths(layer)} == {3}
+    for kind, layer in kinds_of(cache):
+        kind.trim(layer, 3)
+    assert lengths_of(cache) == {3}
     after = made.model(mx.array([[TEXT[3]]]), cache=cache)
     fresh = made.options.make_cache(made.model)
     made.model(mx.array([TEXT[:3]]), cache=fresh)

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import ARCHITECTURES, build
-from cache_subjects import ATOL, SUBJECTS, TEXT, WINDOW, Subject, subject
+from cache_subjects import ATOL, SUBJECTS, TEXT, WINDOW, JoinedCache, Subject, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -26,15 +27,8 @@ from mlx_lm.models.cache import (
 )
 from models import gemma3_text, llama, mamba
 
+from actors.mlx.cache_kinds import LayerState, MisfitError, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_state import (
-    LayerState,
-    MisfitError,
-    can_take_state,
-    put_state,
-    take_prefix_checkpoint,
-    take_state,
-)
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceRecord, SequenceState, recall, record
@@ -49,6 +43,7 @@ CLASS_OF = {
     "KVCache": KVCache,
     "QuantizedKVCache": QuantizedKVCache,
     "ConcatenateKVCache": ConcatenateKVCache,
+    "JoinedCache": JoinedCache,
     "SlidingWindowCache": SlidingWindowCache,
     "RotatingKVCache that keeps its first": RotatingKVCache,
     "ChunkedKVCache": ChunkedKVCache,
@@ -131,10 +126,8 @@ def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
     sequence.feed(tuple(TEXT[: WINDOW - 2]), 1)
     sequence.rewind(3)
     other = copied(sequence, TEXT[:3], of)
-    for layer in other.cache:
-        for part in layer.caches if isinstance(layer, CacheList) else [layer]:
-            arrays = [*part.keys, *part.values] if isinstance(part, QuantizedKVCache) else [part.keys, part.values]
-            assert {array.shape[2] for array in arrays} == {3}
+    for _, layer in kinds_of(other.cache):
+        assert {part.shape[2] for _, part in tree_flatten(layer.state) if isinstance(part, mx.array)} == {3}
     assert mx.array_equal(read_on(sequence, TEXT[50:60]), read_on(other, TEXT[50:60]))
 
 
@@ -193,8 +186,12 @@ def state_of_mlx_lms_caches(of: Subject, tokens: list[int], *, at_once: bool, ch
     for begin, end in ((0, checkpoint_at), (checkpoint_at, len(tokens))):
         for part in [tokens[begin:end]] if at_once else [[token] for token in tokens[begin:end]]:
             mx.eval(of.model(mx.array([part]), cache=cache))
-        layers = tuple(take_state(layer) if end == len(tokens) else take_prefix_checkpoint(layer) for layer in cache)
-        checkpoints.append(PrefixCheckpointState(end, layers))
+        kinds = [(kind_of(layer), layer) for layer in cache]
+        layers = [
+            kind.take_state(layer) if end == len(tokens) else kind.take_prefix_checkpoint(layer)
+            for kind, layer in kinds
+        ]
+        checkpoints.append(PrefixCheckpointState(end, tuple(layers)))
     return SequenceState(tuple(tokens), checkpoints[1].layers, (checkpoints[0],))
 
 
@@ -229,7 +226,7 @@ def test_a_window_in_a_file_has_the_form_that_it_has_in_mlx_lm(at_once: bool, le
     assert state is not None
     assert [layer.kind for layer in state.layers] == [type(layer).__name__ for layer in theirs]
     mx.eval(of.model(mx.array([[1]]), cache=theirs), of.model(mx.array([TEXT[:8]]), cache=grown))
-    cache = [put_state(*three) for three in zip(state.layers, theirs, grown, strict=True)]
+    cache = [kind_of(pair[0]).put_state(taken, *pair) for taken, *pair in zip(state.layers, theirs, grown, strict=True)]
     assert {type(layer) for layer in cache} == {KVCache, RotatingKVCache}
     assert all(layer.keys.shape[2] == min(length, WINDOW + MAX_TRIM) for layer in cache)
     for token in TEXT[60:80]:
@@ -302,8 +299,7 @@ def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
     sequence = subject("KVCache").open_sequence("auto")
     sequence.cache = [Mine() for _ in sequence.cache]
     sequence.feed((1, 2, 3), 1)
-    assert not can_take_state(sequence.cache[0])
-    assert not can_take_state(CacheList(KVCache(), Mine()))
+    assert [kind.can_keep_state for kind, _ in kinds_of([CacheList(KVCache(), Mine())])] == [True, False]
     assert sequence.take_state((1, 2, 3)) is None
 
 
@@ -480,12 +476,13 @@ def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
 
 
 def test_only_known_classes_are_made_whatever_a_file_names() -> None:
-    taken = take_state(KVCache.from_state((mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 2, 4)), 2)))
+    kind = kind_of(KVCache())
+    taken = kind.take_state(KVCache.from_state((mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 2, 4)), 2)))
     like = KVCache.from_state((mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)), 1))
-    assert type(put_state(taken, like, like)) is KVCache
+    assert type(kind.put_state(taken, like, like)) is KVCache
     for name in ("BatchKVCache", "mx", "__import__", "os.system", "CacheList"):
         with pytest.raises(MisfitError):
-            put_state(LayerState(name, taken.state), like, like)
+            kind.put_state(LayerState(name, taken.state), like, like)
 
 
 def test_the_model_itself_is_not_touched_by_a_state() -> None:

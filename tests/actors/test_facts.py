@@ -113,7 +113,7 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
     assert not mx.array_equal(narrow, wide[:16])
 
 
-# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_rewind) ------------
+# --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_kinds) -------------
 
 
 @pytest.mark.parametrize(

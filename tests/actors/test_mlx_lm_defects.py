@@ -22,7 +22,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.model import CannotFork, FeedsEach, RecordsNothing
+from actors.model import CachedSequence, FeedsEach
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from runtime.engine.running import running
@@ -55,9 +55,7 @@ class RecordingModel(FeedsEach):
         return RecordedSequence(self._model.open_sequence(beside_another=beside_another), self)
 
 
-class RecordedSequence(CannotFork, RecordsNothing):
-    depends_on_passes = False
-
+class RecordedSequence(CachedSequence):
     def __init__(self, sequence: MLXSequence, record: RecordingModel) -> None:
         self._sequence = sequence
         self._tokens: tuple[int, ...] = ()

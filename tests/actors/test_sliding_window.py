@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from models import Wrapped, gemma3_text, llama
 
+from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.cache_rewind import kind, snapshot, window
-from actors.mlx.row_caches import row_cache_for
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sliding_window import MAX_TRIM, NUM_SPARE, STEP, SlidingWindowCache
 from actors.model import RewindMode
@@ -224,7 +223,7 @@ def test_a_state_is_not_changed_by_what_is_written_later() -> None:
 def test_a_snapshot_keeps_its_tokens_across_a_move() -> None:
     reader = Reader(SlidingWindowCache(8))
     reader.feed(NUM_SPARE)
-    restore, text = snapshot(reader.cache), list(reader.text)
+    restore, text = kind_of(reader.cache).snapshot(reader.cache), list(reader.text)
     before = reader.cache.keys
     while reader.cache.keys is before:
         reader.feed(1)
@@ -351,7 +350,8 @@ def feed_rows(rows: Any, lengths: list[int], widths: list[int]) -> None:
 def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
     widths: tuple[int, int], rewound_to: int
 ) -> None:
-    rows = row_cache_for(SlidingWindowCache(8))
+    window = SlidingWindowCache(8)
+    rows = kind_of(window).row_cache(window)
     readers = [Reader(SlidingWindowCache(8)) for _ in range(2)]
     for reader, length in zip(readers, (300, 3), strict=True):
         reader.feed(length)
@@ -376,4 +376,4 @@ def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
 
 def test_the_report_of_a_model_names_its_windows() -> None:
     (layer, *_) = CacheOptions().make_cache(gemma3_text(window=24))
-    assert (kind(layer), window(layer)) == ("SlidingWindowCache(24)", 24)
+    assert (kind_of(layer).name(layer), kind_of(layer).window(layer)) == ("SlidingWindowCache(24)", 24)

@@ -13,7 +13,7 @@ import rank_programs
 from ranks import ranks
 
 from actors.distributed.leading_model import Announcer, TakenParts
-from actors.mlx.cache_state import LayerState
+from actors.mlx.cache_kinds import LayerState
 from actors.mlx.sequence_state import Recorder, SequenceState, recall
 from actors.persistence import rank_parts
 from actors.persistence.rank_parts import CollectedPart

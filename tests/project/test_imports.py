@@ -341,9 +341,8 @@ def test_only_the_bridge_knows_asyncio():
 
 def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
     assert importers("mlx_lm.models") == {
+        "actors/mlx/cache_kinds.py",
         "actors/mlx/cache_options.py",
-        "actors/mlx/cache_rewind.py",
-        "actors/mlx/cache_state.py",
         "actors/mlx/row_caches.py",
         "actors/mlx/sliding_window.py",
         "actors/trained/drafter_files.py",  # names of mlx-lm's families

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 from models import Wrapped, draw_weights
 
-from actors.model import CannotFork, FeedsEach, RecordsNothing, RewindMode
+from actors.model import CachedSequence, FeedsEach, RewindMode
 
 VOCAB_SIZE = 64
 
@@ -722,10 +722,8 @@ class PositionalModel(FeedsEach):
         return PositionalSequence(self)
 
 
-class PositionalSequence(CannotFork, RecordsNothing):
+class PositionalSequence(CachedSequence):
     """A sequence of a model that knows the text; its only state is a length."""
-
-    depends_on_passes = False
 
     def __init__(self, model: PositionalModel) -> None:
         self._model = model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,10 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from architectures import build
 from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ConcatenateKVCache
 from models import Wrapped, gemma3_text, llama, mamba, prompt_of
 
+from actors.mlx.cache_kinds import KINDS, CacheKind
 from actors.mlx.cache_options import CacheOptions
+from actors.mlx.row_caches import RowKVCache
 from actors.mlx.sequence import MLXSequence
 
 VOCAB_SIZE = 64
@@ -33,6 +37,85 @@ class Concatenating(Wrapped):
 
     def make_cache(self) -> list[Any]:
         return [ConcatenateKVCache() for _ in self.layers]
+
+
+class JoinedCache:
+    """A class that Outrider knows by `JoinedKind` alone: keys and values in one array, which each pass replaces."""
+
+    def __init__(self) -> None:
+        self.joined: Any = None  # (B, heads of keys and then of values, tokens, width of a head)
+        self.offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> list[mx.array]:
+        new = mx.concatenate([keys, values], axis=1)
+        self.joined = new if self.joined is None else mx.concatenate([self.joined, new], axis=2)
+        self.offset = self.joined.shape[2]
+        return mx.split(self.joined, 2, axis=1)
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        return create_causal_mask(N, self.offset, window_size=window_size)
+
+    def empty(self) -> bool:
+        return self.joined is None
+
+    @property
+    def state(self) -> tuple[Any, int]:
+        return self.joined, self.offset
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.joined is None else int(self.joined.nbytes)
+
+    @classmethod
+    def from_state(cls, state: tuple[Any, int]) -> JoinedCache:
+        made = cls()
+        made.joined, made.offset = state
+        return made
+
+
+class JoinedRows(RowKVCache):
+    """Rows of texts of `JoinedCache`s."""
+
+    def join(self, single: JoinedCache, length: int) -> None:
+        if length > 0:
+            keys, values = mx.split(single.joined, 2, axis=1)
+            super().join(SimpleNamespace(keys=keys, values=values), length)
+        single.joined = None
+
+    def leave(self, row: int, length: int, single: JoinedCache) -> None:
+        left = SimpleNamespace()
+        super().leave(row, length, left)
+        single.joined, single.offset = mx.concatenate([left.keys, left.values], axis=1), length
+
+
+class JoinedKind(CacheKind):
+    """All that a new class needs."""
+
+    cache_class = JoinedCache
+    always_trims = True
+    kept = ("joined", "offset")
+    can_be_row = True
+
+    def trim(self, layer: JoinedCache, num_tokens: int) -> None:
+        layer.offset -= num_tokens
+        layer.joined = layer.joined[:, :, : layer.offset]
+
+    def check_state(self, state: Any, like: JoinedCache, longer: JoinedCache) -> None:
+        num_rows = self._num_rows(state[:1], (like.joined,))
+        self._require_length(type(state[1]) is int and state[1] == num_rows)
+
+    def row_cache(self, layer: JoinedCache) -> JoinedRows:
+        return JoinedRows()
+
+
+KINDS[JoinedCache] = JoinedKind()
+
+
+class Joining(Wrapped):
+    """A model whose caches are `JoinedCache`s."""
+
+    def make_cache(self) -> list[Any]:
+        return [JoinedCache() for _ in self.layers]
 
 
 @attrs.frozen
@@ -79,6 +162,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
         build("qwen3", head_dim=32), CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=12)
     ),
     "ConcatenateKVCache": lambda: Subject(Concatenating(llama())),
+    "JoinedCache": lambda: Subject(Joining(llama())),
     "SlidingWindowCache": lambda: Subject(gemma3_text(window=WINDOW)),
     "RotatingKVCache that keeps its first": lambda: Subject(build("qwen3"), CacheOptions(max_kv_size=WINDOW)),
     "ChunkedKVCache": lambda: Subject(build("llama4")),

@@ -130,7 +130,7 @@ def recorded(model: MLXModel, text: tuple[int, ...]) -> mx.array:
     """The features of a text that is read in one pass, which the model records."""
     sequence = model.open_sequence(beside_another=False)
     sequence.feed(text, 0)
-    taken = sequence.take_features(len(text))
+    taken = sequence.features.take(len(text))
     sequence.close()
     assert taken is not None
     return taken.values

@@ -162,6 +162,8 @@ class ScriptedFailure(Exception):
 class ScriptedSequence(scripted_sequence.ScriptedSequence):
     """A sequence of a scripted model, with the limits of a cache, and a record of what was asked of it."""
 
+    reads_with_others = True
+
     def __init__(self, model: ScriptedModel) -> None:
         super().__init__()
         self.model = model
@@ -251,7 +253,7 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         return self.model.bytes_per_token * len(self.tokens)
 
     @property
-    def needs_prefix_checkpoints(self) -> bool:  # type: ignore[override]
+    def needs_prefix_checkpoints(self) -> bool:
         self._check_open()
         # Ask for a length far beyond the present one.
         return not self.model.undo(len(self.tokens), 10**6) and self.model.keeps_states
@@ -277,11 +279,11 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         self.model.fail_if_told("reuse")
 
     @property
-    def can_fork(self) -> bool:  # type: ignore[override]
+    def fork_point(self) -> Callable[[], Fork] | None:
         self._check_open()
-        return True
+        return self._fork_point
 
-    def fork_point(self) -> Fork:
+    def _fork_point(self) -> Fork:
         self._check_open()
         if not self.tokens:
             self._misuse("an empty sequence was to be copied")

@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 from scripted import ScriptedModel, ScriptedSequence
 
-from actors.model import CannotFork
 from runtime.simulation.scripted_sequence import ReadsFeatures, RecordsEmptyFeatures
 
 StaleScript = Callable[[Sequence[int], int], Sequence[float]]
@@ -29,9 +28,11 @@ class RecordingTarget(ScriptedModel):
     kind = RecordingSequence
 
 
-class TrainedSequence(CannotFork, ReadsFeatures, ScriptedSequence):
+class TrainedSequence(ReadsFeatures, ScriptedSequence):
     """One text of a drafter that reads hidden states."""
 
+    reads_with_others = False
+    fork_point = None
     model: TrainedDraft
 
     def row(self, length: int) -> Sequence[float]:

@@ -89,7 +89,7 @@ def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
 
         def take() -> None:
             for text, sequence, parts in zip(texts, sequences, found, strict=True):
-                if (taken := sequence.take_features(sequence.length)) is not None:
+                if (taken := sequence.features.take(sequence.length)) is not None:
                     begin, features = taken.start, taken.values
                     assert begin == sum(part.shape[0] for part in parts)
                     assert begin + features.shape[0] <= len(text)
@@ -128,12 +128,12 @@ def test_a_pass_ahead_brings_the_features_of_its_tokens() -> None:
         sequences = [model.open_sequence(beside_another=False) for _ in range(3)]
         for sequence in sequences:
             sequence.feed((3, 1, 4), 0)
-            sequence.take_features(sequence.length)
+            sequence.features.take(sequence.length)
         model.feed_together([Feed(sequence, (5,), 1) for sequence in sequences])
         model.feed_ahead(sequences, mx.array([6, 7, 8]))
         sequences.pop(0).close()
         for i, sequence in enumerate(sequences):
-            taken = sequence.take_features(sequence.length)
+            taken = sequence.features.take(sequence.length)
             assert taken is not None
             assert taken.start == 3
             assert mx.allclose(taken.values, recorded(model, (3, 1, 4, 5, 7 + i))[3:], atol=1e-4)

@@ -16,7 +16,7 @@ from actors.distributed.drafting.draft_values import (
     outcome_fields,
 )
 from actors.drafters.draft_steps import DraftSteps, RewoundToCheckpoint, catch_up
-from actors.model import CachedSequence, Model
+from actors.model import CachedSequence, Model, ReusableSequence
 from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory
 from actors.trained.feature_input import FeatureInput
 from protocol.cached_tokens import FeedPlan
@@ -43,7 +43,7 @@ class _ToldSession:
 class _Text:
     """A text, and the session that it is drafted for."""
 
-    sequence: CachedSequence
+    sequence: ReusableSequence
     session: _ToldSession | None = None
 
 
@@ -75,7 +75,8 @@ class DraftingModel:
     def _run(self, number: int, name: str, arguments: tuple[Any, ...]) -> Any:
         if name == "open":
             # The other model computes at another rank.
-            sequence = self._model.open_sequence(beside_another=False)
+            sequence = self._model.open_sequence(beside_another=False).reusable
+            assert sequence is not None
             self._texts[number] = _Text(sequence)
             return [sequence.needs_prefix_checkpoints, sequence.depends_on_passes]
         text = self._texts[number]

@@ -16,7 +16,7 @@ import mlx.core as mx
 from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.drafting.draft_values import array_from, array_message, opened_fields, outcome_from
 from actors.drafters.draft_steps import DraftedText, DraftSteps, RewoundToCheckpoint, StepOutcome, TakesSteps
-from actors.model import CachedSequence, CacheLostError, CannotFork, FeedsEach, RecordsNothing, RewindMode
+from actors.model import CachedSequence, CacheLostError, FeedsEach, ReusableSequence, RewindMode
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.trained.feature_input import FeatureInput
 from protocol.cached_tokens import FeedPlan
@@ -107,8 +107,10 @@ class RemoteDrafter(FeedsEach):
             self._link.send(CloseDrafter())
 
 
-class RemoteSequence(RecordsNothing, CannotFork, TakesSteps):
+class RemoteSequence(ReusableSequence, TakesSteps):
     """A text of a `RemoteDrafter`; see `CachedSequence`."""
+
+    needs_prefix_checkpoints = depends_on_passes = False
 
     def __init__(self, drafter: RemoteDrafter, number: int) -> None:
         """Open a text at the other rank.

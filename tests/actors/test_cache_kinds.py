@@ -1,0 +1,59 @@
+"""A new cache class needs a kind and nothing else. Other tests rewind and save that of `cache_subjects`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cache_subjects import ATOL, TEXT, Joining
+from completions import ids
+from models import greedy, llama, near, prompt_of
+
+import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence import MLXSequence
+from actors.model import Feed, RewindMode
+
+
+def is_read_after(sequence: MLXSequence, before: list[int], tokens: list[int]) -> bool:
+    """Whether a sequence reads tokens as the model without a cache does, after others."""
+    logits = sequence.feed(tuple(tokens), len(tokens))
+    assert logits is not None
+    return bool(mx.allclose(logits, llama()(mx.array([before + tokens]))[0][len(before) :], rtol=0, atol=ATOL))
+
+
+@pytest.mark.parametrize("rewind", ["auto", "trim", "checkpoint"])
+async def test_a_cache_of_a_new_kind_is_rewound_in_each_mode(rewind: Any) -> None:
+    prompt = prompt_of(9)
+    async with runtime.open((Joining(llama()), None), (near(llama(), noise=0.05), None), rewind=rewind) as rt:
+        completion = await rt.generate(prompt, max_tokens=24, lookahead=3)
+    assert ids(completion) == greedy(llama(), prompt, 24)
+    assert completion.statistics.accepted < completion.statistics.proposed
+    assert completion.statistics.n1_rounds == 0
+
+
+def test_a_cache_of_a_new_kind_is_copied() -> None:
+    sequence = MLXModel(Joining(llama()), CacheOptions()).open_sequence(beside_another=False)
+    sequence.feed(tuple(TEXT[:9]), 0)
+    assert sequence.fork_point is not None
+    fork = sequence.fork_point()
+    assert is_read_after(sequence, TEXT[:9], TEXT[40:50])
+    assert is_read_after(fork(), TEXT[:9], TEXT[9:14])
+
+
+def test_a_cache_of_a_new_kind_is_a_row_beside_others() -> None:
+    model = MLXModel(Joining(llama()), CacheOptions())
+    assert model.sharing_obstacle() is None
+    texts = [TEXT[:9], TEXT[20:25]]
+    sequences = [model.open_sequence(beside_another=False) for _ in texts]
+    for sequence, text in zip(sequences, texts, strict=True):
+        sequence.feed(tuple(text), 0)
+        assert sequence.prepare(2, len(text)) is RewindMode.TRIM
+    model.feed_together([Feed(sequence, (1, 2), 1) for sequence in sequences])
+    assert all(sequence.is_row for sequence in sequences)
+    for sequence, text in zip(sequences, texts, strict=True):
+        assert sequence.rewind(len(text) + 1) == len(text) + 1
+        assert is_read_after(sequence, [*text, 1], TEXT[60:63])
+        assert not sequence.is_row
