@@ -184,25 +184,19 @@ class RankGroup:
         return received
 
     @contextmanager
-    def drafted_by(self, rank: int | None, on_lost: Callable[[RankError], None]) -> Iterator[None]:
-        """While in force, a rank drafts; None for none. Rank 0 calls this.
+    def drafted_by(self, rank: int | None) -> Iterator[None]:
+        """While in force, a rank drafts; None for none. Rank 0 calls this, in trio's thread.
 
         A rank that was lost as a drafter is missing afterwards, so the group is broken then.
-
-        Args:
-            rank: which one.
-            on_lost: called in any thread with the reason, if the rank is lost.
         """
         if rank is not None:
-            self.drafter = DraftRankLink(rank, self._connections[rank], on_lost, drop=partial(self._drop, rank))
+            self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
         try:
             yield
         finally:
             drafter, self.drafter = self.drafter, None
             if drafter is not None and drafter.error is not None:
                 self.fail(str(drafter.error))
-            if drafter is not None:
-                drafter.close()
 
     # --- failure ----------------------------------------------------------------------------------
 
