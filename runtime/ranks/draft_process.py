@@ -31,7 +31,7 @@ from runtime.loading.model_spec import ModelSpec
 from runtime.ranks.drafting import draft_for
 
 # Longest time in which the process ends by itself once its runtime has closed the link, or has ended. In seconds.
-END_S = 5.0
+END_S = 2.0
 
 DEFAULT_DEVICE = "default"
 
@@ -71,7 +71,7 @@ def described(source: Source) -> dict[str, Any] | None:
 
 def environment() -> dict[str, str]:
     """The environment of a process that finds the modules that this one has found."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, sys.path)])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(_ROOT)])}
 
 
 @asynccontextmanager
@@ -91,7 +91,8 @@ async def draft_process(device: str | None) -> AsyncIterator[SocketLink]:
     try:
         with far:
             process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", __name__, str(far.fileno()), device or DEFAULT_DEVICE],
+                # -P: otherwise Python would search the working directory for modules first.
+                [sys.executable, "-P", "-m", __name__, str(far.fileno()), device or DEFAULT_DEVICE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(far.fileno(),),
