@@ -2,7 +2,8 @@
 
 The messages of `protocol.messages` travel as they are, and beside them those of the link:
 
-    LoadDrafter    ──>  the first message
+                   <──  DraftNews, the first message
+    LoadDrafter    ──>
                    <──  DrafterLoaded, or DrafterNotLoaded
     TargetNews     ──>  after a message of a session, and as a heartbeat
                    <──  DraftNews, likewise

@@ -1,4 +1,4 @@
-"""Rank 0's link to a rank that drafts, over the control connection.
+"""The link between rank 0 and a rank that drafts, over the control connection.
 
 The point-to-point sends of MLX's groups are not used. They are parts of graphs whose shapes both ends have to know
 beforehand, they wait without end for a rank that hangs, and a ring sends only to neighbours in it. A lost drafter must
@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 import trio
 
 from actors.distributed.connection import Connection
 from actors.remote.link import LinkLostError
 from protocol.errors import RankError
-from protocol.rank_messages import DrafterFrame, RankMessage
+from protocol.rank_messages import CloseTarget, DrafterFrame, RankMessage
 
 # Bytes in one message: a heartbeat waits no longer than for one.
 MAX_FRAME_BYTES = 4 * 1024**2
 
 
-def frames(data: bytes) -> Iterator[DrafterFrame]:
-    """The parts in which a message of a link travels."""
-    for begin in range(0, len(data), MAX_FRAME_BYTES):
-        end = begin + MAX_FRAME_BYTES
-        yield DrafterFrame(data[begin:end], end >= len(data))
-
-
 class DraftRankLink:
-    """The link to the rank that drafts; see `Link`. The group's thread receives, and watches the rank's heartbeats.
+    """One end of the link; see `Link`. The group's thread receives, and watches the other rank's heartbeats.
 
     Attributes:
-        rank: which one it is.
+        rank: at the other end.
         name: of the rank.
+        is_over: set once that rank is lost, or has closed the target.
     """
 
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
@@ -47,14 +43,16 @@ class DraftRankLink:
         """
         self.rank = rank
         self.name = f"rank {rank}"
+        self.is_over = trio.Event()
         self._connection = connection
         self._drop = drop
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sending, self._unsent = trio.open_memory_channel[bytes](math.inf)
-        self._putting, self._arrived = trio.open_memory_channel[bytes | None](math.inf)  # None: it is lost
+        self._putting, self._arrived = trio.open_memory_channel[bytes](math.inf)
         self._parts: list[bytes] = []
         self._lock = threading.Lock()
         self._error: RankError | None = None
+        self._is_closed = False
 
     @property
     def error(self) -> RankError | None:
@@ -76,25 +74,31 @@ class DraftRankLink:
 
     def _send(self, data: bytes) -> None:
         try:
-            for frame in frames(data) if data else (DrafterFrame(b""),):
-                self._connection.send(frame)
+            for begin in range(0, max(1, len(data)), MAX_FRAME_BYTES):
+                end = begin + MAX_FRAME_BYTES
+                self._connection.send(DrafterFrame(data[begin:end], end >= len(data)))
         except OSError as error:
             self._drop()
             self.lose(f"{self.name} has ended, or cannot be reached any more ({error})")
 
     async def receive(self) -> bytes:
-        message = None if self._error is not None else await self._arrived.receive()
-        if message is None:
-            raise LinkLostError(str(self._error))
+        try:
+            message = await self._arrived.receive()
+        except trio.EndOfChannel:
+            raise LinkLostError(str(self._error or f"{self.name} has closed the target")) from None
+        if not message:
+            raise LinkLostError(f"{self.name} has closed the link")
         return message
 
     def put(self, message: RankMessage) -> None:
-        """Take a message that has come, in any thread. Others than a drafter's are ignored."""
+        """Take a message that has come, in any thread. Others than those about a drafter are ignored."""
         if isinstance(message, DrafterFrame):
             self._parts.append(message.data)
             if message.is_last:
-                self._put(b"".join(self._parts))
+                self._in_trio(partial(self._deliver, b"".join(self._parts)))
                 self._parts.clear()
+        elif isinstance(message, CloseTarget):
+            self._in_trio(self._end)
 
     def lose(self, reason: str) -> RankError:
         """Give the drafter up, in any thread; harmless if it is lost.
@@ -108,16 +112,22 @@ class DraftRankLink:
             is_first, error = self._error is None, self._error or RankError(reason)
             self._error = error
         if is_first:
-            self._put(None)
+            self._in_trio(self._end)
         return RankError(*error.args)
 
-    def _put(self, message: bytes | None) -> None:
-        try:
-            self._trio_token.run_sync_soon(self._putting.send_nowait, message)
-        except trio.RunFinishedError:
-            return  # nobody waits for it
+    def _deliver(self, message: bytes) -> None:
+        with suppress(trio.ClosedResourceError):  # it is lost, as another thread has noticed first
+            self._putting.send_nowait(message)
+
+    def _end(self) -> None:
+        self._putting.close()
+        self.is_over.set()
+
+    def _in_trio(self, call: Callable[[], None]) -> None:
+        with suppress(trio.RunFinishedError):  # nobody waits for it
+            self._trio_token.run_sync_soon(call)
 
     def close(self) -> None:
-        """See `Link.close`. The rank may be asked for another drafter."""
-        if self._error is None:
+        if not (self.is_over.is_set() or self._is_closed):
+            self._is_closed = True
             self._send(b"")

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import trio
 
-from actors.distributed.draft_rank_link import frames
 from actors.distributed.rank_address import is_ring
 from actors.distributed.rank_group import RankGroup
-from actors.remote.link import LinkLostError
-from protocol.errors import RankError, SettingsError
-from protocol.rank_messages import CloseTarget, DrafterFrame
+from protocol.errors import SettingsError
 from protocol.validation import check_integer
 from runtime.loading.model_sources import Source
 from runtime.ranks.drafting import draft_for
-
-# How often a thread that waits for a message looks whether it is still wanted, in seconds.
-_LOOK_S = 0.5
 
 
 def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> int | None:
@@ -64,76 +58,11 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
         if isinstance(source, tuple):
             mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
 
-    def draft_until_closed() -> None:
-        link = _RankEnd(group)
-        while not isinstance(message := group.receive()[1], CloseTarget):
-            if not isinstance(message, DrafterFrame):
-                raise RankError(f"rank {group.rank} drafts, and rank 0 sent {type(message).__name__}")
-            if message.data:
-                link.first = message
-                trio.run(draft_for, link, lambda _: (target, draft))
-                if link.is_target_closed:
-                    return
+    async def draft_until_closed() -> None:
+        with group.drafted_by(0) as link:
+            assert link is not None
+            await draft_for(link, lambda _: (target, draft))
+            await link.is_over.wait()
+        group.check()
 
-    return draft_until_closed
-
-
-class _RankEnd:
-    """The end of a link at the rank that drafts; see `Link`.
-
-    Attributes:
-        first: a message that has been received.
-        is_target_closed: whether rank 0 has closed the target.
-    """
-
-    name = "rank 0"
-    is_behind = False
-
-    def __init__(self, group: RankGroup) -> None:
-        self.first: DrafterFrame | None = None
-        self.is_target_closed = False
-        self._group = group
-
-    def send(self, data: bytes) -> None:
-        # This waits if rank 0 takes nothing. Then there is nothing else to do here.
-        with suppress(RankError):  # of which `receive` tells, too
-            for frame in frames(data):
-                self._group.send(frame)
-
-    async def receive(self) -> bytes:
-        parts: list[bytes] = []
-        while True:
-            first, self.first = self.first, None
-            frame = first or await trio.to_thread.run_sync(self._receive)
-            if frame is not None and frame.data:
-                parts.append(frame.data)
-                if frame.is_last:
-                    return b"".join(parts)
-            elif frame is not None:
-                raise LinkLostError("rank 0 has closed the drafter")
-            else:
-                await trio.lowlevel.checkpoint()
-
-    def _receive(self) -> DrafterFrame | None:
-        """The next message; None if there is none for a while.
-
-        Raises:
-            LinkLostError: the target was closed.
-            RankError: the group is broken, or this is no message to a drafter.
-        """
-        try:
-            message = self._group.receive(_LOOK_S)[1]
-        except TimeoutError:
-            return None
-        if isinstance(message, CloseTarget):
-            self.is_target_closed = True
-            raise LinkLostError("rank 0 has closed the target")
-        if not isinstance(message, DrafterFrame):
-            raise RankError(f"rank {self._group.rank} drafts, and rank 0 sent {type(message).__name__}")
-        return message
-
-    async def run(self) -> None:
-        await trio.sleep_forever()
-
-    def close(self) -> None:
-        """Rank 0 closes the link."""
+    return partial(trio.run, draft_until_closed)

@@ -42,7 +42,7 @@ OPTIONS = ("max_batch", "prefix_cache_bytes", "work_ahead")
 
 
 async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError]) -> LoadedElsewhere:
-    """Have the other end of a link load a drafter.
+    """Have the other end of a link load a drafter. That end speaks first, by a heartbeat.
 
     Raises:
         SettingsError, ModelError, VocabularyMismatchError: it cannot; the message says which end, and why.
@@ -52,11 +52,12 @@ async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError
     """
     news: list[tuple[float, DraftNews]] = []
     answer: DrafterLoaded | DrafterNotLoaded
-    link.send(encode(load))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.run)
         try:
             while isinstance(message := decode(await link.receive()), DraftNews):
+                if not news:
+                    link.send(encode(load))
                 news.append((time.perf_counter(), message))
             if not isinstance(message, DrafterLoaded | DrafterNotLoaded):
                 raise ProtocolError(f"{link.name} was to load it, and sent {type(message).__name__}")
