@@ -166,15 +166,20 @@ class DraftingEnd:
             actor.open_session(shared)
         elif isinstance(message, FromRuntime):
             if not isinstance(message, PromptFeatures | Due):
-                self._proposed.pop(message.session, None)
-                self._queue.leave(message.session, self._clock())
+                self._judged(message.session)
             if isinstance(message, Close) and (session := self._sessions.get(message.session)) is not None:
                 session.is_unwanted = True  # a session that begins now may reuse what this one has read
             actor.mailbox.send_nowait(message)
         else:
             raise ProtocolError(f"a drafter was sent {message!r:.200}")
 
+    def _judged(self, session: int) -> None:
+        """Note that the target has no pass of a session to do."""
+        self._proposed.pop(session, None)
+        self._queue.leave(session, self._clock())
+
     def _left(self, session: int) -> None:
+        self._judged(session)
         self._send_news((session,))
         self._sessions.pop(session).end()
         self._told.pop(session, None)

@@ -188,19 +188,24 @@ class RemoteDrafter:
         """See `Mailbox`."""
         if (session := self._sessions.get(message.session)) is None:
             return
-        match message:
-            case Verdict():
-                session.state.apply(message)
-            case Rested():
-                session.state.follow(message)
-            case Overdue():
-                session.state.rest(message)
-            case Close():
-                session.state.close(message)
-        self._link.send(encode(message))
+        try:
+            match message:
+                case Verdict():
+                    session.state.apply(message)
+                case Rested():
+                    session.state.follow(message)
+                case Overdue():
+                    session.state.rest(message)
+                case Close():
+                    session.state.close(message)
+        except ProtocolError as error:
+            logger.warning("drafting failed, session %d goes on without: %s", message.session, error)
+            session.shared.counts.draft_failures += 1
+            self._withdraw(session)
+            return
+        if not isinstance(message, Close):
+            self._link.send(encode(message))
         if session.state.phase is SessionPhase.CLOSED:
-            if not isinstance(message, Close):
-                self._link.send(encode(Close(message.session)))
             self._forget(session)
         if self._measured:
             self._send_news()
@@ -295,5 +300,7 @@ class RemoteDrafter:
         self._forget(session)
 
     def _forget(self, session: _Relayed) -> None:
-        del self._sessions[session.state.opened.session]
+        id = session.state.opened.session
+        del self._sessions[id]
+        self._link.send(encode(Close(id)))
         session.shared.leave()
