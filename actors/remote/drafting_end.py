@@ -27,7 +27,7 @@ from protocol.drafter_wire import (
     encode,
 )
 from protocol.errors import OutriderError, ProtocolError
-from protocol.messages import Close, Due, Message, Open, Overdue, PromptFeatures, Proposal, Rested, Verdict
+from protocol.messages import Close, Due, Message, Open, Overdue, PromptFeatures, Proposal, Rested, Verdict, Withdraw
 from protocol.prices import Measurement, Prices
 from protocol.session_state import Commit
 from protocol.target_queue import TargetQueue
@@ -96,6 +96,8 @@ class DraftingEnd:
             self._queue.enter(message.session, 1 + len(message.tokens))
             self._proposed[message.session] = None
             self._queue.begin(self._proposed, self._clock())
+        if isinstance(message, Withdraw):
+            self._send_news((message.session,))  # nothing is counted of the session afterwards
         self._link.send(encode(message))
         self._send_news((message.session,))
 
