@@ -184,7 +184,7 @@ class RankGroup:
         return received
 
     @contextmanager
-    def drafted_by(self, rank: int | None) -> Iterator[DraftRankLink | None]:
+    def drafted_by(self, rank: int | None) -> Iterator[None]:
         """While in force, a rank drafts for rank 0; None for none. Both call this, in trio's thread.
 
         If one of them is lost to the other, it is missing afterwards, so the group is broken then.
@@ -195,7 +195,7 @@ class RankGroup:
         if rank is not None:
             self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
         try:
-            yield self.drafter
+            yield
         finally:
             drafter, self.drafter = self.drafter, None
             if drafter is not None and drafter.error is not None:

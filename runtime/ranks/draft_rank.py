@@ -59,7 +59,8 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
             mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
 
     async def draft_until_closed() -> None:
-        with group.drafted_by(0) as link:
+        with group.drafted_by(0):
+            link = group.drafter
             assert link is not None
             await draft_for(link, lambda _: (target, draft))
             await link.is_over.wait()
