@@ -33,6 +33,9 @@ from runtime.ranks.drafting import draft_for
 # Longest time in which the process ends by itself once its runtime has closed the link, or has ended. In seconds.
 END_S = 2.0
 
+# How long one of the process's threads may hold Python's lock while another one waits for it. In seconds.
+SWITCH_INTERVAL_S = 1e-4
+
 DEFAULT_DEVICE = "default"
 
 # The folder that has the packages of this project.
@@ -127,7 +130,8 @@ def _source(role: str, said: dict[str, Any] | None) -> Source | None:
 
 
 def _end_with_the_runtime() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not by `sys.stdin`, which the interpreter locks as it exits
+        continue
     time.sleep(END_S)
     os._exit(1)
 
@@ -135,6 +139,8 @@ def _end_with_the_runtime() -> None:
 def main(descriptor: str, device: str) -> None:
     """Draft for the runtime at the other end of a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A message must not wait until the model's thread has built the graph of a pass, which holds Python's lock.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.Thread(target=_end_with_the_runtime, daemon=True).start()
     link = SocketLink(socket.socket(fileno=int(descriptor)), "the runtime")
     trio.run(_main, link, None if device == DEFAULT_DEVICE else device)
