@@ -148,7 +148,7 @@ def main(descriptor: str, device: str) -> None:
 
 async def _main(link: SocketLink, device: str | None) -> None:
     def sources(load: LoadDrafter) -> tuple[Source | None, Source | None]:
-        use_device(device)
+        use_device(device, "draft_device")
         return _source("target", load.target), _source("draft", load.draft)
 
     await draft_for(link, sources, forwards_warnings=True)
