@@ -22,8 +22,8 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.simulated_worker import SimulatedWorker
-from protocol.drafter_wire import DraftNews, TargetNews, decode, encode
-from protocol.messages import Close, Open, Proposal, Ready, Rest, Rested, Verdict, Withdraw
+from protocol.drafter_wire import DraftNews, decode, encode
+from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from runtime.engine.events import Events
 from runtime.engine.running import running
 
@@ -226,23 +226,6 @@ async def test_a_drafter_that_is_detached_proposes_what_it_has_drawn(autojump_cl
         assert sum(isinstance(decode(data), Proposal) for data in link.sent) == num_sent + 1
         assert not any(isinstance(decode(data), Withdraw) for data in link.sent)
         assert stream.statistics().draft_failures == 0
-
-
-async def test_measurements_go_both_ways(autojump_clock: Any) -> None:
-    async with opened(DRAFTERS["llama"]()) as (rt, (near, _)):
-        await rt.generate(PROMPTS[0], max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
-        told = [message for data in near.sent if isinstance(message := decode(data), TargetNews)]
-        assert {each.kind for news in told for each in news.measured} >= {"verify", "round"}
-        assert rt.estimates.draft_seconds == pytest.approx(1.0)
-
-
-async def test_what_is_sent_of_a_session_is_little(autojump_clock: Any) -> None:
-    async with opened(DRAFTERS["llama"]()) as (rt, (near, _)):
-        await rt.generate(PROMPTS[0], max_tokens=4, lookahead=3, stop_tokens=(70,), seed=4)
-        (message,) = [each for data in near.sent if isinstance(each := decode(data), Open)]
-    assert message.prompt == tuple(PROMPTS[0])
-    assert message.seed == 4
-    assert 70 in message.stop_tokens
 
 
 # --- trained drafters -----------------------------------------------------------------------------
