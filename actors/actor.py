@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import trio
 
@@ -30,6 +30,14 @@ from protocol.trace import Event, Instant, InstantKind
 logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
+
+
+class Mailbox(Protocol):
+    """Where messages to an actor go: a memory channel, or a link to another process."""
+
+    def send_nowait(self, message: Message, /) -> None:
+        """Send a message. Never waits."""
+        ...
 
 
 class ActorSession(ABC):

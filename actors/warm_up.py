@@ -7,13 +7,12 @@ begin with its results.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import mlx.core as mx
 import trio
 
-from actors.drafters.draft_steps import TakesSteps
 from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import LogitsPipeline
 from actors.target.plain_rows import PlainRow, PlainRows
@@ -47,23 +46,21 @@ MIN_CONTEXT_LENGTH = 128
 _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
-async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
+async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
     """Time both models, each alone and both at once; and plain decoding, if its price is not known yet.
 
     All is measured again where the prices of the first measurement cannot be.
 
     Args:
         target: the model, and its worker.
-        draft: likewise.
+        draft: likewise; None if it is in another process, where `time_drafter` times it.
         prices: where the measurements go.
 
     Cancellation: strikes after the running passes.
 
     Raises: JobError: a model failed.
     """
-    if any(
-        model.context_length is not None and model.context_length < MIN_CONTEXT_LENGTH for model, _ in (target, draft)
-    ):
+    if _is_short(target[0]) or (draft is not None and _is_short(draft[0])):
         return
     is_first = not prices.plain_decode_s.is_known
     await _measure(target, draft, prices)
@@ -75,29 +72,53 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker], pri
         await _measure(target, draft, prices)
 
 
-async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    (_, target_worker), (_, draft_worker) = target, draft
-    async with _open_sequence(*target) as target_sequence, _open_sequence(*draft) as draft_sequence:
-        # The first pass of each width is not timed: it compiles kernels and allocates buffers. It compiles those that
-        # sampling needs, too, so that the first stream at a temperature does not wait for them.
-        for width in TARGET_WIDTHS:
-            await target_worker.run(_pass(target_sequence, width, samples=True))
-        for width in DRAFT_WIDTHS:
-            await draft_worker.run(_pass(draft_sequence, width, samples=True))
-        for width in NUM_PASSES_ALONE * DRAFT_WIDTHS:
-            job = _pass(draft_sequence, width)
-            await draft_worker.run(job)
-            prices.observe_draft_step(width, job.began, job.ended, beside_target=False)
+async def time_drafter(draft: tuple[Model, Worker], prices: Prices) -> None:
+    """Time a draft model whose target is in another process. Args, Cancellation, Raises: as `warm_up`."""
+    if not _is_short(draft[0]):
+        async with _open_sequence(*draft) as sequence:
+            await _time_steps(sequence, draft[1], prices)
+
+
+def _is_short(model: Model) -> bool:
+    return model.context_length is not None and model.context_length < MIN_CONTEXT_LENGTH
+
+
+async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
+    target_worker = target[1]
+    async with _open_sequence(*target) as target_sequence, AsyncExitStack() as stack:
+        await _warm(target_sequence, target_worker, TARGET_WIDTHS)
+        if draft is not None:
+            draft_sequence = await stack.enter_async_context(_open_sequence(*draft))
+            await _time_steps(draft_sequence, draft[1], prices)
         for width in NUM_PASSES_ALONE * TARGET_WIDTHS:
             job = _pass(target_sequence, width)
             await target_worker.run(job)
             prices.observe_verify_pass(width, job.began, job.ended)
-        await _time_side_by_side((target_sequence, target_worker), (draft_sequence, draft_worker), prices)
+        if draft is not None:
+            await _time_side_by_side((target_sequence, target_worker), (draft_sequence, draft[1]), prices)
     async with _open_sequence(*target) as target_sequence:
         await _time_wide_passes(target[0], target_sequence, target_worker, prices)
     if not prices.plain_decode_s.is_known:
         async with _open_sequence(*target) as target_sequence:
             await _time_plain_decoding(target[0], target_sequence, target_worker, prices)
+
+
+async def _warm(sequence: CachedSequence, worker: Worker, widths: tuple[int, ...]) -> None:
+    """Compute a pass of each width. It is not timed: it compiles kernels and allocates buffers.
+
+    It compiles those that sampling needs, too, so that the first stream at a temperature does not wait for them.
+    """
+    for width in widths:
+        await worker.run(_pass(sequence, width, samples=True))
+
+
+async def _time_steps(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
+    """Time draft steps while the target waits."""
+    await _warm(sequence, worker, DRAFT_WIDTHS)
+    for width in NUM_PASSES_ALONE * DRAFT_WIDTHS:
+        job = _pass(sequence, width)
+        await worker.run(job)
+        prices.observe_draft_step(width, job.began, job.ended, beside_target=False)
 
 
 async def _time_side_by_side(
@@ -180,9 +201,6 @@ def _pass(sequence: CachedSequence, width: int, *, samples: bool = False) -> Job
     """A job that feeds `width` tokens and computes the logits of each, and samples from them if `samples`."""
 
     def call() -> None:
-        if isinstance(sequence, TakesSteps):
-            sequence.time_pass((0,) * width)
-            return
         rows = sequence.feed((0,) * width, width)
         assert rows is not None
         if samples:

@@ -31,7 +31,7 @@ import attrs
 import mlx.core as mx
 
 from protocol.errors import ProtocolError
-from protocol.messages import Likelihood
+from protocol.messages import Distribution, Likelihood, Sparse
 from protocol.randomness import Purpose, keys_for
 
 Rule = Literal["match", "rejection"]
@@ -63,17 +63,17 @@ class ProposedRows:
         start: absolute position of the first drafted token.
         num_rows: k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token.
         drafted: (k,) drafted tokens.
-        draft_probs: under the rejection rule, for each drafted token the distribution (W,) that it was drawn from, with
-            W <= V; entries beyond W are zero. None for a token that was not drawn but determined by the text before it:
-            then q is 1 at that token and 0 elsewhere, so that it is accepted with probability p(d), and the recovered
-            token is another one.
+        draft_probs: under the rejection rule, for each drafted token the distribution that it was drawn from: (W,) with
+            W <= V, entries beyond W being zero, or a `Sparse` one. None for a token that was not drawn but determined
+            by the text before it: then q is 1 at that token and 0 elsewhere, so that it is accepted with probability
+            p(d), and the recovered token is another one.
     """
 
     seed: int
     start: int
     num_rows: int
     drafted: tuple[int, ...] = ()
-    draft_probs: tuple[mx.array | None, ...] = ()
+    draft_probs: tuple[Distribution | None, ...] = ()
 
     def check(self, rule: Rule) -> None:
         """Raises: ProtocolError: the numbers of rows, tokens and distributions do not agree."""
@@ -429,13 +429,15 @@ def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like
     rows = mx.zeros_like(like)
     certain, drafted = [], []
     for each, begin in zip(proposed, begins, strict=True):
-        drawn = [probs for probs in each.draft_probs if probs is not None]
+        drawn = [probs for probs in each.draft_probs if isinstance(probs, mx.array)]
         if drawn:
             nothing = mx.zeros_like(drawn[0])
-            stacked = mx.stack([nothing if probs is None else probs for probs in each.draft_probs])
+            stacked = mx.stack([probs if isinstance(probs, mx.array) else nothing for probs in each.draft_probs])
             rows[begin : begin + len(each.drafted), : nothing.shape[0]] = stacked
         for i, probs in enumerate(each.draft_probs):
-            if probs is None:
+            if isinstance(probs, Sparse):
+                rows[begin + i, probs.tokens] = probs.values
+            elif probs is None:
                 certain.append(begin + i)
                 drafted.append(each.drafted[i])
     if certain:

@@ -43,7 +43,6 @@ _OF_MODEL_SPEC = ("adapter_path", "model_config", "quantize", "revision", "token
 # What to do in place of options that do not exist here.
 INSTEAD = {
     "device": _ONE_DEVICE,
-    "draft_device": _ONE_DEVICE,
     "target_device": _ONE_DEVICE,
     "chat_template": 'give the target as runtime.ModelSpec(path, tokenizer_config={"chat_template": ...})',
     "continue_final_message": 'give the last message as {"role": "assistant", "content": …, "prefix": True}',

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import attrs
-import mlx.core as mx
 
 from protocol.errors import ProtocolError
+from protocol.messages import Distribution
 from protocol.randomness import further
 
 # The rank of a guess that was looked up in the text.
@@ -30,7 +30,7 @@ class Guess:
     Attributes:
         token: its id.
         confidence: modelled probability, in [0, 1], that the committed text has the token there.
-        probs: (W,) the distribution that it was drawn from, evaluated; None under the match rule, for a correction,
+        probs: the distribution that it was drawn from, as in a `Proposal`; None under the match rule, for a correction,
             and for a token that was looked up.
         rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `LOOKED_UP` for a
             token that was looked up.
@@ -41,7 +41,7 @@ class Guess:
 
     token: int
     confidence: float
-    probs: mx.array | None = attrs.field(default=None, eq=False, repr=False)
+    probs: Distribution | None = attrs.field(default=None, eq=False, repr=False)
     rank: int = 0
     raw: float = 0.0
     staleness: int = 0

@@ -89,6 +89,24 @@ class Open:
 
 
 @attrs.frozen
+class Sparse:
+    """A distribution with few tokens, evaluated; the others have probability 0.
+
+    Attributes:
+        size: the width of the vocabulary.
+        tokens: (k,) ids in uint32, each at most once.
+        values: (k,) their probabilities in float32; some may be 0, too.
+    """
+
+    size: int
+    tokens: mx.array = attrs.field(eq=False, repr=False)
+    values: mx.array = attrs.field(eq=False, repr=False)
+
+
+Distribution = mx.array | Sparse
+
+
+@attrs.frozen
 class Proposal:
     """The drafter's guess at what comes next.
 
@@ -96,8 +114,9 @@ class Proposal:
         session, round: what it belongs to.
         start: absolute position of the first drafted token; if nothing is proposed, of the token after the text.
         tokens: drafted ids; if empty, the target decodes one token by itself.
-        probs: for each token the distribution that it was drawn from: a (W,) array, evaluated; or None for a token
-            that was not drawn but determined by the text before it. Empty under the match rule, which needs none.
+        probs: for each token the distribution that it was drawn from: a (W,) array, evaluated, or a `Sparse` one; or
+            None for a token that was not drawn but determined by the text before it. Empty under the match rule, which
+            needs none.
         reach: for each token the probability that it and all before it are accepted, in [0, 1]. The target may leave
             out tokens from the end that are not worth their time. Empty if it must not.
         num_stale: how many of the tokens, from the front, were drafted without hidden states of the target that have
@@ -108,7 +127,7 @@ class Proposal:
     round: int
     start: int
     tokens: tuple[int, ...]
-    probs: tuple[mx.array | None, ...] = attrs.field(default=(), eq=False, repr=False)
+    probs: tuple[Distribution | None, ...] = attrs.field(default=(), eq=False, repr=False)
     reach: tuple[float, ...] = attrs.field(default=(), repr=False)
     num_stale: int = 0
 

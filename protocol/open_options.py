@@ -88,6 +88,11 @@ class OpenOptions:
         draft_rank: a rank of the group, as by mlx.launch, that holds the drafter alone, and no part of the target; None
             or 0 for rank 0. It calls `runtime.follow` with the drafter, too. Rank 0 drafts beside its part of the
             target.
+        draft_process: whether the draft model works in a process of its own on this machine, which loads it from a path
+            or hub id. The target keeps its processor time and Python's lock for itself; each proposal takes a trip
+            between the processes. If the process ends, streams go on without it.
+        draft_device: MLX's default device in that process, "cpu" or "gpu", beside a target on the other one; implies
+            `draft_process`. None for MLX's own choice.
         work_ahead: whether the drafter drafts while the target verifies: "always", "never", or "auto" by measured
             prices. That takes from the target what the device has to share, and the next proposal is there sooner.
             "never" drafts after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
@@ -154,6 +159,12 @@ class OpenOptions:
     tune_mlx: bool = attrs.field(default=True, validator=validator(check_flag), metadata=option())
     group: Any = attrs.field(default=None, metadata=option())
     draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))
+    draft_process: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option("", _CACHES))
+    draft_device: str | None = attrs.field(
+        default=None,
+        validator=_one_of("cpu", "gpu", None, spelled=Message('"cpu", "gpu" or {none}')),
+        metadata=option("DEVICE", _CACHES),
+    )
     work_ahead: WorkAhead = attrs.field(
         default="auto",
         validator=_one_of(*WORK_AHEAD),
@@ -165,3 +176,12 @@ class OpenOptions:
             raise SettingsError.of(
                 "{kv_bits} and {max_kv_size} exclude each other: mlx-lm cannot quantise a rotating cache"
             )
+        if self.has_draft_process and self.draft_rank:
+            raise SettingsError.of(
+                "{draft_process} and {draft_rank} exclude each other: the drafter is in one process; leave one out"
+            )
+
+    @property
+    def has_draft_process(self) -> bool:
+        """Whether a draft model works in a process of its own."""
+        return self.draft_process or self.draft_device is not None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import attrs
 
@@ -74,6 +76,31 @@ class Estimates:
         return all(less == 0.0 or more < IMPLAUSIBLE * less for less, more in ((one, other), *passes))
 
 
+MeasurementKind = Literal["draft", "verify", "plain", "round", "rate"]
+
+
+@attrs.frozen
+class Measurement:
+    """What one actor has measured, for the prices of the other actor if that is in another process.
+
+    Attributes:
+        kind: a draft step, a target's pass, a round without a drafter, a speculative round; or that the speculative
+            rate was replaced by the modelled one.
+        number: of tokens that the step fed, rows of the pass, texts of its round, or tokens that the round committed.
+        seconds: that it took.
+        ended_s: when it ended, on the clock of this process.
+        pass_s: the part of a plain round that the pass took.
+        beside_target: whether the target worked beside the draft step.
+    """
+
+    kind: MeasurementKind
+    number: int = 0
+    seconds: float = 0.0
+    ended_s: float = 0.0
+    pass_s: float = 0.0
+    beside_target: bool = False
+
+
 # A price that is off by this factor cannot be.
 IMPLAUSIBLE = 10.0
 # The row up to which `Estimates.verify_seconds_per_token` averages.
@@ -106,6 +133,7 @@ class Prices:
         hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
         core_hold_s: seconds after a draft step in which the target still has only its share of the cores; 0 where the
             models do not share cores.
+        tell: called with each measurement, if the other actor is in another process; must neither wait nor raise.
     """
 
     verify: PassPrice = attrs.field(factory=PassPrice)
@@ -117,6 +145,7 @@ class Prices:
     plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     core_hold_s: float = 0.0
+    tell: Callable[[Measurement], None] | None = None
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
     _num_rounds: int = 0  # speculative ones
@@ -131,6 +160,7 @@ class Prices:
     def observe_draft_step(self, width: int, began_s: float, ended_s: float, *, beside_target: bool) -> None:
         """Add a draft step over `width` tokens, and whether the target worked meanwhile."""
         seconds = ended_s - began_s
+        self._tell(Measurement("draft", width, seconds, ended_s, beside_target=beside_target))
         if not beside_target or not self.draft_alone.is_known:
             self.draft_alone.observe(width, 0.0, seconds)
         elif (expected_s := self.draft_alone(width)) > 0:
@@ -144,6 +174,7 @@ class Prices:
 
     def observe_verify_pass(self, rows: int, began_s: float, ended_s: float) -> None:
         """Add a target's pass over `rows` rows, those of padding included."""
+        self._tell(Measurement("verify", rows, ended_s - began_s, ended_s))
         self._price_passes(until_s=ended_s)
         # A draft step that ran beside the end of this pass is heard of only when that step has ended.
         self._unpriced_passes.append((rows, began_s, ended_s))
@@ -156,6 +187,7 @@ class Prices:
             pass_s: the part of it that the pass took.
             num_texts: that shared the pass, none of which had drafted tokens.
         """
+        self._tell(Measurement("plain", num_texts, seconds, pass_s=pass_s))
         if num_texts == 1:
             self.plain_decode_s.observe(seconds)
         elif pass_s > 0:
@@ -164,6 +196,7 @@ class Prices:
 
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""
+        self._tell(Measurement("round", num_tokens, seconds))
         self._num_rounds += 1
         keep = 1.0 - 1.0 / RATE_MEMORY_ROUNDS
         self._speculative_tokens = keep * self._speculative_tokens + num_tokens
@@ -171,9 +204,49 @@ class Prices:
 
     def reset_speculative_rate(self) -> None:
         """Replace the measured speculative rate by the modelled one, with the weight of a few rounds."""
+        self._tell(Measurement("rate"))
         rounds = 3.0
         self._speculative_s = rounds * self.verify(2)
         self._speculative_tokens = self._speculative_s * self.modelled_rate(self._last_calibration.mean_acceptance)
+
+    def _tell(self, measurement: Measurement) -> None:
+        if self.tell is not None:
+            self.tell(measurement)
+
+    def take(self, measured: Measurement) -> None:
+        """Add what the actor in the other process has measured."""
+        number, seconds, ended_s = measured.number, measured.seconds, measured.ended_s
+        match measured.kind:
+            case "draft":
+                self.observe_draft_step(number, ended_s - seconds, ended_s, beside_target=measured.beside_target)
+            case "verify":
+                self.observe_verify_pass(number, ended_s - seconds, ended_s)
+            case "plain":
+                self.observe_plain_round(seconds, measured.pass_s, num_texts=number)
+            case "round":
+                self.observe_round(number, seconds)
+            case "rate":
+                self.reset_speculative_rate()
+
+    def known_of_target(self) -> Iterator[Measurement]:
+        """What was measured of the target so far, for a drafter that begins in another process."""
+        for rows, seconds in self.verify.table():
+            yield Measurement("verify", rows, seconds)
+        if self.plain_decode_s.is_known:
+            yield Measurement("plain", 1, self.plain_decode_s.value)
+
+    @property
+    def acceptance(self) -> float:
+        """The probability, recently, that a drafted token is accepted, in [0, 1]."""
+        return self._last_calibration.mean_acceptance
+
+    def take_drafter(self, acceptance: float, hit_rate: float | None, *, drafts_together: bool) -> None:
+        """Set what the drafter in the other process knows; see `acceptance`, and the attributes for the others."""
+        self._last_calibration.mean_acceptance = acceptance
+        self.hit_rate = Mean(memory=30.0)
+        if hit_rate is not None:
+            self.hit_rate.observe(hit_rate)
+        self.drafts_together = drafts_together
 
     def forget_target(self) -> None:
         """Forget what the target's passes cost, before anything refers to their price."""
@@ -346,7 +419,7 @@ class Prices:
             contention=self.contention,
             plain_seconds=self.plain_decode_s.value,
             tokens_per_second=self.speculative_rate,
-            acceptance=self._last_calibration.mean_acceptance,
+            acceptance=self.acceptance,
             verify_table=self.verify.table(),
         )
 

@@ -7,15 +7,15 @@ texts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any, get_args
 
 import attrs
 from attrs.validators import deep_iterable, deep_mapping, ge, instance_of
 
-from protocol.draft_rank_messages import Array, DraftRankMessage, TextState
 from protocol.errors import ProtocolError
+from protocol.tensor import Tensor
+from protocol.wire import MALFORMED, pack, unpack
 
 # A longer message is not one of ours.
 MAX_MESSAGE_BYTES = 64 * 1024**2
@@ -119,11 +119,11 @@ class Operations:
 
 @attrs.frozen
 class TensorChunk:
-    """Bytes of a tensor of a saved text. They are not in the message's JSON, but after it.
+    """Bytes of a tensor of a saved text.
 
     Attributes:
         name: of the tensor.
-        dtype, shape: of all of it; see `actors.tensor.Tensor`.
+        dtype, shape: of all of it; see `protocol.tensor.Tensor`.
         data: the bytes after those in earlier messages.
     """
 
@@ -132,7 +132,7 @@ class TensorChunk:
     shape: tuple[int, ...] = attrs.field(
         converter=_as_tuple, validator=deep_iterable(attrs.validators.and_(instance_of(int), ge(0)))
     )
-    data: bytes
+    data: bytes = attrs.field(validator=instance_of(bytes))
 
 
 @attrs.frozen
@@ -189,6 +189,19 @@ class Measured:
 
 
 @attrs.frozen
+class DrafterFrame:
+    """A part of what the two ends of a link to a drafter say; see `protocol.drafter_wire`.
+
+    Attributes:
+        data: the bytes. None at all ends the drafter.
+        is_last: whether the message of the link ends with them.
+    """
+
+    data: bytes = attrs.field(validator=instance_of(bytes))
+    is_last: bool = attrs.field(default=True, validator=instance_of(bool))
+
+
+@attrs.frozen
 class Broken:
     """The group cannot go on.
 
@@ -214,35 +227,24 @@ RankMessage = (
     | CloseTarget
     | Measure
     | Measured
+    | DrafterFrame
     | Broken
-    | DraftRankMessage
 )
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(RankMessage)}
 
-# The key of an object that stands for an array in a line of JSON.
-_ARRAY = "__array__"
-
 
 def encode(message: RankMessage) -> bytes:
     """A message as bytes."""
-    arrays: list[bytes | memoryview] = []
     if isinstance(message, Operations):
         fields: list[Any] = [[[o.name, o.sequence, o.arguments, o.texts] for o in message.operations]]
-    elif isinstance(message, TensorChunk):
-        fields, arrays = [message.name, message.dtype, message.shape], [message.data]
     else:
         fields = [getattr(message, field.name) for field in attrs.fields(type(message))]
+    return pack(type(message).__name__, [_tensor(field) if isinstance(field, bytes) else field for field in fields])
 
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, TextState):
-            return attrs.astuple(value)
-        assert isinstance(value, Array), value
-        arrays.append(value.data)
-        return {_ARRAY: [value.dtype, value.shape, len(value.data)]}
 
-    line = json.dumps([type(message).__name__, *fields], separators=(",", ":"), default=stand_in).encode()
-    return b"".join((line, b"\n", *arrays)) if arrays else line
+def _tensor(data: bytes) -> Tensor:
+    return Tensor("U8", (len(data),), memoryview(data))
 
 
 def decode(data: bytes) -> RankMessage:
@@ -251,26 +253,8 @@ def decode(data: bytes) -> RankMessage:
     Raises: ProtocolError: these are not the bytes of a message.
     """
     try:
-        # JSON without indentation has no line breaks.
-        line, _, arrays = data.partition(b"\n")
-        begin = 0
-
-        def array(found: dict[str, Any]) -> Any:
-            nonlocal begin
-            if _ARRAY not in found:
-                return found
-            dtype, shape, num_bytes = found[_ARRAY]
-            data = arrays[begin : begin + num_bytes]
-            if len(data) != num_bytes:
-                raise ValueError(f"{len(data)} bytes are left for an array of {num_bytes}")
-            begin += num_bytes
-            return Array(dtype, shape, data)
-
-        name, *fields = json.loads(line, object_hook=array)
+        name, fields = unpack(data)
         kind = _KINDS[name]
-        if kind is TensorChunk:
-            tensor, dtype, shape = fields
-            return TensorChunk(tensor, dtype, shape, arrays)
         if kind is Operations:
             (operations,) = fields
             return Operations(
@@ -279,7 +263,7 @@ def decode(data: bytes) -> RankMessage:
                     for name, sequence, arguments, texts in operations
                 )
             )
-        message: RankMessage = kind(*fields)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        message: RankMessage = kind(*(bytes(field.data) if isinstance(field, Tensor) else field for field in fields))
+    except MALFORMED as error:
         raise ProtocolError(f"another rank sent {data[:80]!r}, which is no message of Outrider's") from error
     return message

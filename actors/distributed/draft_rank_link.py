@@ -1,4 +1,4 @@
-"""Rank 0's way to a rank that drafts: messages there and back over the control connection, and its end.
+"""The link between rank 0 and a rank that drafts, over the control connection.
 
 The point-to-point sends of MLX's groups are not used. They are parts of graphs whose shapes both ends have to know
 beforehand, they wait without end for a rank that hangs, and a ring sends only to neighbours in it. A lost drafter must
@@ -7,83 +7,98 @@ cost no token, so it shares no group of MLX's with the target.
 
 from __future__ import annotations
 
-import logging
-import queue
+import math
 import threading
 from collections.abc import Callable
-from itertools import count
-from typing import Any
+from contextlib import suppress
+from functools import partial
+
+import trio
 
 from actors.distributed.connection import Connection
+from actors.remote.link import LinkLostError
 from protocol.errors import RankError
-from protocol.rank_messages import RankMessage
+from protocol.rank_messages import CloseTarget, DrafterFrame, RankMessage
 
-logger = logging.getLogger("outrider")
+# Bytes in one message: a heartbeat waits no longer than for one.
+MAX_FRAME_BYTES = 4 * 1024**2
 
 
 class DraftRankLink:
-    """The connection to the rank that drafts. The group's thread receives, and gives the messages to `put`.
+    """One end of the link; see `Link`. The group's thread receives, and watches the other rank's heartbeats.
 
     Attributes:
-        rank: which one it is.
+        rank: at the other end.
+        name: of the rank.
+        is_over: set once that rank is lost, or has closed the target.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        connection: Connection,
-        on_lost: Callable[[RankError], None],
-        *,
-        drop: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Use a connection of the group's.
+    def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
+        """Use a connection of the group's. To be called in trio's thread.
 
         Args:
             rank: at the other end.
             connection: to it.
-            on_lost: called once, in any thread, with the reason why the drafter cannot be reached any more.
             drop: called in any thread where the connection must not be used any more: part of a message was sent.
         """
         self.rank = rank
+        self.name = f"rank {rank}"
+        self.is_over = trio.Event()
         self._connection = connection
-        self._on_lost = on_lost
         self._drop = drop
-        self._received: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
-        self._numbers = count()
+        self._trio_token = trio.lowlevel.current_trio_token()
+        self._sending, self._unsent = trio.open_memory_channel[bytes](math.inf)
+        self._putting, self._arrived = trio.open_memory_channel[bytes](math.inf)
+        self._parts: list[bytes] = []
         self._lock = threading.Lock()
         self._error: RankError | None = None
+        self._is_closed = False
 
     @property
     def error(self) -> RankError | None:
         """Why the drafter is lost; None while it is not."""
         return self._error
 
-    def next_number(self) -> int:
-        """A number for a `DraftRequest`, which no other over this link has had."""
-        return next(self._numbers)
+    def send(self, data: bytes) -> None:
+        self._sending.send_nowait(data)
 
-    def send(self, message: RankMessage) -> None:
-        """Send a message. Raises: RankError: the drafter is lost."""
-        self._check()
+    @property
+    def is_behind(self) -> bool:
+        return self._unsent.statistics().current_buffer_used > 0
+
+    async def run(self) -> None:
+        async for data in self._unsent:
+            if self._error is None:
+                # The rank may take nothing for a while.
+                await trio.to_thread.run_sync(self._send, data)
+
+    def _send(self, data: bytes) -> None:
         try:
-            self._connection.send(message)
+            for begin in range(0, max(1, len(data)), MAX_FRAME_BYTES):
+                end = begin + MAX_FRAME_BYTES
+                self._connection.send(DrafterFrame(data[begin:end], end >= len(data)))
         except OSError as error:
             self._drop()
-            raise self.lose(f"rank {self.rank} has ended, or cannot be reached any more ({error})") from error
+            self.lose(f"{self.name} has ended, or cannot be reached any more ({error})")
 
-    def receive(self) -> Any:
-        """Wait for the next message. To be called by one thread at a time.
-
-        Raises: RankError: the drafter is lost.
-        """
-        if (message := self._received.get()) is None:
-            self._received.put(None)
-            self._check()
+    async def receive(self) -> bytes:
+        try:
+            message = await self._arrived.receive()
+        except trio.EndOfChannel:
+            raise LinkLostError(str(self._error or f"{self.name} has closed the target")) from None
+        if not message:
+            raise LinkLostError(f"{self.name} has closed the link")
         return message
 
     def put(self, message: RankMessage) -> None:
-        """Take a message that has come."""
-        self._received.put(message)
+        """Take a message that has come, in any thread. Others than those about a drafter are ignored."""
+        if isinstance(message, DrafterFrame):
+            self._parts.append(message.data)
+            if message.is_last:
+                self._in_trio(partial(self._deliver, b"".join(self._parts)))
+                self._parts.clear()
+        elif isinstance(message, CloseTarget):
+            self._in_trio(self._end)
 
     def lose(self, reason: str) -> RankError:
         """Give the drafter up, in any thread; harmless if it is lost.
@@ -94,19 +109,25 @@ class DraftRankLink:
         Returns: the error; another one if the drafter was lost before.
         """
         with self._lock:
-            is_first, error = self._error is None, self._error or RankError(f"the drafter is lost: {reason}")
+            is_first, error = self._error is None, self._error or RankError(reason)
             self._error = error
         if is_first:
-            logger.warning("%s", error)
-            self._on_lost(error)
-            self._received.put(None)
+            self._in_trio(self._end)
         return RankError(*error.args)
 
-    def close(self) -> None:
-        """End the wait of a thread that was given up, if there is one: the runtime is closed."""
-        self._error = self._error or RankError("the runtime was closed")
-        self._received.put(None)
+    def _deliver(self, message: bytes) -> None:
+        with suppress(trio.ClosedResourceError):  # it is lost, as another thread has noticed first
+            self._putting.send_nowait(message)
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise RankError(*self._error.args)
+    def _end(self) -> None:
+        self._putting.close()
+        self.is_over.set()
+
+    def _in_trio(self, call: Callable[[], None]) -> None:
+        with suppress(trio.RunFinishedError):  # nobody waits for it
+            self._trio_token.run_sync_soon(call)
+
+    def close(self) -> None:
+        if not (self.is_over.is_set() or self._is_closed):
+            self._is_closed = True
+            self._send(b"")

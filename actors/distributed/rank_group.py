@@ -48,7 +48,7 @@ class RankGroup:
         size: number of ranks.
         mlx: the ranks of the target as MLX's group; None until `connect_mlx`.
         is_led: whether a runtime at this rank leads the group; there is one at a time.
-        drafter: at rank 0, the way to the rank that drafts for the runtime that is open; None if there is none.
+        drafter: the link between rank 0 and the rank that drafts for it, at either end; None if there is none.
     """
 
     def __init__(self, rank: int, size: int, connections: Mapping[int, Connection]) -> None:
@@ -82,7 +82,7 @@ class RankGroup:
 
     @property
     def draft_rank(self) -> int | None:
-        """The rank that drafts for the runtime that is open; None if there is none, and at other ranks than 0."""
+        """At rank 0, the rank that drafts for the runtime that is open; None if there is none."""
         return None if self.drafter is None else self.drafter.rank
 
     def target_ranks(self, draft_rank: int | None) -> list[int]:
@@ -184,25 +184,22 @@ class RankGroup:
         return received
 
     @contextmanager
-    def drafted_by(self, rank: int | None, on_lost: Callable[[RankError], None]) -> Iterator[None]:
-        """While in force, a rank drafts; None for none. Rank 0 calls this.
+    def drafted_by(self, rank: int | None) -> Iterator[None]:
+        """While in force, a rank drafts for rank 0; None for none. Both call this, in trio's thread.
 
-        A rank that was lost as a drafter is missing afterwards, so the group is broken then.
+        If one of them is lost to the other, it is missing afterwards, so the group is broken then.
 
         Args:
-            rank: which one.
-            on_lost: called in any thread with the reason, if the rank is lost.
+            rank: the other one of the two.
         """
         if rank is not None:
-            self.drafter = DraftRankLink(rank, self._connections[rank], on_lost, drop=partial(self._drop, rank))
+            self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
         try:
             yield
         finally:
             drafter, self.drafter = self.drafter, None
             if drafter is not None and drafter.error is not None:
                 self.fail(str(drafter.error))
-            if drafter is not None:
-                drafter.close()
 
     # --- failure ----------------------------------------------------------------------------------
 

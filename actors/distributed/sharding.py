@@ -20,8 +20,8 @@ from mlx_lm.utils import sharded_load
 
 from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
-from actors.tensor import Tensor
 from protocol.errors import ModelError
+from protocol.tensor import Tensor
 
 # What is sampled of each file of weights.
 _NUM_BLOCKS, _BLOCK_BYTES = 16, 4096

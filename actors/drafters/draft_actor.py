@@ -10,7 +10,7 @@ from typing import Any
 import outcome
 import trio
 
-from actors.actor import ModelActor
+from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
 from actors.drafters.draft_steps import (
     CannotLookAhead,
@@ -34,7 +34,7 @@ from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
-from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
+from protocol.messages import Due, Overdue, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
@@ -67,13 +67,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         on_event: Callable[[Event], None],
         prices: Prices,
         *,
-        target: trio.MemorySendChannel[Message],
+        target: Mailbox,
         target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         target_queue: TargetQueue | None = None,
         chains: bool | None = None,
         max_batch: int = MAX_BATCH,
+        max_drawn_from: int | None = None,
     ) -> None:
         """As `ModelActor`, and:
 
@@ -84,6 +85,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             target_queue: the passes that wait and run at the target; None if it has only one session.
             chains: see the class.
             max_batch: most sessions that share one pass, >= 1.
+            max_drawn_from: see `DraftSteps`.
         """
         super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
         self._target = target
@@ -91,6 +93,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._make_policy = make_policy
         self._target_queue = target_queue or TargetQueue(prices.verify)
         self.chains = chains
+        self._max_drawn_from = max_drawn_from
         self._steps = SharedSteps(model, max_batch)
         self._limit = SharingLimit()
         self._under_way: Steps[PartResults] | None = None
@@ -259,6 +262,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session.policy.num_guesses,
             self.worker.clock,
             self.chains,
+            self._max_drawn_from,
         )
         now_s = self.worker.clock()
         draft_budget = EMPTY_BUDGET  # one step, if it goes alone, so that it shares again at once

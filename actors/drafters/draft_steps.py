@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import attrs
 import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, RewindMode
 from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import LogitsPipeline, TokenHistory, pad
+from actors.sampling.logits_pipeline import TokenHistory, pad
+from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Step
 from protocol.acceptance import distribution, draw, likeliest, likeliest_only, scores
 from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
-from protocol.messages import Open
+from protocol.messages import Distribution, Open, Sparse
 from protocol.randomness import Purpose, further, key_for
 
 
@@ -71,41 +71,6 @@ class FollowingStep:
         return partial(draft_steps.begin, self.plan, self.trail, self.history, self.draft_budget)
 
 
-class DraftedText(Protocol):
-    """What a draft step needs of its session."""
-
-    @property
-    def opened(self) -> Open:
-        """The message that began it."""
-        ...
-
-    @property
-    def logits_pipeline(self) -> LogitsPipeline:
-        """Shapes the draft model's logits."""
-        ...
-
-
-class TakesSteps(ABC):
-    """A sequence whose model is elsewhere: each draft step is taken there as a whole, so that no logits travel.
-
-    User code is called here. A session that has some is drafted for as by any model, and its logits do travel.
-    """
-
-    @abstractmethod
-    def take_step(self, draft_steps: DraftSteps, plan: FeedPlan, trail: int, history: TokenHistory) -> StepOutcome:
-        """Draft one token. Args, Raises: as `DraftSteps.begin`."""
-
-    @abstractmethod
-    def catch_up(
-        self, plan: FeedPlan, shared: DraftedText, vocab_size: int, num_rows: int, history: TokenHistory
-    ) -> list[tuple[int, float]] | RewoundToCheckpoint:
-        """See `catch_up`."""
-
-    @abstractmethod
-    def time_pass(self, tokens: tuple[int, ...]) -> None:
-        """Process tokens and compute the logits after each, which stay there; to measure what that takes."""
-
-
 @attrs.frozen
 class DraftSteps:
     """Draft steps in a row: the first drafts after a text, each of the others after the choice of the one before.
@@ -126,7 +91,7 @@ class DraftSteps:
 
     sequence: CachedSequence
     settled: int
-    shared: DraftedText
+    shared: Session
     vocab_size: int
     num_guesses: int
     clock: Callable[[], float]
@@ -145,10 +110,6 @@ class DraftSteps:
         Returns: the guesses, and the next step if the budget allows one; or the reason why nothing was fed.
         Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
-        if isinstance(self.sequence, TakesSteps) and not self.shared.logits_pipeline.runs_user_code:
-            taken = self.sequence.take_step(self, plan, trail, history)
-            following = self._following(taken, trail, history, draft_budget) if isinstance(taken, Drafted) else None
-            return Step(taken, None if following is None else following.of(self))
         if (hindrance := self.prepare(plan)) is not None:
             return Step(hindrance)
         rows = self.sequence.feed(plan.feed, 1)
@@ -210,20 +171,14 @@ class DraftSteps:
         lazy.logit_check.check(0, position, "draft")
         self.sequence.check(position)
         drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)
-        return drafted, self._following(drafted, trail, history, draft_budget)
-
-    def _following(
-        self, drafted: Drafted, trail: int, history: TokenHistory, draft_budget: DraftBudget
-    ) -> FollowingStep | None:
-        """The step that follows one, if the budget allows it."""
-        token = drafted.guesses[0].token
+        token = drafted_guesses[0].token
         # Nothing comes after the end of the text.
         if not drafted.can_look_ahead or token in self.shared.opened.stop_tokens:
-            return None
-        if (remaining := draft_budget.after(drafted.guesses, self.clock())) is None:
-            return None
-        plan = FeedPlan(drafted.fed.keep + len(drafted.fed.feed), (token,))
-        return FollowingStep(plan, further(trail, token), history.appended(token), remaining)
+            return drafted, None
+        if (remaining := draft_budget.after(drafted_guesses, self.clock())) is None:
+            return drafted, None
+        plan = FeedPlan(position, (token,))
+        return drafted, FollowingStep(plan, further(trail, token), history.appended(token), remaining)
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """Guesses at the token at a position, from the draft model's logits (1, V)."""
@@ -237,7 +192,11 @@ class DraftSteps:
         lazy = guesses(
             logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
         )
-        return attrs.evolve(lazy, staleness=staleness_of(self.sequence))
+        probs = lazy.probs
+        if self.max_drawn_from is not None and isinstance(probs, mx.array) and probs.size > self.max_drawn_from:
+            tokens = mx.argpartition(-probs, kth=self.max_drawn_from - 1)[: self.max_drawn_from].astype(mx.uint32)
+            probs = Sparse(probs.size, tokens, probs[tokens])
+        return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs)
 
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
@@ -262,7 +221,7 @@ class LazyGuesses:
         likeliest_tokens: (1, k) ids, and (1, k) the drafter's confidence in each, in descending order.
         confidence: () the drafter's confidence in the choice. None if the choice is the first of the likeliest tokens:
             always so under the match rule, unless a user's sampler made the choice.
-        probs: (V,) the distribution that the choice was drawn from; None under the match rule.
+        probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule.
         staleness: see `Guess`.
     """
 
@@ -270,12 +229,13 @@ class LazyGuesses:
     logit_check: LogitCheck
     likeliest_tokens: tuple[mx.array, mx.array]
     confidence: mx.array | None = None
-    probs: mx.array | None = None
+    probs: Distribution | None = None
     staleness: int = 0
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
-        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, self.probs)
+        probs = (self.probs.tokens, self.probs.values) if isinstance(self.probs, Sparse) else (self.probs,)
+        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, *probs)
         return [array for array in arrays if array is not None]
 
     def read(self) -> tuple[Guess, ...]:
@@ -356,7 +316,7 @@ def _zero_if_nan(confidence: float) -> float:
 
 
 def catch_up(
-    sequence: CachedSequence, plan: FeedPlan, shared: DraftedText, vocab_size: int, num_rows: int, history: TokenHistory
+    sequence: CachedSequence, plan: FeedPlan, shared: Session, vocab_size: int, num_rows: int, history: TokenHistory
 ) -> list[tuple[int, float]] | RewoundToCheckpoint:
     """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
@@ -369,8 +329,6 @@ def catch_up(
         NotANumberError: no token can be chosen from some row of the draft model's logits.
         CacheLostError: see `DraftSteps.prepare`.
     """
-    if isinstance(sequence, TakesSteps) and not shared.logits_pipeline.runs_user_code:
-        return sequence.catch_up(plan, shared, vocab_size, num_rows, history)
     if sequence.length < plan.keep:
         raise CacheLostError
     if (length := sequence.rewind(plan.keep)) < plan.keep:

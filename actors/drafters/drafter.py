@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import trio
 
-from actors.actor import Actor, ActorSession
+from actors.actor import Actor, ActorSession, Mailbox
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.draft_plan import Need, Waiting, next_job
@@ -157,7 +157,7 @@ class Drafter(Actor[S]):
 
     rest_rounds: ClassVar[int]
     max_rest_rounds: ClassVar[int]
-    _target: trio.MemorySendChannel[Message]
+    _target: Mailbox
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
         super().__init__(on_event, prices, clock)

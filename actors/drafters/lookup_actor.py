@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import trio
-
+from actors.actor import Mailbox
 from actors.drafters.drafter import Drafter, DrafterSession, FromTarget, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
+from protocol.messages import Due, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
@@ -116,7 +115,7 @@ class LookupActor(Drafter[LookupSession]):
         prices: Prices,
         clock: Callable[[], float],
         *,
-        target: trio.MemorySendChannel[Message],
+        target: Mailbox,
         make_policy: MakePolicy = policy_by_settings,
     ) -> None:
         """As `Actor`, and:

@@ -10,7 +10,7 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.cache_kinds import LayerState, MisfitError, State
-from actors.tensor import Tensor
+from protocol.tensor import Tensor
 
 # Most levels of nesting of a layer's caches, and of a cache's state, that are accepted from a file.
 _MAX_DEPTH = 8

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from actors.tensor import Tensor
+from protocol.tensor import Tensor
 
 # Approximate number of elements in the sample of a tensor.
 _SAMPLE_SIZE = 256

@@ -8,9 +8,9 @@ from typing import Any
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.sequence_state import Recorder, SequenceRecord
-from actors.tensor import DTYPES, Tensor
 from protocol.errors import RankError
 from protocol.rank_messages import Answer, Recorded, TensorChunk
+from protocol.tensor import DTYPES, Tensor
 
 # Bytes of a tensor in one message, which must get through within the timeout of a connection.
 CHUNK_BYTES = 1 << 20

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import trio
-
+from actors.actor import Mailbox
 from actors.target.target_session import TargetSession
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
 from protocol.messages import TELL_BEFORE_END, Due, Message, Overdue, Rested, Verdict
@@ -35,13 +34,13 @@ class DrafterLink:
             prices: measured costs of both models.
             on_overdue: called when a session's proposal is late, before the drafter is asked for it.
         """
-        self.mailbox: trio.MemorySendChannel[Message] | None = None
+        self.mailbox: Mailbox | None = None
         self.has_model = False
         self._num_sessions = num_sessions
         self._prices = prices
         self._on_overdue = on_overdue
 
-    def attach(self, mailbox: trio.MemorySendChannel[Message], *, has_model: bool) -> None:
+    def attach(self, mailbox: Mailbox, *, has_model: bool) -> None:
         """Send messages to this drafter from now on."""
         self.mailbox, self.has_model = mailbox, has_model
 

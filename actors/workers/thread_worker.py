@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import attrs
@@ -71,7 +70,6 @@ class ThreadWorker:
         may_be_given_up: bool = False,
         hang_timeout_s: float | None = None,
         explain: Callable[[BaseException], BaseException] | None = None,
-        computes: bool = True,
     ) -> None:
         """Make a worker that is not started yet.
 
@@ -84,14 +82,12 @@ class ThreadWorker:
                 `HANG_TIMEOUT_S`.
             explain: gives the reason behind an exception that a job raised, to be reported in its place. Called on the
                 worker's thread.
-            computes: whether its jobs take cores. Those of a model at another rank wait for it.
         """
         self._actor = actor
         self._on_event = on_event
         self._may_be_given_up = may_be_given_up
         self._base_timeout_s = HANG_TIMEOUT_S if hang_timeout_s is None else hang_timeout_s
         self._explain = explain
-        self._computing: Callable[[], AbstractContextManager[None]] = CORES.computing if computes else nullcontext
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
         self._busy_seconds = 0.0
         self._longest_job_s = self._longest_token_s = 0.0
@@ -247,7 +243,7 @@ class ThreadWorker:
         began = time.perf_counter()
         self._running, self._job_began = job, began
         job.begin()
-        with self._computing():
+        with CORES.computing():
             result = job.run()
         if self._explain is not None and isinstance(result, outcome.Error):
             result = outcome.Error(self._explain(result.error))

@@ -12,14 +12,12 @@ from protocol.options import options_of
 from protocol.settings import Settings
 from protocol.wording import Wording, worded
 
-_ONE_DEVICE = "both models compute on one device: use --device"
 # Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.
 _REPLACEMENTS = {
     "--extra-eos-token": "--stop ends a text at a string",
     "--image": "models read text alone",
     "--prompt-cache-file": "`outrider generate` continues such a file, and `outrider chat` has /save and /load",
-    "--target-device": _ONE_DEVICE,
-    "--draft-device": _ONE_DEVICE,
+    "--target-device": "this is the process's device: use --device",
 }
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
 from runtime.cli import bench_command, chat_command, doctor_command, generate_command, ranks, serve_command
-from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
+from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import add_settings
 from runtime.cli.distill_command import add_distill, distill
 from runtime.cli.flags import hint_for, in_flags
@@ -269,7 +269,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(command=_with_models(doctor_command.doctor))
     add_models(
         parser,
-        without=(*PREFIX_CACHE, "chat_template_args", "draft_rank"),
+        without=(*PREFIX_CACHE, "chat_template_args", *DRAFTER_ELSEWHERE),
         draft_help="path or hub id of a draft model",
         target_first=True,
     )
@@ -295,7 +295,7 @@ Ctrl-C stops the benchmark and shows the figures so far.""",
     parser.set_defaults(command=_with_models(bench_command.bench))
     add_models(
         parser,
-        without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", "draft_rank"),
+        without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", *DRAFTER_ELSEWHERE),
         draft_help='path or hub id of a drafter; "ngram" for prompt lookup; may be given more than once',
         several_drafts=True,
     )

@@ -161,7 +161,7 @@ async def examine(
         for role, source in sources.items():
             ranks = group if role == "target" else None
             worker = await stack.enter_async_context(
-                ThreadWorker(role) if ranks is None else worker_for(role, lambda _: None, ranks, None)
+                ThreadWorker(role) if ranks is None else worker_for(lambda _: None, ranks, None)
             )
             if ranks is not None:
                 stack.enter_context(leading(ranks, worker))

@@ -10,10 +10,10 @@ from typing import Literal
 
 import trio
 
-from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.lookup_actor import LookupActor
 from actors.model import Model
+from actors.remote.remote_drafter import LoadedElsewhere, RemoteDrafter
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
@@ -22,8 +22,8 @@ from runtime.loading.model_sources import Source
 # How much longer than it should the running draft step may take before nobody waits for its end.
 RELEASE_TIMEOUT_S = 1.0
 
-LoadedDrafter = tuple[Model, Worker] | Literal["ngram"]
-DrafterActor = DraftActor | LookupActor
+LoadedDrafter = tuple[Model, Worker] | LoadedElsewhere | Literal["ngram"]
+DrafterActor = DraftActor | LookupActor | RemoteDrafter
 # Loads a drafter; resources that are released with it go onto the stack.
 Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter]]
 
@@ -136,8 +136,7 @@ class DrafterSlot:
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
-                    # A drafter at another rank leaves this one's processor time to the target.
-                    is_here = isinstance(actor, DraftActor) and not isinstance(actor.model, RemoteDrafter)
-                    self._target.drafter.attach(actor.mailbox, has_model=is_here)
+                    # A drafter in another process leaves this one's to the target.
+                    self._target.drafter.attach(actor.mailbox, has_model=isinstance(actor, DraftActor))
         finally:
             has_ended.set()

@@ -34,6 +34,8 @@ class OpenArguments(TypedDict, total=False):
     tune_mlx: bool
     group: RankGroup | None
     draft_rank: int | None
+    draft_process: bool
+    draft_device: str | None
     work_ahead: WorkAhead
 
 

@@ -11,12 +11,13 @@ from typing import Any, Unpack
 import attrs
 import trio
 
-from actors.distributed.drafting.remote_drafter import RemoteDrafter
+from actors.distributed.rank_group import RankGroup
 from actors.drafters.drafter import policy_by_settings
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
 from actors.model import Model
+from actors.remote.link import SILENCE_S
 from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
@@ -24,7 +25,8 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
-from protocol.errors import ModelError, WrongEventLoopError
+from protocol.drafter_wire import VERSION, LoadDrafter
+from protocol.errors import ModelError, RankError, WrongEventLoopError
 from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions
 from protocol.prices import Prices
 from protocol.settings import NGRAM, keywords_of
@@ -43,10 +45,13 @@ from runtime.loading.model_sources import (
     check_draft_source,
     check_source,
     check_unknown,
+    load_draft_onto,
 )
 from runtime.loading.tokenizers import check_template_args, copy_of
 from runtime.persistence.prefix_files import check_folder
-from runtime.ranks.draft_rank import load_drafter_onto
+from runtime.ranks import draft_process
+from runtime.ranks.drafting import OPTIONS as DRAFTING_OPTIONS
+from runtime.ranks.drafting import load_elsewhere
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
@@ -90,31 +95,26 @@ async def open(
         listener = await _begin_trace(given.trace, events, stack)
         stack.enter_context(wired_memory())
         draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
-        workers = {
-            role: await (draft_stack if role == "draft" else stack).enter_async_context(
-                worker_for(role, events, group, given.draft_rank)
-            )
-            for role in sources
-        }
+        worker = await stack.enter_async_context(worker_for(events, group, given.draft_rank))
         if group is not None:
-            stack.enter_context(leading(group, workers["target"], workers.get("draft"), given.draft_rank))
+            stack.enter_context(leading(group, worker, given.draft_rank))
         # One after the other: MLX's CUDA kernels are compiled at their first use, which two threads at once may break.
-        loaded = await load_target_onto(workers["target"], sources["target"], caches, group)
-        at_target, drafter = (loaded.model, workers["target"]), None
+        loaded = await load_target_onto(worker, sources["target"], caches, group)
+        at_target = loaded.model, worker
+        load_draft = _DraftLoader(given, caches, sources["target"], loaded, worker, events, prices)
         at_draft: LoadedDrafter | None = "ngram" if draft == NGRAM else None
         if "draft" in sources:
-            drafter = await load_drafter_onto(workers["draft"], sources["draft"], caches, loaded, group, draft_stack)
-            at_draft = drafter, workers["draft"]
-            draft_stack.enter_context(drafter.evaluating_layers())
-        _warn_if_too_large(loaded.model, drafter)
+            at_draft = await load_draft.load(draft_stack, sources["draft"], group)
+        else:
+            _warn_if_too_large(loaded.model)
         if isinstance(listener, TimelineFile):
             listener.tokenizer = loaded.tokenizer
         stack.enter_context(loaded.model.evaluating_layers())
         copied = partial(copy_of, loaded.tokenizer, given.chat_template_args or {})
-        tokenizer = await workers["target"].run(Job("load", copied))
+        tokenizer = await worker.run(Job("load", copied))
         options["max_streams"] = await _max_streams(given, *at_target)
         options["max_batch"] = loaded.model.bounded_batch(given.max_batch)
-        if isinstance(at_draft, tuple):
+        if "draft" in sources:
             await _time_models(at_target, at_draft, prices)
         async with running(
             at_target,
@@ -125,13 +125,12 @@ async def open(
             prices=prices,
             make_policy=partial(policy_by_settings, work_ahead=given.work_ahead),
             draft_resources=draft_stack,
-            load_draft=partial(_load_draft, loaded, workers["target"], caches, events, prices),
+            load_draft=load_draft,
             **options,
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
-            del draft, drafter, at_draft
-            for by_role in (workers, sources):
-                by_role.pop("draft", None)
+            del draft, at_draft
+            sources.pop("draft", None)
             with nullcontext() if group is None else ending_all(group, runtime._sessions.fail):
                 yield runtime
 
@@ -165,6 +164,8 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
     keywords_of(given.defaults, "defaults")
     check_template_args(given.chat_template_args)
     check_group(given.group, sources["target"], sources.get("draft"), given.draft_rank)
+    if given.has_draft_process:
+        draft_process.check_draft_process(sources["target"], sources.get("draft"))
     return sources, given
 
 
@@ -186,28 +187,71 @@ async def _max_streams(options: OpenOptions, model: MLXModel, worker: Worker) ->
     return max(AUTO_TURNS, min(AUTO_STREAMS, options.max_batch)) if shares_passes else AUTO_TURNS
 
 
-async def _load_draft(
-    target_loaded: Loaded,
-    target_worker: Worker,
-    options: CacheOptions,
-    events: Events,
-    prices: Prices,
-    stack: AsyncExitStack,
-    draft: Source,
-) -> LoadedDrafter:
-    """Load a drafter into an open runtime; see `runtime.engine.drafter_slot.Load`."""
-    if draft == NGRAM:
-        prices.forget_drafter()
-        return "ngram"
-    source = check_draft_source(draft)
-    check_drafter(source)
-    worker = await stack.enter_async_context(ThreadWorker("draft", events, may_be_given_up=True))
-    drafter = await load_drafter_onto(worker, source, options, target_loaded, None, stack)
-    _warn_if_too_large(target_loaded.model, drafter)
-    stack.enter_context(drafter.evaluating_layers())
-    prices.forget_drafter()
-    await _time_models((target_loaded.model, target_worker), (drafter, worker), prices)
-    return drafter, worker
+@attrs.frozen
+class _DraftLoader:
+    """Loads the drafters of a runtime.
+
+    Attributes:
+        options: of `open`.
+        caches: those of caches among them.
+        source, target, worker: the target, where it came from, and its worker.
+        events, prices: the runtime's.
+    """
+
+    options: OpenOptions
+    caches: CacheOptions
+    source: Source
+    target: Loaded
+    worker: ThreadWorker
+    events: Events
+    prices: Prices
+
+    async def __call__(self, stack: AsyncExitStack, draft: Source) -> LoadedDrafter:
+        """Load a drafter into the open runtime; see `runtime.engine.drafter_slot.Load`."""
+        if draft == NGRAM:
+            self.prices.forget_drafter()
+            return "ngram"
+        source = check_draft_source(draft)
+        check_drafter(source)
+        if self.options.has_draft_process:
+            draft_process.check_draft_process(self.source, source)
+        loaded = await self.load(stack, source, None)
+        self.prices.forget_drafter()
+        await _time_models((self.target.model, self.worker), loaded, self.prices)
+        return loaded
+
+    async def load(self, stack: AsyncExitStack, draft: Source, group: RankGroup | None) -> LoadedDrafter:
+        """Load a drafter with a model.
+
+        Args:
+            stack: what is released with the drafter.
+            draft: where it comes from.
+            group: the ranks, one of which may draft.
+
+        Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
+        """
+        stack.callback(self.target.model.record_features, None)
+        if group is not None and group.drafter is not None:
+            elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)
+        elif self.options.has_draft_process:
+            link = await stack.enter_async_context(draft_process.draft_process(self.options.draft_device))
+            asked = self._asked(draft_process.described(self.source), draft_process.described(draft))
+            elsewhere = await load_elsewhere(link, asked, ModelError)
+            link.max_silence_s = SILENCE_S
+        else:
+            worker = await stack.enter_async_context(ThreadWorker("draft", self.events, may_be_given_up=True))
+            drafter = (await load_draft_onto(worker, draft, self.caches, self.target)).model
+            _warn_if_too_large(self.target.model, drafter)
+            stack.enter_context(drafter.evaluating_layers())
+            return drafter, worker
+        if (layers := elsewhere.loaded.feature_layers) is not None:
+            self.target.model.record_features(layers)
+        return elsewhere
+
+    def _asked(self, target: dict[str, Any] | None, draft: dict[str, Any] | None) -> LoadDrafter:
+        options = {name: getattr(self.options, name) for name in DRAFTING_OPTIONS}
+        size, caches = self.target.model.vocab_size, attrs.asdict(self.caches)
+        return LoadDrafter(VERSION, target, draft, size, caches, options, self.events.wants_instants)
 
 
 async def _probe_sharing(model: MLXModel, worker: Worker) -> bool:
@@ -222,11 +266,11 @@ async def _probe_sharing(model: MLXModel, worker: Worker) -> bool:
     return obstacle is None
 
 
-async def _time_models(target: tuple[Model, Worker], draft: tuple[Model, Worker], prices: Prices) -> None:
-    """Time both models, so that the lookahead policy begins with measured prices."""
+async def _time_models(target: tuple[Model, Worker], draft: LoadedDrafter | None, prices: Prices) -> None:
+    """Time the models that are here, so that the lookahead policy begins with measured prices."""
     try:
         with interrupts_unwrapped():
-            await warm_up(target, draft, prices)
+            await warm_up(target, draft if isinstance(draft, tuple) else None, prices)
     except JobError as error:
         # Streams will meet the same error, and report it as that of their model.
         logger.info("the models could not be timed: %s", error)
@@ -255,11 +299,11 @@ async def keep_open(
         is_released.set()
 
 
-def _warn_if_too_large(*models: MLXModel | TranslatedModel | TrainedDrafter | RemoteDrafter | None) -> None:
+def _warn_if_too_large(*models: MLXModel | TranslatedModel | TrainedDrafter) -> None:
     if (limit := recommended_working_set()) is None:
         return
     # One module may be target and draft model.
-    distinct = {id(model.module): model for model in models if not isinstance(model, RemoteDrafter | None)}
+    distinct = {id(model.module): model for model in models}
     num_bytes = sum(model.num_bytes for model in distinct.values())
     if num_bytes > limit:
         logger.warning(

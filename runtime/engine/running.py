@@ -6,17 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Literal, Unpack
+from typing import Unpack
 
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.distributed.drafting.remote_drafter import RemoteDrafter
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor
 from actors.mlx.model import MLXModel
 from actors.model import Model
+from actors.remote.remote_drafter import LoadedElsewhere, RemoteDrafter
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
@@ -25,7 +25,7 @@ from protocol.prices import Prices
 from protocol.settings import NGRAM, SettingsLike
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
-from runtime.engine.drafter_slot import DrafterSlot, Load, LoadedDrafter
+from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
 from runtime.engine.events import Events
 from runtime.engine.nursery import BackgroundNursery
 from runtime.engine.open_options import OpenArguments
@@ -42,7 +42,7 @@ _current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=No
 @trio.lowlevel.enable_ki_protection
 async def running(
     target: tuple[Model, Worker],
-    draft: tuple[Model, Worker] | Literal["ngram"] | None,
+    draft: LoadedDrafter | None,
     *,
     tokenizer: TokenizerWrapper | None = None,
     shared_tokenizer: TokenizerWrapper | None = None,
@@ -58,7 +58,7 @@ async def running(
 
     Args:
         target, draft: a model and its worker; real ones, or scripted ones in simulated time. The caller enters and
-            leaves the workers. "ngram" drafts by prompt lookup, and None does not draft.
+            leaves the workers. "ngram" drafts by prompt lookup, and None does not draft. Or a drafter elsewhere.
         tokenizer: the target's, or None.
         shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
         events: where the workers announce their spans.
@@ -91,10 +91,19 @@ async def running(
             max_batch=given.max_batch,
         )
 
-        def make_drafter(draft: LoadedDrafter) -> DraftActor | LookupActor:
+        def make_drafter(draft: LoadedDrafter) -> DrafterActor:
             if draft == NGRAM:
                 return LookupActor(
                     events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy
+                )
+            if isinstance(draft, LoadedElsewhere):
+                return RemoteDrafter(
+                    draft,
+                    events,
+                    prices,
+                    target[1].clock,
+                    target=target_actor.mailbox,
+                    target_vocab_size=target[0].vocab_size,
                 )
             return DraftActor(
                 *draft,
@@ -106,7 +115,7 @@ async def running(
                 prefix_cache_bytes=given.prefix_cache_bytes,
                 target_queue=target_queue,
                 chains=chains,
-                max_batch=1 if isinstance(draft[0], RemoteDrafter) else given.max_batch,
+                max_batch=given.max_batch,
             )
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)

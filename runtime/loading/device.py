@@ -7,11 +7,12 @@ import platform
 from protocol.errors import SettingsError
 
 
-def use_device(device: str | None) -> None:
+def use_device(device: str | None, option: str = "--device") -> None:
     """Make a device the default of MLX, and so of this process.
 
     Args:
         device: "cpu" or "gpu"; None leaves MLX's own default.
+        option: the name of what asks for it.
 
     Raises: SettingsError: the device is not available.
     """
@@ -21,7 +22,7 @@ def use_device(device: str | None) -> None:
 
     wanted = mx.Device(mx.cpu if device == "cpu" else mx.gpu)
     if not mx.is_available(wanted):
-        raise SettingsError(f"--device {device} is not available in this MLX; leave it out for its default")
+        raise SettingsError(f"{option} {device} is not available in this MLX; leave it out for its default")
     mx.set_default_device(wanted)
 
 

@@ -231,7 +231,7 @@ async def load_models(
             )
     stack.enter_context(wired_memory())
     events = EventSwitch()
-    target_thread = worker_for("target", events, group, None)
+    target_thread = worker_for(events, group, None)
     workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(target_thread)}
     if group is not None:
         stack.enter_context(leading(group, target_thread))

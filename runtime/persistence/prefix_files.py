@@ -23,9 +23,9 @@ import attrs
 from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence.fingerprint import Fingerprint
 from actors.prefix_cache import pack
-from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
 from protocol.reprs import shown_path
+from protocol.tensor import Tensor
 from protocol.validation import must_be
 from protocol.wording import Message
 from runtime.persistence import session_file

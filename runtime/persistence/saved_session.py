@@ -15,12 +15,12 @@ import trio
 from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence.fingerprint import Fingerprint
 from actors.persistence.saved_sequence import SavedModelState
-from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
 from protocol.messages import Likelihood
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.tensor import Tensor
 from runtime.generation.token_reader import Progress
 from runtime.generation.token_stream import SessionFile
 from runtime.persistence import session_file

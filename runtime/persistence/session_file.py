@@ -24,9 +24,9 @@ from typing import IO, Any, NoReturn
 
 import attrs
 
-from actors.tensor import DTYPES, Tensor
 from protocol.errors import SessionFileError
 from protocol.reprs import shown_path
+from protocol.tensor import DTYPES, Tensor
 from runtime.generation.token_stream import SessionFile
 
 VERSION = 1

@@ -13,7 +13,7 @@ from actors.workers.thread_worker import ThreadWorker
 from protocol.errors import OutriderError, RankError, SettingsError
 from protocol.rank_messages import CloseTarget
 from protocol.reprs import shown
-from protocol.trace import Actor, Event
+from protocol.trace import Event
 from runtime.loading.model_sources import Source
 from runtime.ranks.draft_rank import check_draft_rank
 from runtime.ranks.sharded_target import check_drafter, check_sharded
@@ -61,48 +61,38 @@ def _check_free(group: RankGroup) -> None:
         raise SettingsError("another runtime is open in this group of ranks, which has one at a time; close it first")
 
 
-def worker_for(
-    role: Actor, on_event: Callable[[Event], None], group: RankGroup | None, draft_rank: int | None
-) -> ThreadWorker:
-    """The worker of a model.
+def worker_for(on_event: Callable[[Event], None], group: RankGroup | None, draft_rank: int | None) -> ThreadWorker:
+    """The target's worker.
 
     That of a sharded target has a thread that can be abandoned, and its errors name the rank that caused them.
 
     Args:
-        role: of the model.
         on_event: see `ThreadWorker`.
         group, draft_rank: as in `open`.
     """
-    if role == "draft":
-        return ThreadWorker(role, on_event, may_be_given_up=True, computes=not draft_rank)
     if group is None or not is_sharded(group, draft_rank):
-        return ThreadWorker(role, on_event)
-    return ThreadWorker(role, on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)
+        return ThreadWorker("target", on_event)
+    return ThreadWorker("target", on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)
 
 
 @contextmanager
-def leading(
-    group: RankGroup, worker: ThreadWorker, drafter: ThreadWorker | None = None, draft_rank: int | None = None
-) -> Iterator[None]:
+def leading(group: RankGroup, worker: ThreadWorker, draft_rank: int | None = None) -> Iterator[None]:
     """While in force, the worker ends as soon as the group is broken; afterwards the other ranks release their parts.
 
-    A collective whose peers are gone may wait for ever, so the thread is not waited for. The drafter's worker ends
-    alone, with the rank that drafts.
+    A collective whose peers are gone may wait for ever, so the thread is not waited for.
 
     Args:
         group: the ranks.
         worker: of the target.
-        drafter: the drafter's worker, if it has one.
         draft_rank: as in `open`.
 
     Raises: SettingsError: another runtime leads the group.
     """
     _check_free(group)
     group.is_led = True
-    lost = _in_trio(drafter.give_up) if drafter is not None else _ignore
     try:
         with (
-            group.drafted_by(draft_rank or None, lost),
+            group.drafted_by(draft_rank or None),
             ending_all(group, worker.give_up),
             group.watching(lambda: worker.is_hanging),
         ):
@@ -133,7 +123,3 @@ def _in_trio(call: Callable[[OutriderError], None]) -> Callable[[RankError], Non
             return  # nothing is left to end
 
     return call_soon
-
-
-def _ignore(_: RankError) -> None:
-    """A runtime without a drafter has none to lose."""

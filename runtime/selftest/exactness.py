@@ -16,8 +16,8 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.sampling.logit_check import LogitCheck
-from actors.tensor import Tensor
 from protocol.randomness import Purpose, key_for
+from protocol.tensor import Tensor
 from runtime.bench.small_models import FAMILIES, VOCAB_SIZE, nearby_model, small_model
 from runtime.generation.token_stream import Completion
 from runtime.selftest.baselines import in_parallel, on_thread, plain_text, prefill_and_step

@@ -14,9 +14,9 @@ import pytest
 
 from actors.drafters.draft_steps import guesses
 from actors.sampling.logit_check import LogitCheck
-from actors.tensor import DTYPES, Tensor
 from protocol.messages import Open
 from protocol.settings import Settings
+from protocol.tensor import DTYPES, Tensor
 
 OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 

@@ -11,7 +11,8 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import attrs
@@ -20,7 +21,7 @@ import pytest
 import trio
 from delays import RestingPolicy
 from distributions import SIGNIFICANCE, outcomes, p_value, random_price
-from drafters_elsewhere import at_another_rank
+from drafters_elsewhere import elsewhere
 from other_vocabularies import TranslatedScript
 from scripted import Price, Script, ScriptedFailure, ScriptedModel, Undo, always, ids, never, priced, run
 from trained_scripts import RecordingTarget, TrainedDraft
@@ -28,6 +29,7 @@ from trained_scripts import RecordingTarget, TrainedDraft
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.draft_session import DraftSession
 from actors.drafters.drafter import MakePolicy, policy_by_settings
+from actors.remote.remote_drafter import RemoteDrafter
 from actors.target.round_jobs import RoundJobs
 from actors.target.target_session import TargetSession
 from actors.workers.simulated_worker import SimulatedWorker
@@ -38,6 +40,7 @@ from protocol.messages import Verdict, Withdraw
 from protocol.session_state import SessionPhase
 from protocol.vocabulary_map import VocabularyMap
 from runtime import stateless
+from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.running import running
 
 PROMPT = [5, 6, 7]
@@ -165,10 +168,22 @@ DRAFTERS: dict[str, Callable[[Script], Any]] = {
     "a draft model": lambda script: ScriptedModel(script, vocab_size=VOCAB_SIZE),
     "a trained drafter": lambda script: TrainedDraft(lambda history, _: script(history), vocab_size=VOCAB_SIZE),
     "another vocabulary": translated,
-    "another rank": lambda script: at_another_rank(ScriptedModel(script, vocab_size=VOCAB_SIZE))[0],
+    "another process": lambda script: ScriptedModel(script, vocab_size=VOCAB_SIZE),
     "a short context": lambda script: ScriptedModel(script, vocab_size=VOCAB_SIZE, context_length=len(PROMPT) + 2),
 }
-SHARES_NO_PASSES = ("a trained drafter", "another rank")
+SHARES_NO_PASSES = ("a trained drafter",)
+
+
+@asynccontextmanager
+async def drafted_by(
+    model: Any, worker: SimulatedWorker, make_policy: MakePolicy = policy_by_settings, *, is_elsewhere: bool
+) -> AsyncIterator[LoadedDrafter]:
+    """A drafter for `running`."""
+    if not is_elsewhere:
+        yield model, worker
+        return
+    async with elsewhere(model, lambda _: worker, VOCAB_SIZE, make_policy=make_policy, traces=False) as (there, *_):
+        yield there
 
 
 async def sampled(
@@ -203,9 +218,12 @@ async def sampled(
         monkeypatch.setattr(DraftActor, "rest_rounds", 1)
         # A drafter that hangs would be late for the texts that follow.
         for seeds in ([seed] for seed in range(num_texts)) if how == "late" else [range(num_texts)]:
-            async with running(
-                (target, workers[0]), (DRAFTERS[kind](failing.draft), workers[1]), make_policy=moment.make_policy
-            ) as rt:
+            async with (
+                drafted_by(
+                    DRAFTERS[kind](failing.draft), workers[1], moment.make_policy, is_elsewhere="process" in kind
+                ) as at_draft,
+                running((target, workers[0]), at_draft, make_policy=moment.make_policy) as rt,
+            ):
                 waiting = iter(seeds)
 
                 async def work(waiting: Iterator[int] = waiting, rt: Any = rt) -> None:
@@ -315,14 +333,18 @@ def test_a_drafter_that_fails_drops_what_it_would_have_dropped(monkeypatch: pyte
 # --- a drafter that is detached -------------------------------------------------------------------
 
 
-async def detached(num_texts: int, after_s: float) -> float:
+async def detached(num_texts: int, after_s: float, is_elsewhere: bool) -> float:
     """The p-value of the first three tokens of texts whose drafter is detached. The first token of all ends a text."""
     texts: Counter[tuple[int, ...]] = Counter()
     script, drafted = (lambda _, row=row: [math.log(p) for p in row] for row in (COIN, DRAFTED_COIN))
     for seed in range(num_texts):
         target, draft = (ScriptedModel(each, vocab_size=VOCAB_SIZE) for each in (script, drafted))
         workers = [SimulatedWorker(role, priced(prefill=0.0, draft=1.0)) for role in ("target", "draft")]
-        async with running((target, workers[0]), (draft, workers[1])) as rt, trio.open_nursery() as nursery:
+        async with (
+            drafted_by(draft, workers[1], is_elsewhere=is_elsewhere) as at_draft,
+            running((target, workers[0]), at_draft) as rt,
+            trio.open_nursery() as nursery,
+        ):
             nursery.start_soon(call_after, after_s, rt.detach_draft)
             settings: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection", "stop_tokens": (0,)}
             found = await rt.generate(PROMPT, seed=seed, lookahead=4, max_tokens=6, **settings)
@@ -335,10 +357,12 @@ async def call_after(seconds: float, call: Callable[[], Awaitable[None]]) -> Non
     await call()
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_token_that_ends_the_text_is_as_frequent_as_it_should_be_where_the_drafter_is_detached(
-    monkeypatch: pytest.MonkeyPatch,
+    is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # After one token is drawn. If it ends the text, it is proposed before the drafter is detached.
-    assert run(detached, 150, 1.5) > SIGNIFICANCE
+    assert run(detached, 150, 1.5, is_elsewhere) > SIGNIFICANCE
     leave_at_once(monkeypatch)
-    assert run(detached, 150, 1.5) < 1e-6
+    monkeypatch.setattr(RemoteDrafter, "withdraw_from_all", lambda drafter: drafter._withdraw_from_all())
+    assert run(detached, 150, 1.5, is_elsewhere) < 1e-6

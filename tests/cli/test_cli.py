@@ -451,7 +451,7 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     [
         (["generate", "--max-tokns", "5", "hi"], "outrider generate ", "--max-tokns hi; did you mean --max-tokens?"),
         (["chat", "--temperatur=1"], "outrider chat ", "--temperatur=1; did you mean --temperature?"),
-        (["chat", "--target-device=gpu"], "outrider chat ", "both models compute on one device: use --device"),
+        (["chat", "--target-device=gpu"], "outrider chat ", "this is the process's device: use --device"),
         (["doctor", "--xyzzy"], "outrider doctor ", "unrecognized arguments: --xyzzy\n"),
         (["generat", "hi"], "outrider ", "there is no command 'generat'; did you mean generate?"),
         (["xyzzy"], "outrider ", "there is no command 'xyzzy'; the commands are generate, "),

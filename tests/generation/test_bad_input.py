@@ -221,7 +221,7 @@ async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template
 # --- options of open ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["target_device", "draft_device", "device"])
+@pytest.mark.parametrize("name", ["target_device", "device"])
 async def test_a_device_for_one_runtime_is_refused_with_what_to_do_instead(name: str) -> None:
     with pytest.raises(runtime.SettingsError, match=rf"no option '{name}'; .* call mx\.set_default_device\(mx\.cpu\)"):
         async with runtime.open((target(), None), **{name: "cpu"}):

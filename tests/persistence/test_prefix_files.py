@@ -21,8 +21,8 @@ from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import Fingerprint
 from actors.prefix_cache import pack
-from actors.tensor import Tensor
 from protocol.errors import SessionFileError
+from protocol.tensor import Tensor
 from runtime.persistence import session_file
 from runtime.persistence.disk_prefix_cache import DiskPrefixCache
 from runtime.persistence.prefix_files import PrefixFiles, StoredPrefix

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence.fingerprint import Fingerprint
 from actors.persistence.saved_sequence import SavedModelState
-from actors.tensor import Tensor
 from protocol.errors import SessionFileError, SettingsError
 from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.tensor import Tensor
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SavedSession, settings_for_json, settings_of
 from runtime.persistence.session_file import Contents, write

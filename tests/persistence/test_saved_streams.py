@@ -30,10 +30,10 @@ import runtime
 from actors.drafters.draft_actor import DraftActor
 from actors.persistence import saved_sequence
 from actors.target.drafter_link import DrafterLink
-from actors.tensor import Tensor
 from actors.workers.worker import Job
 from protocol.replay import ReplayDebt
 from protocol.settings import Settings
+from protocol.tensor import Tensor
 from runtime.engine import sessions
 from runtime.persistence import saved_session, session_file
 from runtime.persistence.session_file import Contents

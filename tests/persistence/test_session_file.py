@@ -19,8 +19,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actors.tensor import DTYPES, Tensor
 from protocol.errors import SessionFileError
+from protocol.tensor import DTYPES, Tensor
 from runtime.persistence import session_file
 from runtime.persistence.session_file import VERSION, Contents, read, write
 

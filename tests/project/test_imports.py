@@ -313,6 +313,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/mlx/layer_evaluation.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
+        "runtime/ranks/draft_process.py",  # the program of another process
         "actors/workers/core_sharing.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process

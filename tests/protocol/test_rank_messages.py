@@ -4,18 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.draft_rank_messages import (
-    Array,
-    CloseDrafter,
-    DraftAnswer,
-    DrafterNotOpened,
-    DrafterOpened,
-    DraftFailure,
-    DraftRequest,
-    GivenFeatures,
-    OpenDrafter,
-    TextState,
-)
 from protocol.errors import ProtocolError
 from protocol.rank_messages import (
     Answer,
@@ -23,6 +11,7 @@ from protocol.rank_messages import (
     Broken,
     CloseTarget,
     ConnectRanks,
+    DrafterFrame,
     Hello,
     Loaded,
     Measure,
@@ -62,18 +51,8 @@ from protocol.rank_messages import (
         Measured([0.5, 0.25]),
         Measured(description={"host": "here"}),
         Broken("rank 1 hangs"),
-        OpenDrafter({"rewind": "auto"}, 80),
-        DrafterOpened(80, None, (0, 2)),
-        DrafterOpened(80, 128, None),
-        DrafterNotOpened("ModelError", "there is no config.json"),
-        GivenFeatures(3, 17, Array("F32", (1, 2), b"\n\n{}\0\0\0\n")),
-        DraftRequest(5, "rewind", 3, (17,)),
-        DraftAnswer(
-            5, [[Array("U8", (2,), b"\n1")], None, Array("U8", (0,), b"")], TextState(17, 16, False, 1, None, 4)
-        ),
-        DraftAnswer(5, None, None),
-        DraftFailure(5, "RewindError", "it holds 3 tokens"),
-        CloseDrafter(),
+        DrafterFrame(b"\n[]\n{}\0"),
+        DrafterFrame(b"", False),
     ],
 )
 def test_a_message_comes_back_from_its_bytes(message):
@@ -92,8 +71,10 @@ def test_a_message_comes_back_from_its_bytes(message):
         b'["Hello", 1]',
         b'["Operations", 1]',
         b'{"a": 1}',
-        b'{"__array__": 1}',
-        b'["GivenFeatures", 3, 17, {"__array__": ["U8", [9], 9]}]\nshort',
+        b'{"__tensor__": 1}',
+        b'["DrafterFrame", {"__tensor__": ["U8", [9], 9]}]\nshort',
+        b'["DrafterFrame", 3]',
+        b'["Beat", null, 0.0]\ntoo long',
         b'["TensorChunk","a","U8",[-1]]',
         b'["TensorChunk","a","U8"]\n1',
         b'["Measure", "sum", 4]',

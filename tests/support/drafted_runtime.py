@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from drafters_elsewhere import at_another_rank
+from drafters_elsewhere import elsewhere
 from models import greedy
 from scripted import Price
 
@@ -20,6 +20,7 @@ from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.trace import Event, Instant
+from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.events import Events
 from runtime.engine.running import running
 
@@ -40,7 +41,7 @@ async def drafted(
     """A runtime of a target and the drafter in a folder.
 
     Args:
-        is_elsewhere: whether the drafter is used as if it were at another rank.
+        is_elsewhere: whether the drafter is used as if it were in another process.
         price: seconds that a job takes in simulated time, which needs an autojumping clock; None for real time.
     """
     events = options.setdefault("events", Events())
@@ -52,11 +53,13 @@ async def drafted(
         target = await target_worker.run(Job("load", lambda: MLXModel(built, cache_options or CacheOptions())))
         drafter = await draft_worker.run(Job("load", lambda: TrainedDrafter(folder, built, target.vocab_size)))
         target.record_features(drafter.feature_layers)
-        if is_elsewhere:
-            drafter, _ = at_another_rank(drafter)
-        with target.evaluating_layers():
-            async with running((target, target_worker), (drafter, draft_worker), **options) as rt:
-                yield rt
+        async with AsyncExitStack() as stack:
+            stack.enter_context(target.evaluating_layers())
+            at_draft: LoadedDrafter = drafter, draft_worker
+            if is_elsewhere:
+                there = elsewhere(drafter, lambda _: draft_worker, target.vocab_size, max_batch=options["max_batch"])
+                at_draft, *_ = await stack.enter_async_context(there)
+            yield await stack.enter_async_context(running((target, target_worker), at_draft, **options))
 
 
 async def check_greedy(rt: Any, built: Any, lookahead: Any) -> Any:

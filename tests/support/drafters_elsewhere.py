@@ -1,48 +1,89 @@
-"""A drafter that is used as if it were at another rank: every message goes through its bytes, and no socket."""
+"""A drafter at the other end of a link in this process: every message goes through its bytes."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from actors.distributed.draft_rank_link import DraftRankLink
-from actors.distributed.drafting.drafting_model import DraftingModel
-from actors.distributed.drafting.remote_drafter import RemoteDrafter
-from protocol.draft_rank_messages import DrafterOpened, DraftRequest, GivenFeatures
-from protocol.rank_messages import decode, encode
+import trio
+
+from actors.drafters.drafter import MakePolicy, policy_by_settings
+from actors.remote.drafting_end import DraftingEnd
+from actors.remote.link import LinkLostError, SocketLink
+from actors.remote.remote_drafter import LoadedElsewhere
+from actors.workers.simulated_worker import SimulatedWorker
+from actors.workers.worker import Worker
+from protocol.drafter_wire import DrafterLoaded
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 
 
-class RankInThisProcess:
-    """Stands for the connection to a rank, which answers at once and on the thread that asks.
+class RecordedLink(SocketLink):
+    """One end of a link, and all messages that were sent at it."""
 
-    Attributes:
-        asked: the names of the operations, in order.
-        num_bytes: of the answers so far.
-        is_lost: whether the rank takes no more messages.
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, "the other end")
+        self.sent: list[bytes] = []
+
+    def send(self, data: bytes) -> None:
+        self.sent.append(data)
+        super().send(data)
+
+    def cut(self) -> None:
+        """End the link, as if this process had."""
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+
+@asynccontextmanager
+async def elsewhere(
+    model: Any,
+    worker: Callable[[DraftingEnd], Worker],
+    vocab_size: int,
+    *,
+    make_policy: MakePolicy = policy_by_settings,
+    max_batch: int = MAX_BATCH,
+    traces: bool = True,
+) -> AsyncIterator[tuple[LoadedElsewhere, RecordedLink, RecordedLink]]:
+    """A drafter for `running`, the runtime's end of the link, and the drafter's.
+
+    Args:
+        model: the drafter.
+        worker: makes its worker, given what to call with its events.
+        vocab_size: of the target.
+        make_policy, max_batch: see `DraftActor`.
+        traces: whether its decisions are events, too.
     """
+    near, far = map(RecordedLink, socket.socketpair())
+    end = DraftingEnd(far, trio.current_time)
+    end.wants_instants = traces
 
-    def __init__(self, model: Any) -> None:
-        self._drafting = DraftingModel(model)
-        self.link = DraftRankLink(1, self, lambda _: None)  # type: ignore[arg-type]
-        self.asked: list[str] = []
-        self.num_bytes = 0
-        self.is_lost = False
+    async def draft() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end.beat)
+            nursery.start_soon(far.run)
+            with suppress(LinkLostError):
+                await end.serve(
+                    model,
+                    worker(end),
+                    vocab_size=vocab_size,
+                    make_policy=make_policy,
+                    max_batch=max_batch,
+                    cache_bytes=PREFIX_CACHE_BYTES,
+                )
+            nursery.cancel_scope.cancel()
 
-    def send(self, message: Any) -> None:
-        """As `Connection.send`."""
-        if self.is_lost:
-            raise ConnectionResetError("the other end has gone")
-        message = decode(encode(message))
-        if isinstance(message, GivenFeatures):
-            self._drafting.take(message)
-        elif isinstance(message, DraftRequest):
-            self.asked.append(message.name)
-            answer = encode(self._drafting.answer(message))
-            self.num_bytes += len(answer)
-            self.link.put(decode(answer))
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(draft)
+            loaded = DrafterLoaded(model.vocab_size, model.context_length, getattr(model, "feature_layers", None))
+            yield LoadedElsewhere(near, loaded), near, far
+            nursery.cancel_scope.cancel()
+    finally:
+        near.close()
+        far.close()
 
 
-def at_another_rank(model: Any) -> tuple[RemoteDrafter, RankInThisProcess]:
-    """A drafter as rank 0 sees it, and the rank that has it. To be called on the drafter's thread."""
-    rank = RankInThisProcess(model)
-    opened = DrafterOpened(model.vocab_size, model.context_length, getattr(model, "feature_layers", None))
-    return RemoteDrafter(rank.link, opened), rank
+def simulated_worker(price: Callable[[Any], float]) -> Callable[[DraftingEnd], Worker]:
+    """A drafter's worker in simulated time."""
+    return lambda end: SimulatedWorker("draft", price, end)

@@ -25,6 +25,7 @@ OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if o
 
 # The options of prefix caches, which commands do not have that reuse no prefix.
 PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
+DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
 
 
 @attrs.frozen
@@ -105,7 +106,7 @@ def add_models(
     for name, option in OPTIONS.items():
         if name not in without:
             add_option(group, name, option, attrs.fields_dict(OpenOptions)[name].default)
-    group.add_argument("--device", metavar="DEVICE", help='device of both models: "cpu" or "gpu" (default: MLX\'s)')
+    group.add_argument("--device", metavar="DEVICE", help='device of the models: "cpu" or "gpu" (default: MLX\'s)')
 
 
 def models_of(arguments: argparse.Namespace) -> Models:

@@ -1,4 +1,4 @@
-"""A tensor: an array's bytes with their type and shape, for files."""
+"""A tensor: an array's bytes with their type and shape, for files and messages."""
 
 from __future__ import annotations
 

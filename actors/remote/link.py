@@ -1,0 +1,158 @@
+"""A link between two processes: messages as bytes, in order, each way."""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+from collections import deque
+from typing import Protocol
+
+import trio
+
+from protocol.errors import OutriderError
+
+# Heartbeat interval, and the silence after which the other end counts as hanging: while it works, and before it has
+# loaded its model, when it may import packages for long without a pause. In seconds.
+BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
+# A longer message is nonsense. Hidden states of a long prompt are large.
+MAX_MESSAGE_BYTES = 2**30
+
+_LENGTH = struct.Struct("!I")
+
+
+class LinkLostError(OutriderError):
+    """The other end of a link has ended, hangs, or has closed the link; the message says which end, and how."""
+
+
+class Link(Protocol):
+    """One end of a link.
+
+    Attributes:
+        name: of the other end, for messages.
+    """
+
+    name: str
+
+    def send(self, data: bytes) -> None:
+        """Send a message. Never waits; a message that does not arrive is no error, since `receive` raises then."""
+        ...
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the other end has yet to take some of what was sent."""
+        ...
+
+    async def receive(self) -> bytes:
+        """Wait for the next message.
+
+        Cancellation: loses none.
+
+        Raises: LinkLostError: there are no more.
+        """
+        ...
+
+    async def run(self) -> None:
+        """Do what sending leaves to be done; must run while the link is used, until it is cancelled."""
+        ...
+
+    def close(self) -> None:
+        """Close the link, of which the other end is told. Harmless the second time."""
+        ...
+
+
+class SocketLink:
+    """A link over a connected stream socket.
+
+    Attributes:
+        name: see `Link`.
+        max_silence_s: longest time that the other end may send nothing; it sends heartbeats.
+        is_silent: whether it has sent nothing for longer.
+    """
+
+    def __init__(self, sock: socket.socket, name: str, max_silence_s: float = math.inf) -> None:
+        """Take over a socket of the kind SOCK_STREAM."""
+        sock.setblocking(False)
+        self.name = name
+        self.max_silence_s = max_silence_s
+        self.is_silent = False
+        self._socket = sock
+        self._received = bytearray()
+        self._silent_s = 0.0
+        self._unsent: deque[memoryview] = deque()
+        self._has_unsent = trio.Event()
+
+    def send(self, data: bytes) -> None:
+        left = memoryview(_LENGTH.pack(len(data)) + data)
+        if not self._unsent:
+            left = left[self._sent(left) :]
+        if left:
+            self._unsent.append(left)
+            self._has_unsent.set()
+
+    def _sent(self, data: memoryview) -> int:
+        """Send what is taken at once. Returns: the number of bytes; all of them if the link is lost."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)  # the end of the link is read, too
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._unsent)
+
+    async def run(self) -> None:
+        while True:
+            await self._has_unsent.wait()
+            while self._unsent:
+                await trio.lowlevel.wait_writable(self._socket)
+                left = self._unsent[0][self._sent(self._unsent[0]) :]
+                if left:
+                    self._unsent[0] = left
+                else:
+                    self._unsent.popleft()
+            self._has_unsent = trio.Event()
+
+    async def receive(self) -> bytes:
+        while (message := self._take()) is None:
+            # Heartbeats come more often. Time in which this process itself stood still counts for no more than this.
+            with trio.move_on_after(2 * BEAT_S) as scope:
+                await trio.lowlevel.wait_readable(self._socket)
+            if scope.cancelled_caught:
+                self._silent_s += 2 * BEAT_S
+                if self._silent_s > self.max_silence_s:
+                    self.is_silent = True
+                    raise LinkLostError(f"{self.name} hangs: it has sent no heartbeat for {self.max_silence_s:g} s")
+                continue
+            self._silent_s = 0.0
+            try:
+                data = self._socket.recv(1 << 18)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise LinkLostError(f"{self.name} has ended, or cannot be reached any more ({error})") from error
+            if not data:
+                raise LinkLostError(f"{self.name} has ended")
+            self._received += data
+        return message
+
+    def _take(self) -> bytes | None:
+        """The first of the messages that were received; None if there is none."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > MAX_MESSAGE_BYTES:
+            raise LinkLostError(f"{self.name} announced a message of {length} bytes, at most {MAX_MESSAGE_BYTES}")
+        end = _LENGTH.size + length
+        if len(self._received) < end:
+            return None
+        message = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return message
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self._socket)
+            self._socket.close()

@@ -1,0 +1,320 @@
+"""What a runtime and a drafter in another process say to each other, as bytes and back.
+
+The messages of `protocol.messages` travel as they are, and beside them those of the link:
+
+                   <──  DraftNews, the first message
+    LoadDrafter    ──>
+                   <──  DrafterLoaded, or DrafterNotLoaded
+    TargetNews     ──>  after a message of a session, and as a heartbeat
+                   <──  DraftNews, likewise
+
+A session's settings travel as values. User code stays behind: the drafter drafts without it, which leaves texts as they
+are, because either rule is exact for any draft. Clocks differ, so moments travel as seconds that have passed since.
+
+All that arrives is checked. Whatever is no message of these is a `ProtocolError`, after which the link is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import attrs
+import mlx.core as mx
+
+from protocol.errors import ProtocolError, SettingsError
+from protocol.messages import Distribution, Features, Message, Sparse
+from protocol.prices import Measurement
+from protocol.session_state import Commit
+from protocol.settings import Settings
+from protocol.tensor import Tensor
+from protocol.trace import Event
+from protocol.wire import MALFORMED, pack, unpack, whole
+
+# Both ends must speak the same version.
+VERSION = 1
+# Tokens that a drafted one is drawn from under the rejection rule. The target needs all of the distribution, since the
+# recovered token comes from what it leaves of the target's.
+MAX_DRAWN_FROM = 1024
+# A vocabulary of more tokens is nonsense.
+MAX_VOCAB_SIZE = 2**24
+# By how much the probabilities of a distribution may miss 1.
+MAX_MISSING = 1e-2
+
+# Settings that no drafter needs, user code among them; and attributes of messages that it does not look at.
+_SETTINGS_NOT_SENT = {"logits_processors", "sampler", "prompt_cache_file", "stop"}
+_NOT_SENT = {"drafted", "num_scored", "likelihoods", "commit"}
+
+
+@attrs.frozen
+class LoadDrafter:
+    """The drafter to load at the other end.
+
+    Attributes:
+        version: of this protocol.
+        target, draft: what to load, as `runtime.ranks.draft_process` says it; None where the other end knows.
+        vocab_size: width of the target's logits.
+        cache_options: of the drafter's caches, by name.
+        options: of `open` that the drafter works by, by name.
+        traces: whether decisions are wanted for a trace.
+    """
+
+    version: int
+    target: dict[str, Any] | None
+    draft: dict[str, Any] | None
+    vocab_size: int
+    cache_options: dict[str, Any]
+    options: dict[str, Any]
+    traces: bool = False
+
+
+@attrs.frozen
+class DrafterLoaded:
+    """The drafter is loaded and timed.
+
+    Attributes:
+        vocab_size: see `Model.vocab_size`.
+        context_length: see `Model.context_length`.
+        feature_layers: of the target, whose inputs the drafter reads; None if it reads none.
+    """
+
+    vocab_size: int
+    context_length: int | None
+    feature_layers: tuple[int, ...] | None
+
+
+@attrs.frozen
+class DrafterNotLoaded:
+    """The drafter cannot be loaded.
+
+    Attributes:
+        kind: name of the class of the error, one of `protocol.errors`.
+        reason: its message.
+    """
+
+    kind: str
+    reason: str
+
+
+@attrs.frozen
+class TargetNews:
+    """What there is to know at the drafter's end, beside messages.
+
+    Attributes:
+        measured: at the target since the last news; `ended_s` is how many seconds ago.
+        num_texts: see `Prices`.
+    """
+
+    measured: tuple[Measurement, ...] = ()
+    num_texts: int = 1
+
+
+@attrs.frozen
+class DraftNews:
+    """What there is to know at the runtime's end, beside messages.
+
+    Attributes:
+        measured: as in `TargetNews`, of the drafter.
+        events: of the drafter since the last news; moments are how many seconds ago.
+        counts: of some sessions, (session, what its `COUNTED` have grown by since the last news).
+        acceptance, hit_rate, drafts_together: see `Prices.take_drafter`.
+        is_alive: see `Actor.is_alive`.
+        warnings: for the log.
+    """
+
+    measured: tuple[Measurement, ...] = ()
+    events: tuple[Event, ...] = ()
+    counts: tuple[tuple[int, ...], ...] = ()
+    acceptance: float = 0.0
+    hit_rate: float | None = None
+    drafts_together: bool = False
+    is_alive: bool = True
+    warnings: tuple[str, ...] = ()
+
+
+# What a drafter counts of a session.
+COUNTED = ("draft_failures", "lookahead_hits", "lookahead_misses", "draft_replayed_tokens", "stale_proposals")
+
+LinkMessage = Message | LoadDrafter | DrafterLoaded | DrafterNotLoaded | TargetNews | DraftNews
+
+
+@attrs.frozen
+class _Form:
+    """How a value travels: `write` makes it something that `protocol.wire` can pack, and `read` checks it, too."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+
+def _exactly(kind: type) -> _Form:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise ValueError(f"{kind.__name__} was expected, got {value!r:.80}")
+        return value
+
+    return _Form(read)
+
+
+def _read_number(value: Any) -> float:
+    if type(value) not in (int, float) or not 0.0 <= value < math.inf:
+        raise ValueError(f"a number of at least 0 was expected, got {value!r:.80}")
+    return float(value)
+
+
+def _read_settings(values: Any) -> Settings:
+    bias = {whole(token): value for token, value in values["logit_bias"]}
+    return Settings(**values | {"logit_bias": bias})
+
+
+def _write_settings(settings: Settings) -> dict[str, Any]:
+    values = {
+        field.name: getattr(settings, field.name)
+        for field in attrs.fields(Settings)
+        if field.name not in _SETTINGS_NOT_SENT and getattr(settings, field.name) != field.default
+    }
+    # Keys of JSON's objects are strings.
+    return values | {"logit_bias": list(settings.logit_bias.items())}
+
+
+def _read_features(value: Any) -> Features:
+    start, tensor = value
+    if len(tensor.shape) != 2 or not tensor.dtype.endswith(("F16", "F32")):
+        raise ValueError(f"features have two dimensions, got {tensor.dtype}{tensor.shape}")
+    return Features(whole(start), tensor.array())
+
+
+def _array(values: mx.array, code: str) -> array[Any]:
+    # It is evaluated and no view of another array, so its bytes can be read in any thread.
+    return array(code, bytes(cast(Any, memoryview(cast(Any, values)))))
+
+
+def _tensor(values: array[Any]) -> Tensor:
+    return Tensor({"I": "U32", "f": "F32"}[values.typecode], (len(values),), memoryview(values).cast("B"))
+
+
+def _write_distribution(probs: Distribution) -> list[Any]:
+    if not isinstance(probs, Sparse):
+        return [probs.size, None, _tensor(_array(probs, "f"))]
+    tokens, values = _array(probs.tokens, "I"), _array(probs.values, "f")
+    if bytes(4) in values.tobytes():  # a filter has left few
+        left = [i for i, prob in enumerate(values) if prob > 0.0]
+        tokens, values = (array(each.typecode, map(each.__getitem__, left)) for each in (tokens, values))
+    return [probs.size, _tensor(tokens), _tensor(values)]
+
+
+def _read_distribution(value: Any) -> Distribution:
+    size, tokens, values = value
+    given = array("f", bytes(values.data))
+    # The sign is in the last byte. A distribution is checked while the target waits: a loop would take longer.
+    is_negative = bool(given.tobytes()[3::4].translate(None, bytes(range(128))))
+    if values.dtype != "F32" or is_negative or not abs(sum(given) - 1.0) <= MAX_MISSING:
+        raise ValueError("the probabilities of a distribution are no such, or do not add up to 1")
+    if tokens is None:
+        return mx.array(cast(Any, memoryview(given)))
+    ids = array("I", bytes(tokens.data))
+    if tokens.dtype != "U32" or len(ids) != len(given) or max(ids) >= whole(size, 1, MAX_VOCAB_SIZE):
+        raise ValueError(f"a distribution over {size} tokens has others, or not as many as probabilities")
+    return Sparse(size, mx.array(cast(Any, memoryview(ids))), mx.array(cast(Any, memoryview(given))))
+
+
+def _form(hint: Any) -> _Form:
+    """The form of a type, as fields are annotated with it."""
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin in _SIMPLE:
+        return _SIMPLE[origin]
+    if mx.array in inner:
+        return _optional(_Form(_read_distribution, _write_distribution))
+    if origin in (Union, UnionType):
+        kinds = [kind for kind in inner if kind is not NoneType]
+        return _optional(_form(kinds[0]) if len(kinds) == 1 else _one_of(kinds))
+    if origin is Literal:
+        return _Form(lambda value: inner[inner.index(value)])
+    if origin in (tuple, frozenset):
+        return _many(_form(inner[0]), origin)
+    assert attrs.has(hint), hint
+    return _record(hint)
+
+
+def _optional(form: _Form) -> _Form:
+    return _Form(
+        lambda value: None if value is None else form.read(value),
+        lambda value: None if value is None else form.write(value),
+    )
+
+
+def _one_of(kinds: list[Any]) -> _Form:
+    """An object of one of some classes, which its name tells."""
+    forms = {kind.__name__: _form(kind) for kind in kinds}
+
+    def read(value: Any) -> Any:
+        name, fields = value
+        return forms[name].read(fields)
+
+    return _Form(read, lambda value: [type(value).__name__, forms[type(value).__name__].write(value)])
+
+
+def _many(form: _Form, kind: Callable[[Iterable[Any]], Any]) -> _Form:
+    def read(values: Any) -> Any:
+        if type(values) is not list:
+            raise ValueError(f"a list was expected, got {values!r:.80}")
+        return kind(map(form.read, values))
+
+    return _Form(read, lambda values: list(map(form.write, values)))
+
+
+def _record(kind: type[Any]) -> _Form:
+    """An object by its attributes, but for those that do not travel."""
+    hints = get_type_hints(kind, localns={"Commit": Commit})
+    forms = {field.name: _form(hints[field.name]) for field in attrs.fields(kind) if field.name not in _NOT_SENT}
+
+    def read(values: Any) -> Any:
+        return kind(**{name: form.read(value) for (name, form), value in zip(forms.items(), values, strict=True)})
+
+    return _Form(read, lambda value: [form.write(getattr(value, name)) for name, form in forms.items()])
+
+
+_SIMPLE: dict[Any, _Form] = {
+    bool: _exactly(bool),
+    str: _exactly(str),
+    dict: _exactly(dict),
+    int: _Form(lambda value: whole(value, 0, 2**64 - 1)),
+    float: _Form(_read_number),
+    Settings: _Form(_read_settings, _write_settings),
+    Features: _Form(_read_features, lambda features: [features.start, Tensor.of(features.values)]),
+}
+_FORMS: dict[type[Any], _Form] = {kind: _record(kind) for kind in get_args(LinkMessage)}
+_KINDS = {kind.__name__: kind for kind in _FORMS}
+
+
+def encode(message: LinkMessage) -> bytes:
+    """A message as bytes. To be called on a thread that may evaluate the features in it, if there are any.
+
+    Raises: SettingsError: it has a value that JSON has not.
+    """
+    fields = _FORMS[type(message)].write(message)
+    try:
+        return pack(type(message).__name__, fields)
+    except TypeError as error:
+        raise SettingsError(f"a drafter in another process cannot be given this: {error}") from error
+
+
+def decode(data: bytes) -> LinkMessage:
+    """A message from its bytes.
+
+    Raises: ProtocolError: these are not the bytes of a message, or the other end speaks another version.
+    """
+    try:
+        name, fields = unpack(data)
+        kind = _KINDS[name]
+        if kind is LoadDrafter and fields[0] != VERSION:
+            raise ProtocolError(
+                f"the other end of a drafter's link speaks version {fields[0]!r:.20} of its protocol, and this one "
+                f"version {VERSION}; install the same release of Outrider on both"
+            )
+        message: LinkMessage = _FORMS[kind].read(fields)
+    except MALFORMED as error:
+        raise ProtocolError(f"{data[:80]!r} is no message of a drafter's link: {error}") from error
+    return message

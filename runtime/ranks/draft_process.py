@@ -1,0 +1,158 @@
+"""A drafter in a process of its own on this machine: started with the runtime, and ended with it.
+
+MLX has one default device a process, and Python one lock; so a drafter on another device than the target's, or beside a
+fast target, is better off in another process. This module is also that process's program:
+`python -m runtime.ranks.draft_process SOCKET DEVICE`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+
+from actors.remote.link import LOADING_SILENCE_S, SocketLink
+from protocol.drafter_wire import LoadDrafter
+from protocol.errors import SettingsError
+from runtime.loading.device import use_device
+from runtime.loading.model_sources import Source, check_source
+from runtime.loading.model_spec import ModelSpec
+from runtime.ranks.drafting import draft_for
+
+# Longest time in which the process ends by itself once its runtime has closed the link, or has ended. In seconds.
+END_S = 2.0
+
+# How long one of the process's threads may hold Python's lock while another one waits for it. In seconds.
+SWITCH_INTERVAL_S = 1e-4
+
+DEFAULT_DEVICE = "default"
+
+# The folder that has the packages of this project.
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- the runtime's process ------------------------------------------------------------------------
+
+
+def check_draft_process(target: Source, draft: Source | None) -> None:
+    """Check that another process can load a drafter.
+
+    Raises: SettingsError: it cannot, since a model cannot be given to it.
+    """
+    if isinstance(draft, tuple):
+        raise SettingsError.of(
+            "{draft_process} loads the draft model in a process of its own, and it was given as a model; give its path "
+            "or hub id, or leave {draft_process} and {draft_device} out"
+        )
+    if draft is not None and isinstance(target, tuple) and target[1] is not None:
+        raise SettingsError.of(
+            "{draft_process} compares tokenizers in a process of its own, and the target was given as a model; give "
+            "its path or hub id, or leave {draft_process} and {draft_device} out"
+        )
+
+
+def described(source: Source) -> dict[str, Any] | None:
+    """A model source as the process can find it; None for one that was given as a model."""
+    if isinstance(source, tuple):
+        return None
+    if isinstance(source, ModelSpec):
+        adapter = None if source.adapter_path is None else os.fspath(source.adapter_path)
+        return {**attrs.asdict(source, recurse=False), "path": os.fspath(source.path), "adapter_path": adapter}
+    return {"path": os.fspath(source)}
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that finds the modules that this one has found."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(_ROOT)])}
+
+
+@asynccontextmanager
+async def draft_process(device: str | None) -> AsyncIterator[SocketLink]:
+    """A process that can draft, and the link to it.
+
+    On leaving, the process ends; it is killed if it does not within `END_S`. If this process ends in any way, so does
+    the other.
+
+    Args:
+        device: MLX's default device there, "cpu" or "gpu"; None for MLX's own choice.
+
+    Cancellation: the process ends.
+    """
+    near, far = socket.socketpair()
+    link = SocketLink(near, "the drafter's process", LOADING_SILENCE_S)
+    try:
+        with far:
+            process = await trio.lowlevel.open_process(
+                # -P: otherwise Python would search the working directory for modules first.
+                [sys.executable, "-P", "-m", __name__, str(far.fileno()), device or DEFAULT_DEVICE],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(far.fileno(),),
+                start_new_session=True,  # a Ctrl-C in a terminal is for the runtime
+                env=environment(),
+            )
+    except BaseException:
+        link.close()
+        raise
+    assert process.stdin is not None
+    link.name = f"the drafter's process {process.pid}"
+    try:
+        yield link
+    finally:
+        link.close()
+        with trio.CancelScope(shield=True):
+            await process.stdin.aclose()
+            with trio.move_on_after(0.0 if link.is_silent else END_S):
+                await process.wait()
+            process.kill()  # harmless if it has ended
+            await process.wait()
+
+
+# --- the drafter's process ------------------------------------------------------------------------
+
+
+def _source(role: str, said: dict[str, Any] | None) -> Source | None:
+    if said is None:
+        return None
+    path, options = said["path"], {name: value for name, value in said.items() if name != "path"}
+    return check_source(role, ModelSpec(path, **options) if options else path)
+
+
+def _end_with_the_runtime() -> None:
+    while os.read(0, 1):  # not by `sys.stdin`, which the interpreter locks as it exits
+        continue
+    time.sleep(END_S)
+    os._exit(1)
+
+
+def main(descriptor: str, device: str) -> None:
+    """Draft for the runtime at the other end of a socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A message must not wait until the model's thread has built the graph of a pass, which holds Python's lock.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    threading.Thread(target=_end_with_the_runtime, daemon=True).start()
+    link = SocketLink(socket.socket(fileno=int(descriptor)), "the runtime")
+    trio.run(_main, link, None if device == DEFAULT_DEVICE else device)
+
+
+async def _main(link: SocketLink, device: str | None) -> None:
+    def sources(load: LoadDrafter) -> tuple[Source | None, Source | None]:
+        use_device(device, "draft_device")
+        return _source("target", load.target), _source("draft", load.draft)
+
+    await draft_for(link, sources, forwards_warnings=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

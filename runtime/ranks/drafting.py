@@ -1,0 +1,196 @@
+"""Drafting for another process: loading a drafter over a link, and drafting at its other end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import trio
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.drafters.drafter import policy_by_settings
+from actors.mlx.cache_options import CacheOptions
+from actors.remote.drafting_end import DraftingEnd
+from actors.remote.link import Link, LinkLostError
+from actors.remote.remote_drafter import LoadedElsewhere
+from actors.warm_up import time_drafter
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError
+from protocol.drafter_wire import DrafterLoaded, DrafterNotLoaded, DraftNews, LoadDrafter, decode, encode
+from protocol.errors import (
+    ModelError,
+    OutriderError,
+    ProtocolError,
+    SettingsError,
+    VocabularyMismatchError,
+)
+from protocol.open_options import OpenOptions
+from runtime.loading.model_files import folder_of
+from runtime.loading.model_sources import LoadedDraft, Source, check_draft_source, load_draft_onto, read_lazily
+
+logger = logging.getLogger("outrider")
+
+# What the other end may say of a drafter that it cannot load.
+_ERRORS = {error.__name__: error for error in (ModelError, SettingsError, VocabularyMismatchError)}
+
+# The options of `open` that a drafter works by, beside those of its caches.
+OPTIONS = ("max_batch", "prefix_cache_bytes", "work_ahead")
+
+
+async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError]) -> LoadedElsewhere:
+    """Have the other end of a link load a drafter. That end speaks first, by a heartbeat.
+
+    Raises:
+        SettingsError, ModelError, VocabularyMismatchError: it cannot; the message says which end, and why.
+        lost: the link is lost, or the other end speaks another version.
+
+    Cancellation: the link is not used any more.
+    """
+    news: list[tuple[float, DraftNews]] = []
+    answer: DrafterLoaded | DrafterNotLoaded
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run)
+        try:
+            while isinstance(message := decode(await link.receive()), DraftNews):
+                if not news:
+                    link.send(encode(load))
+                news.append((time.perf_counter(), message))
+            if not isinstance(message, DrafterLoaded | DrafterNotLoaded):
+                raise ProtocolError(f"{link.name} was to load it, and sent {type(message).__name__}")
+            answer = message
+        except (LinkLostError, ProtocolError) as error:
+            # Collected here, since the nursery would wrap it in an exception group.
+            answer = DrafterNotLoaded("", str(error))
+        nursery.cancel_scope.cancel()
+    if isinstance(answer, DrafterNotLoaded):
+        what = f"{link.name} cannot load the drafter" if answer.kind else "the drafter is lost"
+        raise _ERRORS.get(answer.kind, lost)(f"{what}: {answer.reason}")
+    return LoadedElsewhere(link, answer, tuple(news))
+
+
+async def draft_for(
+    link: Link,
+    sources: Callable[[LoadDrafter], tuple[Source | None, Source | None]],
+    *,
+    forwards_warnings: bool = False,
+) -> None:
+    """Load the drafter that the other end of a link asks for, and draft until that end closes the link.
+
+    Args:
+        link: to a runtime.
+        sources: the target and the drafter that are meant; None for what is not known here.
+        forwards_warnings: whether the runtime logs this end's warnings.
+
+    Raises: ProtocolError: the other end has sent nonsense; and what `Link.receive` raises.
+    """
+    end = DraftingEnd(link, time.perf_counter)
+    if forwards_warnings:
+        logger.addHandler(_Forwarding(end))
+    ended: OutriderError | None = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(link.run)
+        nursery.start_soon(end.beat)
+        try:
+            load = await end.receive()
+            if not isinstance(load, LoadDrafter):
+                raise ProtocolError(f"a drafter was to be loaded first, and {type(load).__name__} has come")
+            end.wants_instants = load.traces
+            async with ThreadWorker("draft", end, may_be_given_up=True) as worker:
+                await _load_and_draft(end, worker, load, sources)
+        except OutriderError as error:
+            ended = error  # collected here, since the nursery would wrap it in an exception group
+        nursery.cancel_scope.cancel()
+    if ended is not None and not isinstance(ended, LinkLostError):
+        raise ended
+
+
+async def _load_and_draft(
+    end: DraftingEnd,
+    worker: ThreadWorker,
+    load: LoadDrafter,
+    sources: Callable[[LoadDrafter], tuple[Source | None, Source | None]],
+) -> None:
+    try:
+        options = OpenOptions(**{name: load.options[name] for name in OPTIONS})
+        target, draft = sources(load)
+        parts = _TargetElsewhere(target, load.vocab_size)
+        loaded = await _loaded(worker, draft, CacheOptions(**load.cache_options), parts)
+    except (OutriderError, KeyError, TypeError) as error:
+        end.answer(DrafterNotLoaded(type(error).__name__, str(error)))
+        return
+    try:
+        await time_drafter((loaded.model, worker), end.prices)
+    except JobError as error:
+        logger.info("the draft model could not be timed: %s", error)  # its sessions will meet the same error
+    # Without `evaluating_layers`: no other model computes in this process.
+    end.answer(DrafterLoaded(loaded.model.vocab_size, loaded.model.context_length, parts.feature_layers))
+    await end.serve(
+        loaded.model,
+        worker,
+        vocab_size=load.vocab_size,
+        make_policy=partial(policy_by_settings, work_ahead=options.work_ahead),
+        max_batch=options.max_batch,
+        cache_bytes=options.prefix_cache_bytes,
+    )
+
+
+async def _loaded(
+    worker: ThreadWorker, draft: Source | None, options: CacheOptions, target: _TargetElsewhere
+) -> LoadedDraft:
+    if draft is None:
+        raise SettingsError("it was given none; call follow(target, group, draft)")
+    source = check_draft_source(draft)
+    try:
+        await worker.run(Job("load", target.read))
+    except JobError as error:
+        raise (error.__cause__ or error) from None
+    return await load_draft_onto(worker, source, options, target)
+
+
+class _TargetElsewhere:
+    """A target whose passes run in another process, as far as its drafter needs it here; see `DraftedTarget`."""
+
+    def __init__(self, source: Source | None, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.feature_layers: tuple[int, ...] | None = None
+        self.tokenizer: TokenizerWrapper | None = None
+        self.folder: Path | None = None if source is None else folder_of(source)
+        self._source = source
+        self._module: Module | None = None
+
+    def read(self) -> None:
+        """Read the model and its tokenizer, on the drafter's thread. Weights are read where the drafter uses them."""
+        if self._source is not None:
+            self._module, self.tokenizer = read_lazily(self._source)
+
+    @property
+    def model(self) -> _TargetElsewhere:
+        return self
+
+    @property
+    def module(self) -> Module:
+        if self._module is None:
+            raise ModelError(
+                "a drafter that was trained for its target reads weights of the target, which was given as a model; "
+                "give the folder of the target, or draft in the target's process"
+            )
+        return self._module
+
+    def record_features(self, layer_ids: Sequence[int] | None) -> None:
+        """The target does it, once it is told of the layers."""
+        self.feature_layers = None if layer_ids is None else tuple(layer_ids)
+
+
+class _Forwarding(logging.Handler):
+    """Has the runtime log what would be logged here."""
+
+    def __init__(self, end: DraftingEnd) -> None:
+        super().__init__(logging.WARNING)
+        self._end = end
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._end.warn(record.getMessage())

@@ -1,0 +1,144 @@
+"""A drafter in a process of its own: real processes, which are killed, stopped and orphaned."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import trio
+from models import greedy
+from polling import until_in_trio
+
+import runtime
+from runtime.ranks import draft_process
+
+PROMPT = [1, 2, 3, 4, 5]
+ASKED: dict[str, Any] = {"lookahead": 3, "ignore_eos": True}
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: Any) -> tuple[str, str]:
+    """The folders of a target and of a draft model."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = models.llama()
+    return (
+        models.save(folder / "target", target),
+        models.save(folder / "draft", models.near(models.llama(), noise=0.05)),
+    )
+
+
+def pid_of(rt: runtime.Runtime) -> int:
+    (found,) = re.findall(r"process (\d+)", rt._draft._link.name)
+    return int(found)
+
+
+async def test_texts_are_the_targets_until_the_process_is_killed_or_stopped_and_after(
+    pair: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = pair
+    with trio.fail_after(LIMIT_S):
+        async with runtime.open(target, draft, draft_device="cpu") as rt:
+            built = models.llama()
+            completion = await rt.generate(PROMPT, max_tokens=24, **ASKED)
+            assert [token.id for token in completion.tokens] == greedy(built, PROMPT, 24)
+            assert completion.statistics.accepted > 0
+            drawn = await rt.generate(PROMPT, max_tokens=24, temperature=0.5, acceptance="rejection", seed=1, **ASKED)
+            assert drawn.statistics.accepted > 0
+            statistics = rt.statistics()
+            assert statistics.draft_failures == 0
+            assert statistics.draft_busy > 0
+            assert statistics.estimates.draft_seconds > 0
+            for end, how in ((signal.SIGKILL, "has ended"), (signal.SIGSTOP, "hangs: it has sent no heartbeat")):
+                pid = pid_of(rt)
+                with caplog.at_level(logging.WARNING, "outrider"):
+                    async with rt.stream(PROMPT, max_tokens=120, **ASKED) as stream:
+                        found = []
+                        async for token in stream:
+                            found.append(token.id)
+                            if token.index == 9:
+                                os.kill(pid, end)
+                                await until_in_trio(lambda: not rt._draft.is_serving)
+                assert found == greedy(built, PROMPT, 120)
+                assert stream.statistics().draft_failures == 1
+                assert f"the drafter is lost: the drafter's process {pid} {how}" in caplog.text
+                assert rt.health().draft is False
+                await rt.detach_draft()
+                await rt.attach_draft(draft)
+                assert pid_of(rt) != pid
+                assert (await rt.generate(PROMPT, max_tokens=24, **ASKED)).statistics.accepted > 0
+            pid = pid_of(rt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[str, str], tmp_path: Path) -> None:
+    target, draft = pair
+    Path(tmp_path, "config.json").write_text(Path(draft, "config.json").read_text())
+    with pytest.raises(
+        runtime.ModelError, match=r"the drafter's process \d+ cannot load the drafter: cannot load draft"
+    ):
+        async with runtime.open(target, tmp_path, draft_process=True):
+            raise AssertionError("should not be reached")
+
+
+def test_the_process_does_not_outlive_a_runtime_that_is_killed() -> None:
+    program = (
+        "import os, trio\n"
+        "from runtime.ranks.draft_process import draft_process\n"
+        "async def main():\n"
+        "    async with draft_process(None) as link:\n"
+        "        print(link.name.split()[-1], flush=True)\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "trio.run(main)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=draft_process.environment())
+    out, _ = run.communicate(timeout=LIMIT_S)
+    assert run.returncode == -signal.SIGKILL
+    pid = int(out)
+
+    def has_ended() -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        state = Path(f"/proc/{pid}/stat")
+        return state.exists() and state.read_text().split()[2] == "Z"  # nobody has waited for it
+
+    trio.run(until_in_trio, has_ended)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "options", "expected"),
+    [
+        (
+            "owner/target",
+            (models.llama(), None),
+            {"draft_process": True},
+            "draft_process loads the draft model in a process of its own, and it was given as a model; give its path",
+        ),
+        ("owner/target", (models.llama(), None), {"draft_device": "gpu"}, "draft_process loads the draft model"),
+        ("owner/target", "owner/draft", {"draft_device": "tpu"}, 'draft_device must be "cpu", "gpu" or None, got'),
+        ("owner/target", "owner/draft", {"draft_process": 1}, "draft_process must be "),
+        (
+            "owner/target",
+            "owner/draft",
+            {"draft_process": True, "draft_rank": 1},
+            "draft_process and draft_rank exclude each other",
+        ),
+    ],
+)
+async def test_what_cannot_be_given_to_a_process_is_refused(
+    target: Any, draft: Any, options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(runtime.SettingsError, match=expected):
+        async with runtime.open(target, draft, **options):
+            raise AssertionError("should not be reached")
