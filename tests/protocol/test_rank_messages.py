@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sweeps import sweep
 
 from protocol.draft_rank_messages import (
     Array,
@@ -39,7 +40,7 @@ from protocol.rank_messages import (
 )
 
 
-@pytest.mark.parametrize(
+@sweep(
     "message",
     [
         Hello(1, 3, {"mlx": "0.32.4"}),
@@ -80,7 +81,7 @@ def test_a_message_comes_back_from_its_bytes(message):
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize(
+@sweep(
     "data",
     [
         b"",
