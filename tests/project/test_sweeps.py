@@ -75,3 +75,13 @@ def test_a_case_that_is_skipped_is_an_error_since_the_others_would_be_too() -> N
 
     with pytest.raises(AssertionError, match="not here"):
         test(**groups_of(test)["all"])
+
+
+async def test_each_case_begins_at_simulated_time_0(autojump_clock: Any) -> None:
+    @sweep("n", range(3))
+    async def test(n: int, autojump_clock: Any) -> None:
+        assert trio.current_time() == 0.0
+        await trio.sleep(1 + n)
+        assert trio.current_time() == 1 + n
+
+    await test(**groups_of(test)["all"], autojump_clock=autojump_clock)

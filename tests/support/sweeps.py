@@ -23,6 +23,8 @@ def _one(case: dict[str, Any], fixtures: dict[str, Any]) -> Iterator[dict[str, A
         if "tmp_path" in fixtures:
             fresh["tmp_path"] = fixtures["tmp_path"] / str(len(list(fixtures["tmp_path"].iterdir())))
             fresh["tmp_path"].mkdir()
+        if "autojump_clock" in fixtures:
+            fixtures["autojump_clock"]._virtual_base = 0.0  # no task of a case before is left to wait for a later time
         if "caplog" in fixtures:
             fixtures["caplog"].clear()
         for name in {"capsys", "capfd"} & fixtures.keys():
@@ -40,8 +42,8 @@ def sweep(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Test], 
     """Run a test with each of some arguments, as `pytest.mark.parametrize` does, but as one test.
 
     Thousands of small tests take minutes to collect and to set up. The first case that fails ends the test, with a note
-    that names it. Each case has its own `tmp_path`, `monkeypatch` and captured output; other fixtures are shared. Cases
-    with marks, given by `pytest.param`, become a test for each set of marks.
+    that names it. Each case has its own `tmp_path`, `monkeypatch` and captured output, and begins at simulated time 0;
+    other fixtures are shared. Cases with marks, given by `pytest.param`, become a test for each set of marks.
     """
     arguments = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     groups: dict[str, tuple[Any, list[dict[str, Any]]]] = {}
