@@ -34,7 +34,7 @@ DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)
 WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
 NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
-MAX_REPEATS = 2  # of measurements whose prices cannot be
+MAX_REPEATS = 2
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
@@ -46,7 +46,13 @@ MIN_CONTEXT_LENGTH = 128
 _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
-async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
+async def warm_up(
+    target: tuple[Model, Worker],
+    draft: tuple[Model, Worker] | None,
+    prices: Prices,
+    *,
+    max_repeats: int = MAX_REPEATS,
+) -> None:
     """Time both models, each alone and both at once; and plain decoding, if its price is not known yet.
 
     All is measured again where the prices of the first measurement cannot be.
@@ -55,6 +61,7 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | No
         target: the model, and its worker.
         draft: likewise; None if it is in another process, where `time_drafter` times it.
         prices: where the measurements go.
+        max_repeats: of a measurement whose prices cannot be.
 
     Cancellation: strikes after the running passes.
 
@@ -64,7 +71,7 @@ async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | No
         return
     is_first = not prices.plain_decode_s.is_known
     await _measure(target, draft, prices)
-    for _ in range(MAX_REPEATS):
+    for _ in range(max_repeats):
         if not is_first or prices.estimates().is_plausible:
             return
         prices.forget_target()

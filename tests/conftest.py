@@ -1,6 +1,7 @@
 """Setup of every test run."""
 
 import fcntl
+import functools
 import gc
 import getpass
 import itertools
@@ -16,6 +17,7 @@ import mlx.core as mx
 import pytest
 from our_threads import outrider_threads
 
+from runtime.engine import opening
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
 left_out: set[str] = set()
@@ -80,6 +82,17 @@ def no_spare_buffers() -> Iterator[int]:
     mx.set_cache_limit(usual)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def short_warm_up() -> Iterator[None]:
+    """Have runtimes measure the prices of their models once.
+
+    Those of tiny models are mostly such as cannot be, so thousands of runtimes would measure them three times.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "warm_up", functools.partial(opening.warm_up, max_repeats=0))
+        yield
+
+
 @pytest.fixture
 def spare_buffers(no_spare_buffers: int) -> Iterator[None]:
     """Turn on MLX's cache of free buffers, as in any program."""
@@ -88,7 +101,7 @@ def spare_buffers(no_spare_buffers: int) -> Iterator[None]:
     mx.set_cache_limit(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """The demo pair in float32, where the width of a pass cannot flip an argmax."""
     import mlx_lm  # takes a second, and most tests do not need it
@@ -100,7 +113,7 @@ def demo_pair() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return pair
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model on disk whose text ends at `max_tokens` or not at all."""
     from command_line import save_model  # imports tokenizers
@@ -113,6 +126,12 @@ def no_thread_left() -> Iterator[None]:
     """Asserts after the test that no thread of Outrider is left."""
     yield
     assert outrider_threads() == []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import modules that have slow tests alone where those are left out: some import for seconds."""
+    is_left_out = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
+    return True if is_left_out and "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

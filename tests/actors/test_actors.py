@@ -23,6 +23,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 
 LOOKAHEADS = [0, 1, 2, 3, 5, 8, "auto"]
 AGREEMENTS = [0.0, 0.3, 0.7, 1.0]
@@ -32,8 +33,8 @@ PROMPT = [5, 6, 7]
 # --- the greedy text ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("agreement", AGREEMENTS)
-@pytest.mark.parametrize("lookahead", [*LOOKAHEADS, 64])
+@sweep("agreement", AGREEMENTS)
+@sweep("lookahead", [*LOOKAHEADS, 64])
 async def test_the_text_is_the_targets_whatever_is_drafted(
     lookahead: Any, agreement: float, autojump_clock: Any
 ) -> None:
@@ -55,7 +56,7 @@ async def test_without_a_drafter_the_text_is_the_targets(autojump_clock: Any) ->
         assert len(simulation.spans("target", "decode")) == 50
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_text_ends_after_exactly_max_tokens(lookahead: Any, autojump_clock: Any) -> None:
     for agreement in AGREEMENTS:
         async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
@@ -65,7 +66,7 @@ async def test_a_text_ends_after_exactly_max_tokens(lookahead: Any, autojump_clo
                 assert completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(lookahead: Any, autojump_clock: Any) -> None:
     prompt = prompt_with_distinct_continuation(12)
     text = continuation(prompt, 12)
@@ -82,7 +83,7 @@ async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(looka
                 assert completion.tokens[-1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_stop_token_that_is_also_the_last_one_allowed_is_a_stop(lookahead: Any, autojump_clock: Any) -> None:
     prompt = prompt_with_distinct_continuation(12)
     text = continuation(prompt, 12)
@@ -95,7 +96,7 @@ async def test_a_stop_token_that_is_also_the_last_one_allowed_is_a_stop(lookahea
             assert completion.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, "auto"])
+@sweep("lookahead", [1, 2, 3, 5, "auto"])
 async def test_a_stop_token_that_only_the_drafter_believes_in_ends_nothing(lookahead: Any, autojump_clock: Any) -> None:
     text = continuation(PROMPT, 12)
     stop = next(token for token in range(VOCAB_SIZE) if token not in text)
@@ -121,7 +122,7 @@ async def test_a_prompt_that_ends_with_a_stop_token_still_has_a_continuation(aut
 # --- the ends of contexts -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_text_ends_with_the_targets_context(lookahead: Any, autojump_clock: Any) -> None:
     for agreement in (0.5, 1.0):
         for context_length in range(4, 18):
@@ -132,7 +133,7 @@ async def test_a_text_ends_with_the_targets_context(lookahead: Any, autojump_clo
                 assert completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_drafter_whose_context_ends_first_costs_no_text(lookahead: Any, autojump_clock: Any) -> None:
     for agreement in (0.5, 1.0):
         for context_length in range(3, 18):
@@ -143,7 +144,7 @@ async def test_a_drafter_whose_context_ends_first_costs_no_text(lookahead: Any, 
                 assert completion.statistics.draft_failures == 0
 
 
-@pytest.mark.parametrize("context_length", range(1, 8))
+@sweep("context_length", range(1, 8))
 async def test_a_prompt_longer_than_the_drafters_context_never_enters_the_drafter(
     context_length: int, autojump_clock: Any
 ) -> None:
@@ -154,7 +155,7 @@ async def test_a_prompt_longer_than_the_drafters_context_never_enters_the_drafte
         assert ids(completion.tokens) == continuation(prompt, 10)
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 8])
+@sweep("lookahead", [1, 2, 3, 8])
 async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, autojump_clock: Any) -> None:
     # After n tokens it says the token at position n, so a context of ten tokens reaches position 10.
     draft = ScriptedModel(truthful, context_length=10)
@@ -168,8 +169,8 @@ async def test_a_drafter_goes_as_far_as_its_context_reaches(lookahead: int, auto
 # --- vocabularies of different widths -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [VOCAB_SIZE - 7, VOCAB_SIZE + 9])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@sweep("width", [VOCAB_SIZE - 7, VOCAB_SIZE + 9])
+@sweep("temperature", [0.0, 1.0])
 async def test_rows_that_only_one_of_the_two_models_has_change_no_token(
     width: int, temperature: float, autojump_clock: Any
 ) -> None:
@@ -190,7 +191,7 @@ async def test_rows_that_only_one_of_the_two_models_has_change_no_token(
 # --- prefill --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt_length", [1, 2, 3, 7, 8, 9, 30])
+@sweep("prompt_length", [1, 2, 3, 7, 8, 9, 30])
 async def test_a_prompt_of_any_length_goes_in_by_chunks_of_any_size(prompt_length: int, autojump_clock: Any) -> None:
     prompt = list(range(prompt_length))
     for step in (1, 2, 3, 8, 2048):
@@ -214,8 +215,8 @@ async def test_both_models_prefill_at_the_same_time(autojump_clock: Any) -> None
 # --- caches that cannot be rewound: the N=1 fallback ----------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
-@pytest.mark.parametrize("agreement", AGREEMENTS)
+@sweep("lookahead", [1, 2, 3, 5, 8, "auto"])
+@sweep("agreement", AGREEMENTS)
 async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     lookahead: Any, agreement: float, autojump_clock: Any
 ) -> None:
@@ -263,8 +264,8 @@ async def test_a_drafter_that_is_always_right_is_always_right_for_a_target_that_
         assert statistics.lookahead_misses == 0
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
-@pytest.mark.parametrize("agreement", AGREEMENTS)
+@sweep("lookahead", [1, 2, 3, 5, 8, "auto"])
+@sweep("agreement", AGREEMENTS)
 async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
     lookahead: Any, agreement: float, autojump_clock: Any
 ) -> None:
@@ -294,8 +295,8 @@ async def test_two_models_of_which_neither_can_rewind_still_get_it_right(autojum
             assert target.sequences[0].rewinds == draft.sequences[0].rewinds == []
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8, "auto"])
-@pytest.mark.parametrize("who", ["target", "draft", "both"])
+@sweep("lookahead", [1, 2, 3, 5, 8, "auto"])
+@sweep("who", ["target", "draft", "both"])
 async def test_a_cache_that_can_rewind_until_it_is_full_gives_the_same_text_across_the_boundary(
     lookahead: Any, who: str, autojump_clock: Any
 ) -> None:
@@ -331,8 +332,8 @@ async def test_a_drafter_that_can_rewind_until_it_is_full_looks_ahead_until_then
 # --- statistics -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("agreement", AGREEMENTS)
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("agreement", AGREEMENTS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_the_counts_add_up_to_what_happened(lookahead: Any, agreement: float, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=40, lookahead=lookahead)

@@ -31,6 +31,7 @@ from completions import ids
 from mlx_lm.models.cache import make_prompt_cache
 from models import assert_leads
 from plain_decoding import CLEAR_LEAD, NUM_TOKENS, PROMPT, greedy_text
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -105,7 +106,7 @@ def test_every_module_of_mlx_lm_is_built_or_left_out_for_a_reason() -> None:
     assert len(ARCHITECTURES) > 80
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
+@sweep("name", LEFT_OUT)
 def test_the_reason_holds_for_which_a_module_is_left_out(name: str) -> None:
     if LEFT_OUT[name] == NO_IMPORT:
         with pytest.raises(SystemExit):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 import pytest
+from sweeps import sweep
 
 from actors.drafters.draft_steps import guesses
 from actors.sampling.logit_check import LogitCheck
@@ -55,7 +56,7 @@ def arrays() -> Iterator[mx.array]:
     yield mx.array(3.5)
 
 
-@pytest.mark.parametrize("array", list(arrays()), ids=lambda array: f"{array.dtype}{array.shape}")
+@sweep("array", list(arrays()))
 def test_the_bytes_of_a_tensor_are_a_copy(array: mx.array) -> None:
     mx.eval(array)
     tensor = Tensor.of(array)

@@ -7,6 +7,7 @@ import threading
 import attrs
 import pytest
 import trio
+from sweeps import sweep
 
 from actors.workers import thread_worker
 from actors.workers.core_sharing import ALONE_AFTER_S, CoreSharing
@@ -28,7 +29,7 @@ class Machine:
         return sharing
 
 
-@pytest.mark.parametrize(("num_cores", "shared"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
+@sweep(("num_cores", "shared"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
 def test_a_model_alone_has_all_cores_and_two_at_once_half_of_them_each(num_cores: int, shared: int) -> None:
     machine = Machine(num_cores)
     sharing = machine.sharing()

@@ -35,6 +35,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
@@ -63,8 +64,8 @@ def runs_of(simulation: Simulation) -> list[int]:
 # --- how many steps a run has ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8])
+@sweep("chains", [False, True])
+@sweep("lookahead", [1, 2, 3, 5, 8])
 async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another(
     lookahead: int, chains: bool, autojump_clock: Any
 ) -> None:
@@ -112,8 +113,8 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
 # --- what ends a run ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("verify", [0.5, 1.25, 2.5, 3.75])
+@sweep("chains", [False, True])
+@sweep("verify", [0.5, 1.25, 2.5, 3.75])
 async def test_a_verdict_that_goes_another_way_ends_them_with_the_step_that_is_running(
     verify: float, chains: bool, autojump_clock: Any
 ) -> None:
@@ -142,8 +143,8 @@ async def test_a_verdict_that_goes_their_way_does_not_end_them(autojump_clock: A
         assert passed
 
 
-@pytest.mark.parametrize("at", [0.5, 1.0, 2.25, 5.0, 7.5])
-@pytest.mark.parametrize("chains", [False, True])
+@sweep("at", [0.5, 1.0, 2.25, 5.0, 7.5])
+@sweep("chains", [False, True])
 async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
     at: float, chains: bool, autojump_clock: Any
 ) -> None:
@@ -312,9 +313,9 @@ def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains
         run(main)
 
 
-@pytest.mark.parametrize("report_delay", [None, 0.5])
-@pytest.mark.parametrize("settings", [{"temperature": 0.8, "acceptance": "match", "seed": 4}, {}])
-@pytest.mark.parametrize("lookahead", [1, 6, "auto"])
+@sweep("report_delay", [None, 0.5])
+@sweep("settings", [{"temperature": 0.8, "acceptance": "match", "seed": 4}, {}])
+@sweep("lookahead", [1, 6, "auto"])
 def test_launching_steps_early_changes_neither_text_nor_proposals(
     lookahead: Any, settings: dict[str, Any], report_delay: float | None
 ) -> None:
@@ -384,8 +385,8 @@ def choices(found: Sequence[Drafted]) -> list[int]:
     return [drafted.guesses[0].token for drafted in found]
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "acceptance": "match"}])
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("settings", [{}, {"temperature": 0.7, "acceptance": "match"}])
+@sweep("name", SUBJECTS)
 def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[str, Any]) -> None:
     for settled in (4, 7, 12, 20):
         one, other = (OnThread(name, chains=c, num_prefilled=3, settled=settled, **settings) for c in (False, True))
@@ -399,8 +400,8 @@ def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[
             assert raw == pytest.approx([guess.raw for guess in same.guesses], abs=ATOL)
 
 
-@pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("chains", [False, True])
+@sweep("name", SUBJECTS)
 def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(name: str, chains: bool) -> None:
     dice = random.Random(5)
     for max_steps in range(1, 6):
@@ -431,8 +432,8 @@ def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_i
 FAMILIES = {"KVCache": llama, "SlidingWindowCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
 
 
-@pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@sweep("chains", [False, True])
+@sweep("name", FAMILIES)
 async def test_on_threads_the_text_is_the_greedy_one(name: str, chains: bool) -> None:
     target, prompt = FAMILIES[name](), prompt_of(9)
     expected = greedy(target, prompt, 40)

@@ -30,6 +30,7 @@ from models import (
     qwen3,
     sliding_llama,
 )
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -116,7 +117,7 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
 # --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_kinds) -------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("build", "kinds"),
     [
         (llama, {KVCache}),

@@ -24,6 +24,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 
 import runtime
 from protocol.errors import (
@@ -67,8 +68,8 @@ async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12
 # --- the drafter ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("price", PRICES)
-@pytest.mark.parametrize("lookahead", [1, 2, 5, pytest.param("auto", marks=pytest.mark.slow)])
+@sweep("price", PRICES)
+@sweep("lookahead", [1, 2, 5, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: str) -> None:
     # A slow drafter rests once its price is known, and is then fed rarely.
     num_tokens = 48 if lookahead == "auto" else 12
@@ -154,8 +155,8 @@ async def test_a_drafter_that_says_nothing_that_is_a_number_costs_no_token(setti
 # --- the target -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("price", PRICES)
-@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+@sweep("price", PRICES)
+@sweep("lookahead", [0, 2, "auto"])
 def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_what_was_committed(
     lookahead: Any, price: str
 ) -> None:
@@ -303,8 +304,8 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
             assert await collect(other) == continuation([1, 2, 3], 30)
 
 
-@pytest.mark.parametrize("what", ["proposal", "expansion", "draft_budget"])
-@pytest.mark.parametrize("at", [1, 2, 5])
+@sweep("what", ["proposal", "expansion", "draft_budget"])
+@sweep("at", [1, 2, 5])
 async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_session_alone(
     what: str, at: int, autojump_clock: Any, caplog: Any
 ) -> None:
@@ -437,8 +438,8 @@ FORGED: Sequence[Message] = [
 ]
 
 
-@pytest.mark.parametrize("forged", FORGED, ids=repr)
-@pytest.mark.parametrize("to", ["target", "draft"])
+@sweep("forged", FORGED)
+@sweep("to", ["target", "draft"])
 async def test_a_message_that_has_no_place_ends_its_session_or_its_drafting_and_no_other(
     to: str, forged: Message, autojump_clock: Any
 ) -> None:
@@ -527,7 +528,7 @@ class BodyError(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", [BodyError, KeyboardInterrupt, SystemExit, GeneratorExit])
+@sweep("kind", [BodyError, KeyboardInterrupt, SystemExit, GeneratorExit])
 async def test_an_error_in_the_body_comes_out_as_itself(kind: type[BaseException], autojump_clock: Any) -> None:
     target, draft = ScriptedModel(truthful), drafter()
     streams = []

@@ -13,6 +13,7 @@ import trio
 from models import VOCAB_SIZE, greedy, llama, near, prompt_of
 from our_threads import outrider_threads
 from scripted import ids
+from sweeps import sweep
 
 import runtime
 from actors.mlx.sequence import MLXSequence
@@ -82,7 +83,7 @@ MOMENTS = [
 SETTINGS: dict[str, Any] = {"max_tokens": 10, "lookahead": 2, "prefill_step_size": 4}
 
 
-@pytest.mark.parametrize(("name", "at"), MOMENTS)
+@sweep(("name", "at"), MOMENTS)
 async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name: str, at: int) -> None:
     target, draft = pair()
     async with runtime.open((target, None), (draft, None)) as rt:
@@ -97,7 +98,7 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
     assert outrider_threads() == []
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("with_drafter", "name", "at"),
     # Plain decoding has nothing to rewind.
     [(True, *moment) for moment in MOMENTS]
@@ -135,8 +136,8 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
     assert outrider_threads() == []
 
 
-@pytest.mark.parametrize("with_drafter", [True, False])
-@pytest.mark.parametrize(("name", "at"), [moment for moment in MOMENTS if moment[0] in ("feed", "close")])
+@sweep("with_drafter", [True, False])
+@sweep(("name", "at"), [moment for moment in MOMENTS if moment[0] in ("feed", "close")])
 async def test_a_target_that_fails_from_some_job_on_ends_every_stream_with_its_error(
     monkeypatch: Any, name: str, at: int, with_drafter: bool
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from architectures import ARCHITECTURES, build
 from mlx.utils import tree_flatten, tree_unflatten
 from models import Wrapped, gemma3_text, llama, mamba, near, qwen3, save
+from sweeps import sweep
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
@@ -73,7 +74,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize(("other", "why"), OTHERS.values(), ids=OTHERS.keys())
+@sweep(("other", "why"), OTHERS.values())
 def test_another_model_has_another_fingerprint_and_it_is_said_why(other: Callable[[], nn.Module], why: str) -> None:
     difference = fingerprint(llama()).difference(fingerprint(other()))
     assert difference is not None
@@ -89,7 +90,7 @@ def test_ways_to_quantise_are_told_apart() -> None:
     assert fingerprint(requantized).difference(fingerprint(quantized(4))) == "its weights differ"
 
 
-@pytest.mark.parametrize("name", [name for name, _ in tree_flatten(llama().parameters())])
+@sweep("name", [name for name, _ in tree_flatten(llama().parameters())])
 def test_a_change_in_any_one_tensor_is_noticed(name: str) -> None:
     model = llama()
     assert fingerprint(changed(model, name, lambda weight: weight * 1.001)) != fingerprint(model)

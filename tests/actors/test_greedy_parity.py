@@ -28,6 +28,7 @@ from models import (
     qwen3,
     sliding_llama,
 )
+from sweeps import sweep
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -95,7 +96,7 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
             assert 0.1 < rt.statistics().acceptance_rate < 0.95
 
 
-@pytest.mark.parametrize("length", [1, 2, PREFILL_STEP_SIZE, PREFILL_STEP_SIZE + 1, 2 * PREFILL_STEP_SIZE + 1, 50])
+@sweep("length", [1, 2, PREFILL_STEP_SIZE, PREFILL_STEP_SIZE + 1, 2 * PREFILL_STEP_SIZE + 1, 50])
 async def test_prompts_that_just_fit_a_prefill_chunk_and_those_that_do_not(length: int) -> None:
     prompt = prompt_of(length, seed=length)
     completion = await complete(
@@ -104,7 +105,7 @@ async def test_prompts_that_just_fit_a_prefill_chunk_and_those_that_do_not(lengt
     assert ids(completion) == family_text("llama", tuple(prompt), 16)
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 8))
+@sweep("max_tokens", range(1, 8))
 async def test_the_text_is_cut_at_max_tokens_wherever_that_falls_in_a_round(max_tokens: int) -> None:
     prompt = prompt_of(5)
     completion = await complete(family("qwen3"), family("qwen3"), prompt, max_tokens=max_tokens, lookahead=3)
@@ -236,7 +237,7 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
         assert statistics.rejected > 0
 
 
-@pytest.mark.parametrize("lookahead", [2, 3, 5, 8])
+@sweep("lookahead", [2, 3, 5, 8])
 async def test_a_sliding_window_target_whose_prompt_fills_the_window_already(lookahead: int) -> None:
     target = gemma3_text(window=8)
     prompt = prompt_of(40)
@@ -263,8 +264,8 @@ async def test_a_sliding_window_drafter_costs_no_token_and_stays_right_across_th
         assert completion.statistics.accepted > 0
 
 
-@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
-@pytest.mark.parametrize("rewind", ["auto", "checkpoint", "none"])
+@sweep("drafter", ["right", "wrong", "near"])
+@sweep("rewind", ["auto", "checkpoint", "none"])
 async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: str) -> None:
     target = mamba()
     prompt = prompt_of(9)
@@ -344,8 +345,8 @@ class Watched(Wrapped):
         return watched
 
 
-@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
-@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
+@sweep("drafter", ["right", "wrong", "near"])
+@sweep("lookahead", [1, 3, "auto"])
 async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(lookahead: Any, drafter: str) -> None:
     prompt = prompt_of(9)
     target = Watched(family("llama"))

@@ -34,6 +34,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.drafter import policy_by_settings
@@ -386,15 +387,15 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("caches", CACHES)
-@pytest.mark.parametrize("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
+@sweep("caches", CACHES)
+@sweep("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
 def test_the_greedy_text_hangs_on_no_policy(what: str, caches: str) -> None:
     policy = Hostile(*POLICIES[what])
     assert run(lambda: text_under(policy, truthful, agreeing(0.6), **CACHES[caches])) == continuation([5, 6, 7], 60)
 
 
-@pytest.mark.parametrize("caches", CACHES)
-@pytest.mark.parametrize("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
+@sweep("caches", CACHES)
+@sweep("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
 def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> None:
     settings = {"temperature": 0.8, "seed": 11, "acceptance": "match"}
     alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings))

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 import trio
 from scripted import ScriptedModel, agreeing, run, simulated, truthful
+from sweeps import sweep
 
 from actors.sampling.logits_pipeline import LogitsPipeline
 from actors.target import plain_rows, verify
@@ -36,8 +37,8 @@ def test_keys_of_several_decisions_are_those_of_each() -> None:
             assert (keys[row] == key_for(decision[0], purpose, decision[1])).all()
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.5])
+@sweep("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@sweep("temperature", [0.0, 0.3, 1.0, 2.5])
 def test_choices_of_several_texts_are_those_of_each(temperature: float, dtype: mx.Dtype) -> None:
     for seed in range(20):
         rows = logits(seed).astype(dtype)
@@ -87,13 +88,13 @@ def test_texts_of_a_kind_are_those_with_the_same_sampling_settings() -> None:
     assert LogitsPipeline(opened(top_k=3)).kind == kinds[0]
 
 
-@pytest.mark.parametrize("settings", ALONE, ids=lambda settings: "".join(settings))
+@sweep("settings", ALONE)
 def test_what_sees_the_text_or_is_the_users_is_judged_by_itself(settings: dict[str, Any]) -> None:
     assert LogitsPipeline(opened(**settings)).kind is None
 
 
-@pytest.mark.parametrize("lookahead", [0, 3])
-@pytest.mark.parametrize("settings", [*KINDS[:4], {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 7}])
+@sweep("lookahead", [0, 3])
+@sweep("settings", [*KINDS[:4], {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 7}])
 def test_texts_are_what_they_are_alone(
     lookahead: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

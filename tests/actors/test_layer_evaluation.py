@@ -8,6 +8,7 @@ import attrs
 import mlx.core as mx
 import pytest
 from models import greedy, llama, prompt_of
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -88,7 +89,7 @@ def test_a_whole_pass_is_left_alone(scheduler: FakeScheduler) -> None:
     assert scheduler.most_active == 0
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("device", "wanted", "expected"),
     [
         (mx.cpu, None, LayerEvaluation.WAITING),

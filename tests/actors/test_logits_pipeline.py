@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of, qwen3, sliding_llama
 from scipy.stats import chi2
 from scripted import read_into
+from sweeps import sweep
 
 import runtime
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline
@@ -90,8 +91,8 @@ def test_greedy_text_is_that_of_plain_decoding_under_any_penalties(choices: list
     trio.run(main)
 
 
-@pytest.mark.parametrize("build", [llama, qwen3, sliding_llama, mamba])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("build", [llama, qwen3, sliding_llama, mamba])
+@sweep("lookahead", LOOKAHEADS)
 async def test_penalties_reach_back_into_the_prompt_on_every_kind_of_cache(build: Any, lookahead: Any) -> None:
     model, penalties = build(), {"repetition_penalty": 1.7, "repetition_context_size": 30, "frequency_penalty": 0.6}
     reference = plain(model, **penalties)
@@ -101,7 +102,7 @@ async def test_penalties_reach_back_into_the_prompt_on_every_kind_of_cache(build
     assert ids(completion.tokens)[: len(reference)] == reference
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_penalties_may_look_back_to_the_beginning(lookahead: Any) -> None:
     def penalties(size: int | None) -> dict[str, Any]:
         strengths = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
@@ -291,8 +292,8 @@ def banned(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits + mx.array([-mx.inf if token in seen else 0.0 for token in range(VOCAB_SIZE)])
 
 
-@pytest.mark.parametrize("build", [llama, sliding_llama, mamba])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("build", [llama, sliding_llama, mamba])
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_processor_that_keeps_a_state_is_taken_back_with_the_text(build: Any, lookahead: Any) -> None:
     model = build()
     reference = plain(model, own=[banned])
@@ -455,7 +456,7 @@ async def test_a_processor_that_cannot_say_its_state_begins_no_stream() -> None:
         assert rt.num_streams == 0
 
 
-@pytest.mark.parametrize("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])
+@sweep("result", [None, 3, mx.zeros((VOCAB_SIZE,)), mx.zeros((1, VOCAB_SIZE - 1))])
 async def test_a_processor_that_returns_no_logits_is_told_so(result: Any) -> None:
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
         with pytest.raises(runtime.ProcessorError, match=r"must return logits of shape \(1, 80\), got"):
@@ -483,9 +484,9 @@ async def test_a_processor_that_only_fails_the_drafter_costs_no_text() -> None:
 # --- log-probabilities ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [llama, sliding_llama, mamba])
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-@pytest.mark.parametrize("rewind", ["auto", "none"])
+@sweep("build", [llama, sliding_llama, mamba])
+@sweep("lookahead", LOOKAHEADS)
+@sweep("rewind", ["auto", "none"])
 async def test_log_probabilities_are_those_of_plain_decoding(build: Any, lookahead: Any, rewind: Any) -> None:
     model, penalties = build(), {"presence_penalty": 1.2}
     reference = plain_steps(model, **penalties)
@@ -532,7 +533,7 @@ async def test_log_probabilities_are_given_where_they_are_asked_for() -> None:
 # --- bounds that depend on the model --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     "asked",
     [
         {"logit_bias": {VOCAB_SIZE: 1.0}},

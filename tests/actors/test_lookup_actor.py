@@ -33,6 +33,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 
 from actors.drafters.drafter import TOKENS_PER_INDEXING
 from actors.drafters.lookup_actor import MAX_IDLE_ROUNDS, LookupActor
@@ -122,8 +123,8 @@ def sizes(simulation: Simulation) -> list[int]:
 # --- the text -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("kind", SCRIPTS)
+@sweep("lookahead", LOOKAHEADS)
 def test_the_text_is_the_targets_own(kind: str, lookahead: Any) -> None:
     prompt = never_the_same(6)[:9]
 
@@ -134,10 +135,10 @@ def test_the_text_is_the_targets_own(kind: str, lookahead: Any) -> None:
     assert run(main) == plain_text(SCRIPTS[kind], prompt, 90)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "abilities", [{"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(40), "keeps_states": True}]
 )
-@pytest.mark.parametrize("lookahead", [1, 4, "auto"])
+@sweep("lookahead", [1, 4, "auto"])
 def test_the_text_is_the_same_where_the_target_cannot_rewind(abilities: dict[str, Any], lookahead: Any) -> None:
     async def main() -> list[int]:
         async with simulated(ScriptedModel(slipping(0.2), **abilities), "ngram") as simulation:
@@ -201,7 +202,7 @@ async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_err
     assert statistics.accepted > 0.6 * 2 * length
 
 
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_prediction_that_misleads_changes_nothing_of_the_text(lookahead: Any, autojump_clock: Any) -> None:
     prompt = never_the_same(6)[:9]
     for draft in ("ngram", ScriptedModel(truthful)):
@@ -290,8 +291,8 @@ async def test_with_no_model_there_is_no_work_but_the_targets(autojump_clock: An
     assert statistics.target_busy == 1
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 7, 12])
-@pytest.mark.parametrize("lookahead", [1, 3, 8, "auto"])
+@sweep("max_tokens", [1, 2, 3, 4, 7, 12])
+@sweep("lookahead", [1, 3, 8, "auto"])
 async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_tokens: int, autojump_clock: Any) -> None:
     prompt = list(range(4)) * 2
     async with simulated(ScriptedModel(counting(4)), "ngram") as simulation:
@@ -301,7 +302,7 @@ async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_to
     assert all(p.start + len(p.tokens) < end for p in received)
 
 
-@pytest.mark.parametrize("stop", range(5))
+@sweep("stop", range(5))
 async def test_nothing_is_proposed_after_the_end_of_the_text(stop: int, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(counting(5)), "ngram") as simulation:
         prompt = [0, 1, 2, 3, 4, 0, 1]
@@ -547,7 +548,7 @@ def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
         run(cancelled_at_event, number)
 
 
-@pytest.mark.parametrize("when", [0.0, 1.0, PREFILL, PREFILL + 1, PREFILL + VERIFY, PREFILL + 5 * VERIFY + 7])
+@sweep("when", [0.0, 1.0, PREFILL, PREFILL + 1, PREFILL + VERIFY, PREFILL + 5 * VERIFY + 7])
 async def test_leaving_the_runtime_ends_lookups_too(when: float, autojump_clock: Any) -> None:
     with trio.move_on_after(when) as scope:
         async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:

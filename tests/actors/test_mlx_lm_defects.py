@@ -17,6 +17,7 @@ from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from models import Shifted, Wrapped, greedy, llama, near, prompt_of
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -188,7 +189,7 @@ async def test_a_second_turn() -> None:
         assert ids(await rt.generate(said, max_tokens=NUM_TOKENS, lookahead=LOOKAHEAD)) == right
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 14))
+@sweep("num_tokens", range(1, 14))
 async def test_where_all_is_accepted_both_caches_hold_the_text_wherever_it_ends(num_tokens: int) -> None:
     model = llama()
     text = (*PROMPT, *greedy(model, PROMPT, num_tokens + 20))
@@ -260,8 +261,8 @@ def test_there_an_error_in_mid_round_takes_tokens_out_of_the_cache_that_were_com
     assert [cache.offset for cache in target_caches] == [should_hold - LOOKAHEAD] * 2
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("n", range(1, 10))
+@sweep("noise", [0.0, 0.05])
+@sweep("n", range(1, 10))
 async def test_here_such_a_round_is_computed_again_and_the_text_is_right(n: int, noise: float) -> None:
     model = llama()
     right = greedy(model, PROMPT, 48)
@@ -277,7 +278,7 @@ async def test_here_such_a_round_is_computed_again_and_the_text_is_right(n: int,
         assert isinstance(failed.value.__cause__, NoSuchKernel)
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 9])
+@sweep("n", [1, 2, 5, 9])
 async def test_here_an_error_of_the_drafter_costs_its_help_and_not_the_text(n: int) -> None:
     model = llama()
     draft = Failing(near(model, noise=0.05))

@@ -28,6 +28,7 @@ from scripted import (
     text_of,
     within,
 )
+from sweeps import sweep
 
 import runtime
 from actors.sampling.logit_check import LogitCheck
@@ -118,8 +119,8 @@ async def ends_with_an_error(
             assert len(simulation.runtime._target._prefix_cache) == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+@sweep("mode", MODES)
+@sweep("lookahead", [0, 3, "auto"])
 def test_a_target_without_numbers_ends_its_stream_after_what_came_before(mode: str, lookahead: Any) -> None:
     settings = {**MODES[mode], "lookahead": lookahead}
     for position in (5, 7, 12):
@@ -127,8 +128,8 @@ def test_a_target_without_numbers_ends_its_stream_after_what_came_before(mode: s
         run(lambda p=position, d=draft: ends_with_an_error(p, KINDS[p % 4], settings, draft=d))
 
 
-@pytest.mark.parametrize("undo", UNDOS)
-@pytest.mark.parametrize("mode", ["greedy", "rejection"])
+@sweep("undo", UNDOS)
+@sweep("mode", ["greedy", "rejection"])
 def test_so_it_is_however_caches_are_put_right(mode: str, undo: str) -> None:
     settings = {**MODES[mode], "lookahead": 3}
     for position in range(len(PROMPT), len(PROMPT) + 10):
@@ -136,8 +137,8 @@ def test_so_it_is_however_caches_are_put_right(mode: str, undo: str) -> None:
         run(lambda p=position, h=how, d=draft: ends_with_an_error(p, h, settings, draft=d, undo=undo, reuse=True))
 
 
-@pytest.mark.parametrize("draft", ["ngram", None])
-@pytest.mark.parametrize("mode", MODES)
+@sweep("draft", ["ngram", None])
+@sweep("mode", MODES)
 def test_so_it_is_without_a_draft_model(mode: str, draft: Any) -> None:
     for position in (6, 11):
         run(lambda p=position: ends_with_an_error(p, KINDS[p % 4], MODES[mode], draft=draft, reuse=True))
@@ -158,8 +159,8 @@ async def test_what_a_target_says_of_a_text_that_does_not_come_is_of_no_account(
 # --- the drafter ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chains", [False, True])
-@pytest.mark.parametrize("mode", MODES)
+@sweep("chains", [False, True])
+@sweep("mode", MODES)
 def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(mode: str, chains: bool) -> None:
     async def fail_at(position: int) -> None:
         draft = ScriptedModel(failing_at(position, KINDS[position % 4], agreeing(0.9)))
@@ -194,9 +195,9 @@ def leaving(what: float, at: int) -> Callable[[mx.array, mx.array], mx.array]:
     return processor
 
 
-@pytest.mark.parametrize("what", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))])
-@pytest.mark.parametrize("lookahead", [0, 3])
-@pytest.mark.parametrize("mode", ["greedy", "match", "rejection", "filters", "logprobs"])
+@sweep("what", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))])
+@sweep("lookahead", [0, 3])
+@sweep("mode", ["greedy", "match", "rejection", "filters", "logprobs"])
 async def test_processors_that_leave_nothing_end_the_stream_and_are_blamed(
     mode: str, lookahead: int, what: float, autojump_clock: Any
 ) -> None:
@@ -213,8 +214,8 @@ async def test_processors_that_leave_nothing_end_the_stream_and_are_blamed(
             assert await text_of(simulation, OTHER, max_tokens=6) == continuation(OTHER, 6)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "match", "rejection", "filters"])
-@pytest.mark.parametrize("lookahead", [0, 3])
+@sweep("mode", ["greedy", "match", "rejection", "filters"])
+@sweep("lookahead", [0, 3])
 async def test_forbidding_all_tokens_but_one_is_legal(mode: str, lookahead: int, autojump_clock: Any) -> None:
     bias = {token: -math.inf for token in range(VOCAB_SIZE) if token != 17}
     async with simulated(ScriptedModel(sure), ScriptedModel(agreeing(0.7))) as simulation:
@@ -225,8 +226,8 @@ async def test_forbidding_all_tokens_but_one_is_legal(mode: str, lookahead: int,
 # --- the logit check ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("width", [1, 2, 9, 31, 64, 4099])
+@sweep("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@sweep("width", [1, 2, 9, 31, 64, 4099])
 def test_a_row_is_sound_just_where_all_are_numbers_and_one_is_finite(width: int, dtype: mx.Dtype) -> None:
     row = mx.random.normal((width,), key=mx.random.key(width)).astype(dtype)
     for place in {0, width // 2, width - 1}:

@@ -25,6 +25,7 @@ from scripted import (
     simulated,
     truthful,
 )
+from sweeps import sweep
 
 import runtime
 from actors.model import Feed, feed_each
@@ -51,9 +52,9 @@ async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
 EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 4, "auto"])
-@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("undo", [None, never], ids=["trims", "n1"])
+@sweep("lookahead", [0, 1, 4, "auto"])
+@sweep("agreement", [0.0, 0.7, 1.0])
+@sweep("undo", [None, never])
 def test_texts_that_share_passes_are_what_they_are_alone(lookahead: Any, agreement: float, undo: Any) -> None:
     async def main() -> None:
         target = ScriptedModel(truthful) if undo is None else ScriptedModel(truthful, undo=undo)
@@ -130,8 +131,8 @@ class TooMuch(ScriptedModel):
             forget_all(self)
 
 
-@pytest.mark.parametrize("max_batch", [1, 8])
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@sweep("max_batch", [1, 8])
+@sweep("acceptance", ["match", "rejection"])
 def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(max_batch: int, acceptance: str) -> None:
     def wrong(history: Sequence[int]) -> list[float]:
         return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)
@@ -149,8 +150,8 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
     run(main)
 
 
-@pytest.mark.parametrize("lookahead", [0, 4, "auto"])
-@pytest.mark.parametrize("max_slots", [1, 3])
+@sweep("lookahead", [0, 4, "auto"])
+@sweep("max_slots", [1, 3])
 def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_are_rarely_tried_again(
     max_slots: int, lookahead: Any
 ) -> None:
@@ -202,7 +203,7 @@ def test_passes_that_were_slow_for_another_reason_are_shared_by_all_texts_again(
     run(main)
 
 
-@pytest.mark.parametrize("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])
+@sweep("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])
 def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_alone(at: float) -> None:
     async def main() -> None:
         async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:

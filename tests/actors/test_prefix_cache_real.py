@@ -13,6 +13,7 @@ from architectures import ARCHITECTURES, build
 from completions import ids
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
 from plain_decoding import greedy_text
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -180,7 +181,7 @@ async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt
 # --- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "rewind"),
     [
         *[(name, rewind) for name in ("llama", "gemma3_text") for rewind in ("trim", "checkpoint", "none")],
@@ -196,8 +197,8 @@ async def test_every_way_to_rewind(name: str, rewind: str) -> None:
             prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
 
 
-@pytest.mark.parametrize("step", [16, 2048])
-@pytest.mark.parametrize("start", [0, 30, 60, 75, 10_000])
+@sweep("step", [16, 2048])
+@sweep("start", [0, 30, 60, 75, 10_000])
 async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsewhere(start: int, step: int) -> None:
     model = build("qwen3", head_dim=32)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
@@ -214,7 +215,7 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
     assert (cached[1] > 0, cached[2] > 0) == (start > 53, start > 72)
 
 
-@pytest.mark.parametrize("size", [20, 48, 64, 70, 200])
+@sweep("size", [20, 48, 64, 70, 200])
 async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(
     size: int,
 ) -> None:
@@ -238,7 +239,7 @@ async def test_a_budget_of_no_bytes_keeps_nothing() -> None:
             assert completion.statistics.cached_tokens == 0
 
 
-@pytest.mark.parametrize("wrong", [-1, 1.5, "2G", None, True])
+@sweep("wrong", [-1, 1.5, "2G", None, True])
 async def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(runtime.SettingsError, match="prefix_cache_bytes must be a whole number of at least 0"):
         async with runtime.open((family("llama"), None), prefix_cache_bytes=wrong):

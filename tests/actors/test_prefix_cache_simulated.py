@@ -27,6 +27,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
@@ -42,7 +43,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "of a window, without states": {"undo": within(24)},
     "of nothing known": {"undo": never},
 }
-every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=list(CACHES))
+every_cache = sweep("cache", CACHES.values())
 
 
 def pair(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
@@ -65,7 +66,7 @@ def num_read(simulation: Simulation, actor: str, session: int) -> int:
 
 
 @every_cache
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("lookahead", LOOKAHEADS)
 async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
     lookahead: Any, cache: dict[str, Any], autojump_clock: Any
 ) -> None:
@@ -104,7 +105,7 @@ async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_
             assert len(simulation.draft.sequences) == len(simulation.target.sequences) == 1
 
 
-@pytest.mark.parametrize("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
+@sweep("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
 async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_tokens: int, autojump_clock: Any) -> None:
     price = priced(draft=17.0, verify=1.0)  # the drafter is in the middle of a draft when the target has ended
     async with simulated(*pair(CACHES["can be trimmed"], agreement=0.0), price=price) as simulation:
@@ -290,7 +291,7 @@ async def test_a_trained_drafter_whose_text_ends_before_it_has_read_tokens_again
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("nth", range(1, 7))
+@sweep("nth", range(1, 7))
 async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any) -> None:
     draft = ScriptedModel(agreeing(0.7), fails={"feed": {nth}})
     async with simulated(ScriptedModel(truthful), draft) as simulation:

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models import phi3small
 from models import VOCAB_SIZE, Wrapped, llama, mamba, prompt_of
 from scripted import ScriptedFailure, ScriptedModel, truthful
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -49,8 +50,8 @@ MALFORMED: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
-@pytest.mark.parametrize("role", ["target", "draft"])
+@sweep("kind", MALFORMED)
+@sweep("role", ["target", "draft"])
 async def test_what_gives_no_logits_is_refused_when_it_is_opened(kind: str, role: str) -> None:
     change, got = MALFORMED[kind]
     pair = {"target": (TARGET, None), "draft": (TARGET, None), role: (Otherwise(change), None)}

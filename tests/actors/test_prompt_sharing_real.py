@@ -16,6 +16,7 @@ from completions import ids
 from drafted_runtime import drafted
 from models import llama, mamba, near, prompt_of, sliding_llama
 from scripted import priced
+from sweeps import sweep
 from trained_drafters import write_eagle3
 
 import runtime
@@ -140,7 +141,7 @@ BY_CACHES = {tuple(sorted(set(each.kinds))): name for name, each in reversed(ARC
 (OF_ITS_OWN,) = (BY_CACHES.pop(kinds) for kinds in list(BY_CACHES) if kinds == ("LayerCache",))
 
 
-@pytest.mark.parametrize("name", BY_CACHES.values())
+@sweep("name", BY_CACHES.values())
 def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> None:
     model = MLXModel(build(name), CacheOptions())
     ways = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3]]

@@ -25,6 +25,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from protocol.errors import StreamFailedError
@@ -37,7 +38,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "of a window": {"undo": within(24), "keeps_states": True},
     "of nothing known": {"undo": never},
 }
-every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=list(CACHES))
+every_cache = sweep("cache", CACHES.values())
 ASKED: dict[str, Any] = {"max_tokens": 8, "reuse_prefix": True, "prefill_step_size": 8}
 
 
@@ -54,7 +55,7 @@ def num_read(simulation: Simulation, actor: str = "target") -> int:
 
 
 @every_cache
-@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+@sweep("lookahead", [0, 3, "auto"])
 async def test_a_prompt_of_four_sessions_is_read_once_by_each_model(
     lookahead: Any, cache: dict[str, Any], autojump_clock: Any
 ) -> None:

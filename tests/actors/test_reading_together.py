@@ -11,6 +11,7 @@ import trio
 from architectures import VOCAB_SIZE, build
 from models import greedy
 from scripted import ScriptedModel, Simulation, collect, continuation, run, simulated, truthful
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -31,7 +32,7 @@ def prompt_passes(events: list[Any]) -> list[Span]:
     return [each for each in events if isinstance(each, Span) and each.kind == "prefill" and each.actor == "target"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"])
+@sweep("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"])
 async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefillChunkSize, "__call__", lambda _: 128)  # whatever was measured
     model, prompts = build(name), prompts_of(6, 20)

@@ -7,22 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
-import pytest
 from delays import RestingPolicy
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
+from sweeps import sweep
 
 import runtime
 
 NUM_TOKENS = 48
 
 
-@pytest.mark.parametrize(
-    "turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)]
-)
-@pytest.mark.parametrize(
+@sweep("turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)])
+@sweep(
     ("build", "rewind"),
     [(llama, "auto"), (llama, "none"), (mamba, "auto"), (mamba, "none"), (lambda: gemma3_text(window=16), "auto")],
-    ids=["llama", "llama-none", "mamba", "mamba-none", "gemma3-window"],
 )
 async def test_the_greedy_text_goes_on_through_every_rest(
     build: Callable[[], nn.Module], rewind: str, turns: tuple[bool, ...]

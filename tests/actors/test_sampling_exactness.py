@@ -29,6 +29,7 @@ from scripted import (
     simulated,
     within,
 )
+from sweeps import sweep
 
 from protocol.vocabulary_map import VocabularyMap
 from runtime import Token, stateless
@@ -405,8 +406,8 @@ async def matched(
     return [ids(text) for text in await sample(4, target, draft, price_seed=price_seed, **MATCH, **settings)]
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("lookahead", [1, 2, 4, "auto"])
+@sweep("kind", DRAFTERS)
+@sweep("lookahead", [1, 2, 4, "auto"])
 def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_or_timing(
     kind: str, lookahead: Any
 ) -> None:
@@ -416,8 +417,8 @@ def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_
         assert run(lambda seed=price_seed: matched(ScriptedModel(DRAFTERS[kind]), seed, lookahead=lookahead)) == alone
 
 
-@pytest.mark.parametrize("undo", [always, never, within(9)])
-@pytest.mark.parametrize("lookahead", [1, 4, "auto"])
+@sweep("undo", [always, never, within(9)])
+@sweep("lookahead", [1, 4, "auto"])
 def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: Any, undo: Any) -> None:
     # Narrow enough to repeat itself.
     narrow = ScriptedModel(markov(TARGET), vocab_size=4, undo=undo)

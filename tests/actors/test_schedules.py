@@ -42,6 +42,7 @@ from scripted import (
     truthful,
     within,
 )
+from sweeps import sweep
 
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from protocol.lookahead_policy import Policy
@@ -277,7 +278,7 @@ async def test_messages_of_a_session_that_is_over_reach_nobody(autojump_clock: A
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("schedule", range(10))
+@sweep("schedule", range(10))
 async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: int, autojump_clock: Any) -> None:
     price = priced(prefill=0.0, draft=0.0, verify=0.0, decode=0.0)
     target, draft = ScriptedModel(truthful), ScriptedModel(agreeing(0.7))
@@ -353,7 +354,7 @@ async def gather(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("num_sessions", [2, 3, 5, 8])
+@sweep("num_sessions", [2, 3, 5, 8])
 async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessions: int, autojump_clock: Any) -> None:
     kinds = [
         {"lookahead": 3},
@@ -393,8 +394,8 @@ def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | Non
     return counts
 
 
-@pytest.mark.parametrize("num_sessions", [2, 3, 5])
-@pytest.mark.parametrize("agreement", [0.0, 0.6, 1.0])
+@sweep("num_sessions", [2, 3, 5])
+@sweep("agreement", [0.0, 0.6, 1.0])
 async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one(
     num_sessions: int, agreement: float, autojump_clock: Any
 ) -> None:

@@ -20,6 +20,7 @@ from scripted import (
     simulated,
     truthful,
 )
+from sweeps import sweep
 
 from actors.model import Feed, feed_each
 from protocol.trace import Instant, Span
@@ -39,9 +40,9 @@ async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
     return [[token.id for token in completion.tokens] for completion in completions]
 
 
-@pytest.mark.parametrize("lookahead", [1, 4, "auto"])
-@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("schedule", range(3))
+@sweep("lookahead", [1, 4, "auto"])
+@sweep("agreement", [0.0, 0.7, 1.0])
+@sweep("schedule", range(3))
 def test_sessions_share_draft_steps_and_their_texts_are_right(lookahead: Any, agreement: float, schedule: int) -> None:
     async def main() -> None:
         draft = ScriptedModel(agreeing(agreement))
@@ -117,7 +118,7 @@ def test_steps_that_there_is_too_little_memory_for_are_shared_by_fewer_and_rarel
     run(main)
 
 
-@pytest.mark.parametrize("at", [1.0, 5.0, 9.5, 13.25, 17.0, 33.0])
+@sweep("at", [1.0, 5.0, 9.5, 13.25, 17.0, 33.0])
 def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their_drafter(at: float) -> None:
     async def main() -> None:
         async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:

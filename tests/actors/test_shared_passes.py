@@ -13,6 +13,7 @@ import trio
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
 from mlx_lm.models.cache import make_prompt_cache
 from models import greedy
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -23,13 +24,6 @@ from protocol.trace import Event, Span
 
 NUM_TOKENS = 40
 PROMPT_LENGTHS = (9, 23, 40)
-
-# Families whose texts take turns, and a word of the reason.
-ALONE = {
-    name: "recurrent" if "ArraysCache" in architecture.kinds else ""
-    for name, architecture in ARCHITECTURES.items()
-    if MLXModel(build(name), CacheOptions()).sharing_obstacle() is not None
-}
 
 
 class Text:
@@ -82,17 +76,12 @@ def texts_of(name: str, model: nn.Module, wrapped: MLXModel) -> list[Text]:
 QUICK = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1", "mamba2")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in ARCHITECTURES
-        if name not in ALONE
-    ],
-)
+@sweep("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in QUICK)])
 def test_each_text_is_what_it_is_alone(name: str) -> None:
     model = build(name)
     wrapped = MLXModel(model, CacheOptions())
+    if name not in QUICK and wrapped.sharing_obstacle() is not None:
+        return  # its texts take turns
     texts, draws = texts_of(name, model, wrapped), random.Random(2)
     while any(len(text.generated) < NUM_TOKENS for text in texts):
         # Now and then a text takes no part, or another one joins again.
@@ -113,7 +102,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
         text.sequence.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
+@sweep("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def test_the_last_text_of_a_batch_goes_on_alone_and_undoes_what_it_was_prepared_for(name: str) -> None:
     model = build(name)
     wrapped = MLXModel(model, CacheOptions())
@@ -239,8 +228,8 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", PLAIN_SETTINGS.values(), ids=PLAIN_SETTINGS)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("settings", PLAIN_SETTINGS.values())
+@sweep("name", ["llama", "gemma3_text", "lfm2"])
 async def test_streams_without_a_drafter_go_a_pass_ahead_together(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
 ) -> None:

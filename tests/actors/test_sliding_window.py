@@ -10,13 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import pytest
 from architectures import build
 from cache_subjects import ATOL, TEXT, VOCAB_SIZE, WINDOW, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from models import Wrapped, gemma3_text, llama
+from sweeps import sweep
 
 from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
@@ -91,9 +91,9 @@ def test_each_token_sees_its_window_whatever_was_fed_and_trimmed(
         reader.trim(int(share * reader.cache.num_trimmable))
 
 
-@pytest.mark.parametrize("window_size", [None, 8, 5])
-@pytest.mark.parametrize("width", [1, 2, 7, 8, 20])
-@pytest.mark.parametrize("length", [0, 1, 4, 7, 8, 9, 30])
+@sweep("window_size", [None, 8, 5])
+@sweep("width", [1, 2, 7, 8, 20])
+@sweep("length", [0, 1, 4, 7, 8, 9, 30])
 def test_each_token_sees_what_it_sees_with_the_cache_of_mlx_lm(length: int, width: int, window_size: Any) -> None:
     ours, theirs = Reader(SlidingWindowCache(8)), Reader(RotatingKVCache(8))
     for _ in range(length):
@@ -111,7 +111,7 @@ def test_a_layer_may_ask_for_a_mask_in_an_array() -> None:
 # --- how far it can be trimmed ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 8, 128, 1024])
+@sweep("size", [1, 8, 128, 1024])
 def test_a_full_window_can_be_trimmed_by_more_than_any_drafter_is_ahead(size: int) -> None:
     reader = Reader(SlidingWindowCache(size))
     reader.feed(size + 7)
@@ -194,7 +194,7 @@ HISTORIES = {
 }
 
 
-@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES.keys())
+@sweep("history", HISTORIES.values())
 def test_the_states_of_mlx_lms_cache_and_of_this_one_are_of_a_form(history: list[int]) -> None:
     ours, theirs = Reader(SlidingWindowCache(8)), Reader(RotatingKVCache(8))
     for width in history:
@@ -274,7 +274,7 @@ def logits_of(model: nn.Module, text: list[int]) -> mx.array:
     return logits
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "llama", "ministral3", "gemma3n"])
+@sweep("name", ["gemma3_text", "gpt_oss", "llama", "ministral3", "gemma3n"])
 def test_rounds_far_beyond_a_full_window_are_trimmed_and_leave_nothing_behind(name: str) -> None:
     model = build(name)
     sequence = MLXSequence(model, CacheOptions(), vocab_size=VOCAB_SIZE)
@@ -345,8 +345,8 @@ def feed_rows(rows: Any, lengths: list[int], widths: list[int]) -> None:
     rows.update_and_fetch(keys, -keys)
 
 
-@pytest.mark.parametrize("rewound_to", [300, 301, 320])
-@pytest.mark.parametrize("widths", [(20, 80), (20, 1), (20, 20)])
+@sweep("rewound_to", [300, 301, 320])
+@sweep("widths", [(20, 80), (20, 1), (20, 20)])
 def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
     widths: tuple[int, int], rewound_to: int
 ) -> None:

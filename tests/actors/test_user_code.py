@@ -13,6 +13,7 @@ from completions import ids
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import VOCAB_SIZE, Wrapped, llama, mamba, near, prompt_of, sliding_llama
+from sweeps import sweep
 
 import runtime
 from actors.sampling.logits_pipeline import LogitsPipeline
@@ -43,8 +44,8 @@ def unmarked(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits + LAZY_HERE
 
 
-@pytest.mark.parametrize("processor", [foreign, unmarked])
-@pytest.mark.parametrize("lookahead", [0, 3])
+@sweep("processor", [foreign, unmarked])
+@sweep("lookahead", [0, 3])
 async def test_what_a_processor_returned_and_cannot_be_evaluated_ends_its_stream_alone(
     processor: Any, lookahead: int
 ) -> None:
@@ -282,7 +283,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@sweep("wrong", WRONG)
 async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone(wrong: str) -> None:
     sampler, says = WRONG[wrong]
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
@@ -292,8 +293,8 @@ async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone(wrong: str) ->
         assert ids(await rt.generate(PROMPT, max_tokens=NUM_TOKENS)) == PLAIN
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["processor", "sampler", "model"])
+@sweep("kind", [SystemExit, KeyboardInterrupt])
+@sweep("where", ["processor", "sampler", "model"])
 async def test_code_on_the_models_thread_that_wants_to_end_the_process_ends_its_stream_with_the_cause(
     kind: type[BaseException], where: str
 ) -> None:

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
+from sweeps import sweep
 
 from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, WIDE_WIDTHS, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
@@ -63,10 +64,10 @@ def nothing_is_open(*of: ScriptedModel) -> bool:
     )
 
 
-@pytest.mark.parametrize("base", [0.001, 1.0, 64.0])
-@pytest.mark.parametrize("slope", [0.0, 0.0625, 0.5])
-@pytest.mark.parametrize("cost_ratio", [0.03125, 0.25, 1.5])
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
+@sweep("base", [0.001, 1.0, 64.0])
+@sweep("slope", [0.0, 0.0625, 0.5])
+@sweep("cost_ratio", [0.03125, 0.25, 1.5])
+@sweep("kappa", [0.0, 0.5, 1.0])
 def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: float, kappa: float) -> None:
     step = base * cost_ratio
     prices = run(lambda: warmed_up(*models(), base=base, slope=base * slope, draft_step=step, kappa=kappa))
@@ -100,7 +101,7 @@ def test_prices_that_cannot_be_are_measured_again() -> None:
     assert num_measured_again > 0
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("slope", "context_length", "widest"),
     [(0.0, None, 64), (0.25, None, 32), (0.33, None, 16), (1.0, None, 8), (0.0, 128, 16)],
 )
@@ -136,8 +137,8 @@ def test_it_is_counted_for_no_session() -> None:
     assert {span.session for span in spans} == {None}
 
 
-@pytest.mark.parametrize("call", ["open", "feed", "check"])
-@pytest.mark.parametrize("who", [0, 1])
+@sweep("call", ["open", "feed", "check"])
+@sweep("who", [0, 1])
 def test_a_model_that_fails_at_any_call_is_an_error_and_leaves_nothing_open(who: int, call: str) -> None:
     pair = models()
     run(lambda: warmed_up(*pair))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import chat_models
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -67,6 +68,11 @@ def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
 
 def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:
     return runtime.aio.open((ours or target(), None), (theirs or drafter(), None), **options)
+
+
+def talking() -> Any:
+    """A runtime over models of text, whose texts do not end by themselves."""
+    return runtime.aio.open(*chat_models.pair(template=None), defaults={"logit_bias": chat_models.QUIET})
 
 
 async def turns(number: int = 20) -> None:
@@ -1079,11 +1085,8 @@ def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path)
     path = tmp_path / "session"
     settings: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.8, "seed": 3}
 
-    def opened() -> Any:
-        return runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT)
-
     async def main() -> None:
-        async with opened() as rt:
+        async with talking() as rt:
             conversation = rt.conversation("# a stack\n", **settings)
             await conversation.generate("class Stack:\n")
             async with conversation.stream("\n\ndef push(") as stream:
@@ -1093,7 +1096,7 @@ def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path)
             assert await conversation.save(path) == path.stat().st_size
             messages = conversation.messages
             expected = await conversation.generate("\n\ndef pop(")
-        async with opened() as rt:
+        async with talking() as rt:
             loaded = await rt.load(path)
             assert loaded.messages == messages
             found = await loaded.generate("\n\ndef pop(")
@@ -1115,7 +1118,7 @@ def test_a_stream_is_saved_in_its_middle_and_goes_on(run: Run, tmp_path: Path, c
 
     async def main() -> None:
         got = []
-        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        async with talking() as rt:
             stream = rt.stream("class Stack:\n", **settings)
             if cut == 0:
                 assert await stream.save(path) == path.stat().st_size
@@ -1125,7 +1128,7 @@ def test_a_stream_is_saved_in_its_middle_and_goes_on(run: Run, tmp_path: Path, c
                     file = io.BytesIO()
                     assert await stream.save(file) == path.write_bytes(file.getvalue())
             assert len(got) == 24
-        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        async with talking() as rt:
             resumed = await rt.load_stream(path)
             assert resumed.is_closed == (cut == 24)
             assert [(token.index, token.text) async for token in resumed] == [(t.index, t.text) for t in got[cut:]]
@@ -1199,7 +1202,7 @@ def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(run
 def test_a_save_under_way_when_the_runtime_is_left_is_told_that_it_is_closed(run: Run, tmp_path: Path) -> None:
     async def main() -> None:
         for number in range(4):
-            async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+            async with talking() as rt:
                 conversation = rt.conversation(max_tokens=3)
                 await conversation.generate("def f(")
                 saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))

@@ -23,6 +23,7 @@ from chat_models import target, tokenizer
 from command_line import environment
 from models import Failing, near
 from polling import until_in_asyncio, until_in_trio
+from sweeps import sweep
 
 import runtime
 
@@ -110,8 +111,8 @@ async def test_the_service_answers_many_clients_each_with_its_own_text() -> None
         assert heard == {prompt: [text, text] for prompt, text in wanted.items()}
 
 
-@pytest.mark.parametrize("way", ["hangs up", "cancels", "asks anew"])
-@pytest.mark.parametrize("stage", ["reading", "writing"])
+@sweep("way", ["hangs up", "cancels", "asks anew"])
+@sweep("stage", ["reading", "writing"])
 async def test_a_client_ends_its_text_at_any_stage(way: str, stage: str) -> None:
     held = BlockingModel(target())
     async with service(held) as (rt, connect):
@@ -283,8 +284,8 @@ def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
     in_asyncio(main)
 
 
-@pytest.mark.parametrize("path", ["/generate", "/stream"])
-@pytest.mark.parametrize("stage", ["reading", "writing"])
+@sweep("path", ["/generate", "/stream"])
+@sweep("stage", ["reading", "writing"])
 def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
     held = BlockingModel(target())
 

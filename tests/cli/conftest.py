@@ -1,15 +1,18 @@
-"""Models on disk that several test modules of the commands use."""
+"""Models on disk, and served commands, that several test modules of the commands use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from command_line import save_model
 from models import llama, near, save
 from served_caller import serving_caller
-from served_command import Server
+from served_command import KEY, PROMPT, Server, serving
+
+import runtime
 
 
 @pytest.fixture(scope="session")
@@ -19,20 +22,39 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """A server of the demo pair. Each test leaves it idle."""
+    with serving("--api-key", KEY, "--max-streams", "2", "--max-waiting", "1", "--strict") as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def expected() -> str:
+    """The demo pair's text after the prompt."""
+    return runtime.generate_sync(PROMPT, target=runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT, max_tokens=24).text
+
+
+@pytest.fixture(scope="session")
 def short(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A target with a context of 32 tokens."""
     return str(save_model(tmp_path_factory.mktemp("models") / "short", context=32))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair() -> tuple[Any, Any]:
     """A target, and a drafter that is often right."""
     target = llama()
     return target, near(target, noise=0.02)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A target and a drafter as `mlx_lm.load` finds them."""
     where, target = tmp_path_factory.mktemp("models"), llama()

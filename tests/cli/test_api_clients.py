@@ -14,37 +14,16 @@ import pydantic
 import pytest
 from command_line import HANGS_S
 from served_caller import MODEL as CALLER
-from served_command import KEY, MODEL, Server, serving
+from served_command import KEY, MODEL, PROMPT, Server
 
-import runtime
-
-PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
 SAID: Any = [{"role": "user", "content": PROMPT}]
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--api-key", KEY) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=HANGS_S) as one:
         yield one
-
-
-@pytest.fixture(scope="module")
-def expected() -> str:
-    """The pair's text after the prompt."""
-    return runtime.generate_sync(PROMPT, target=runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT, max_tokens=24).text
 
 
 # --- /v1/responses --------------------------------------------------------------------------------

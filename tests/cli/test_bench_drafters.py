@@ -7,6 +7,7 @@ import json
 import attrs
 import pytest
 from models import llama, near
+from sweeps import sweep
 
 import runtime
 from runtime.bench.contenders import Contender
@@ -16,7 +17,7 @@ from runtime.cli import main as cli
 SMALL = {"max_tokens": 16, "repeats": 1, "num_draft_tokens": (2,), "lookaheads": (0, 2, "auto")}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("drafts", "names"),
     [
         (["org/small", "ngram"], ["small", "ngram"]),

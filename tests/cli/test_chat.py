@@ -15,6 +15,7 @@ import pytest
 import trio
 from chat_models import THINKING_TEMPLATE, pair, says, tokenizer
 from command_line import broken_weights, outrider, piped, read_all, save_model, terminal
+from sweeps import sweep
 
 import runtime
 from runtime.cli import chat_command
@@ -227,7 +228,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
     return lines
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("typed", "texts"),
     [
         (("w1", "w2"), ["w1", "w2"]),

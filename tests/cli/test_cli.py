@@ -21,6 +21,7 @@ import attrs
 import pytest
 import trio
 from command_line import broken_weights, outrider, read_all, save_model, terminal
+from sweeps import sweep
 
 import runtime
 import runtime.terminal.display
@@ -92,7 +93,7 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     assert err == said
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("content", "complaint"),
     [
         (None, "cannot read the JSON schema from {}: No such file or directory"),
@@ -340,7 +341,7 @@ def statistics(**changes: Any) -> runtime.Statistics:
     return runtime.Statistics(**numbers | {"time_to_first_token": None, "advice": ()} | changes)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("numbers", "name", "value"),
     [
         ({"generated_tokens": 1234, "prompt_tokens": 5678}, "tokens", "1,234 after a prompt of 5,678"),
@@ -398,7 +399,7 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("option", "text", "setting", "value"),
     [
         ("--max-tokens", "0", "max_tokens", 0),
@@ -446,7 +447,7 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     assert capfd.readouterr() == ("", f"outrider: error: {typed}\n")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arguments", "usage", "message"),
     [
         (["generate", "--max-tokns", "5", "hi"], "outrider generate ", "--max-tokns hi; did you mean --max-tokens?"),
@@ -490,8 +491,8 @@ def no_config(model: Path) -> None:
     (model / "config.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [broken_config, broken_weights, no_config])
-@pytest.mark.parametrize("role", ["target", "draft"])
+@sweep("damage", [broken_config, broken_weights, no_config])
+@sweep("role", ["target", "draft"])
 def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_path, capfd):
     damaged = save_model(tmp_path / "damaged", context=32)
     damage(damaged)
@@ -563,9 +564,7 @@ def test_a_stdout_that_takes_no_help_is_an_error(arguments, monkeypatch, capfd):
     assert capfd.readouterr().err == "outrider: error: cannot write to stdout: it is closed\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]]
-)
+@sweep("arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]])
 def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
     with pytest.raises(SystemExit) as exit:
         cli.main(arguments)
@@ -588,7 +587,7 @@ def test_help_names_every_option_and_its_default(capfd):
     assert "(default: 256)" in text
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+@sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
     shown = []
     for flag in ("--help", "--help-all"):
@@ -645,8 +644,8 @@ class Interrupted(runtime.terminal.display.Display):
             signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize("kind", ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@sweep("kind", ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"])
+@sweep(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
     monkeypatch.setattr(generate_command, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
     # Not "auto", which may let so slow a drafter rest as long as the machine is busy.

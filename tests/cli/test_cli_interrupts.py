@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 from command_line import ROOT, environment
+from sweeps import sweep
 
 import runtime
 from protocol.errors import OutriderError
@@ -32,7 +33,7 @@ def test_ctrl_c_during_the_first_imports_ends_it_quietly(start: tuple[str, ...],
     assert ended(tmp_path, *start, "generate", "hi") == (130, "", "")
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+@sweep("arguments", COMMANDS)
 def test_ctrl_c_while_the_models_libraries_are_imported_ends_it_quietly(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from command_line import save_model
+from sweeps import sweep
 
 import runtime
 import runtime.engine.opening
@@ -162,7 +163,7 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     assert set(OPTIONS) | elsewhere == set(options_of(OpenOptions))
 
 
-@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
+@sweep("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
 def test_a_bad_option_is_refused_in_flags_before_a_model_is_loaded(command: list[str], capfd: Any) -> None:
     assert cli.main([*command, "--rewind", "never"]) == 2
     assert capfd.readouterr().err == (
@@ -199,7 +200,7 @@ def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> N
 # --- messages -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("message", "in_python", "here"),
     [
         (
@@ -252,7 +253,7 @@ def test_the_error_of_a_value_has_its_fields() -> None:
     }
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+@sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
 def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

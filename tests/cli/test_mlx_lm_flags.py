@@ -14,6 +14,7 @@ import pytest
 from mlx_lm import cache_prompt
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import llama, save
+from sweeps import sweep
 
 import runtime
 import runtime.engine.opening
@@ -196,7 +197,7 @@ def test_flags_of_mlx_lms_server_reach_open(opened: dict[str, Any]) -> None:
     assert opened["target"].tokenizer_config == {"chat_template": "{{ messages }}"}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("flags", "said"),
     [
         (["--model-config", "{"], "--model-config must be a JSON object, got '{'"),

@@ -20,34 +20,12 @@ import httpx
 import openai
 import pytest
 from command_line import HANGS_S, ROOT, environment
-from served_command import KEY, MODEL, Server, serving, until
+from served_command import KEY, MODEL, PROMPT, Server, serving, until
+from sweeps import sweep
 
-import runtime
 from runtime.cli import main as cli
 
-PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
-
-# --- a server -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--api-key", KEY, "--max-streams", "2", "--max-waiting", "1", "--strict") as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def expected() -> str:
-    """The pair's text after the prompt."""
-    return runtime.generate_sync(PROMPT, target=runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT, max_tokens=24).text
-
 
 # --- OpenAI's client ------------------------------------------------------------------------------
 
@@ -390,7 +368,7 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
     assert "choose another --port" in said
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arguments", "complaint"),
     [
         (["--host", "0.0.0.0"], "lets other machines in"),
@@ -421,7 +399,7 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
     assert "/no/such/model" not in said
 
 
-@pytest.mark.parametrize(
+@sweep(
     "origin",
     ["https://example.org", "http://localhost:3000", "http://[::1]:8080", "chrome-extension://abcdef", "null", "*"],
 )

@@ -17,6 +17,7 @@ import attrs
 import matplotlib.image
 import numpy as np
 import pytest
+from sweeps import sweep
 
 from actors.drafters.drafter import policy_by_settings
 from protocol.lookahead_policy import ChainPolicy
@@ -278,7 +279,7 @@ def test_only_the_ratios_of_a_table_matter(capfd):
 # --- arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arguments", "says"),
     [
         (["--acceptance", "1.5"], "acceptance must be a number between 0 and 1, got 1.5"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sweeps import sweep
 
 from runtime.cli import main as cli
 from runtime.simulation.comparison import compare, compare_ranks
@@ -37,8 +38,8 @@ def ring_us(sharding: Sharding, rows: int) -> float:
     return max(clocks)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 64])
+@sweep("rows", [1, 8])
+@sweep("ranks", [1, 2, 3, 4, 64])
 def test_an_exchange_takes_what_its_messages_take(ranks: int, rows: int) -> None:
     ring = attrs.evolve(ROUND, ranks=ranks)
     assert ring.exchange_ms(rows) == pytest.approx(ring_us(ring, rows))  # a thousand of them, in milliseconds
@@ -49,8 +50,8 @@ def test_an_exchange_takes_what_its_messages_take(ranks: int, rows: int) -> None
         assert tree.exchange_ms(rows) == pytest.approx(2 * depth * 10 + 2 * 16 * rows)
 
 
-@pytest.mark.parametrize("kind", ALL_REDUCES)
-@pytest.mark.parametrize("ranks", [2, 5])
+@sweep("kind", ALL_REDUCES)
+@sweep("ranks", [2, 5])
 def test_links_are_those_with_which_measured_times_come_out(kind: str, ranks: int) -> None:
     sharding = attrs.evolve(ROUND, ranks=ranks, all_reduce=kind, layers=500, hidden_size=1)
     small, large = (attrs.evolve(sharding, hidden_size=size).exchange_ms(1) / 1e6 for size in (1, 2**20))
@@ -61,7 +62,7 @@ def test_links_as_fast_as_memory_have_a_bandwidth_all_the_same() -> None:
     assert links_of("ring", 2, 0.002, 0.001, 1000) == (1000.0, pytest.approx(0.08))
 
 
-@pytest.mark.parametrize("kind", ALL_REDUCES)
+@sweep("kind", ALL_REDUCES)
 def test_the_computation_is_divided_and_the_exchange_is_not(kind: str) -> None:
     for ranks in (2, 16):
         sharding = attrs.evolve(ROUND, ranks=ranks, all_reduce=kind)
@@ -151,7 +152,7 @@ def test_several_streams_share_the_links(capfd: Any) -> None:
     assert found["scenario"]["sharding"]["ranks"] == 4
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arguments", "complaint"),
     [
         (("--ranks", "0", *SHARDED), "--ranks must be whole numbers between 1 and 1024, separated by commas, got '0'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import trio
+from sweeps import sweep
 
 from protocol.errors import SettingsError
 from protocol.trace import Share, Span
@@ -97,7 +98,7 @@ def test_streams_come_out_the_same_whatever_dice_the_scheduler_rolls_and_leave_t
     assert len(results) == 1
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arguments", "says"),
     [
         ({"num_streams": 0}, "num_streams must be a whole number between 1 and 64, got 0"),

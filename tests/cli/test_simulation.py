@@ -8,6 +8,7 @@ import attrs
 import mlx.core as mx
 import pytest
 import trio
+from sweeps import sweep
 
 from actors.model import CachedSequence, Model, RewindMode
 from protocol.errors import RewindError, SettingsError
@@ -71,15 +72,15 @@ def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
 # --- the scripted pair ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.85])
-@pytest.mark.parametrize("spread", [0.5, 2.0, 50.0])
+@sweep("acceptance", [0.3, 0.6, 0.85])
+@sweep("spread", [0.5, 2.0, 50.0])
 def test_the_draft_is_right_as_often_as_the_scenario_says(acceptance, spread):
     d = drafted(Scenario(acceptance, 0.1, spread=spread, seed=1))
     # Five standard errors of a share of so many positions.
     assert abs(d.share_right() - acceptance) < 5 * 0.5 / math.sqrt(NUM_POSITIONS)
 
 
-@pytest.mark.parametrize("acceptance", [0, 0.0, 1, 1.0])
+@sweep("acceptance", [0, 0.0, 1, 1.0])
 def test_a_draft_that_is_always_or_never_right_is_so_at_every_position(acceptance):
     assert drafted(Scenario(acceptance, 0.1), 500).share_right() == acceptance
 
@@ -251,7 +252,7 @@ def test_a_table_of_times_is_interpolated_and_goes_on_as_it_ends():
     assert Scenario(0.5, 0.25, verify_table=((1, 3.0),)).verify_seconds(9) == 1.0
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("field", "value", "bound"),
     [
         ("acceptance", 1.1, "between 0 and 1"),

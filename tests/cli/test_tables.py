@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from sweeps import sweep
 
 from runtime.bench.many_streams import ManyStreams, StreamsPlan
 from runtime.bench.one_stream import OneStream, OneStreamPlan
@@ -111,8 +112,8 @@ def printed(width: int, sheet: TextTable) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
-@pytest.mark.parametrize("name", SHEETS)
+@sweep("width", [40, 60, 80, 100, 120, 200])
+@sweep("name", SHEETS)
 def test_every_heading_and_every_number_survives_whatever_the_width(name, width):
     sheet = SHEETS[name]
     lines = printed(width, sheet)
@@ -126,8 +127,8 @@ def test_every_heading_and_every_number_survives_whatever_the_width(name, width)
         assert words.count(cell) >= sum(row.cells.count(cell) for row in sheet.rows)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
-@pytest.mark.parametrize("name", SHEETS)
+@sweep("width", [60, 80, 100, 120])
+@sweep("name", SHEETS)
 def test_each_part_says_in_front_whose_its_numbers_are(name, width):
     sheet = SHEETS[name]
     parts = sheet.parts(width)

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from sweeps import sweep
 
 from protocol.errors import SettingsError
 from runtime.distill.data import HELD_OUT_EVERY, Windows, read_texts
@@ -48,7 +49,7 @@ def test_files_become_texts(tmp_path: Path) -> None:
     assert list(read_texts([plain, lines], Chatting())) == ["one\ntext", "two", "<three>"]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("line", "said"),
     [
         ("{", "line 2 of .*is not JSON"),

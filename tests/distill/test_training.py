@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE, build
+from sweeps import sweep
 
 from actors.trained.eagle3 import Eagle3, read_config
 from runtime.distill.training import NUM_STEPS, Training, acceptance_of
@@ -45,8 +46,8 @@ IDENTITY = {"data": "some", "seed": 1}
 BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i in range(4)]
 
 
-@pytest.mark.parametrize("target_ids", [None, DRAFT_IDS], ids=["whole vocabulary", "half of it"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("target_ids", [None, DRAFT_IDS])
+@sweep("name", ["llama", "gemma3_text", "lfm2"])
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)
     before = acceptance_of([learning.draft(batch) for batch in BATCHES])

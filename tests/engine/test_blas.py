@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweeps import sweep
 
 import runtime
 from runtime.cli import main as cli
@@ -169,7 +170,7 @@ def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
 # --- names of libraries ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("files", "name"),
     [
         (["libc.so.6"], None),

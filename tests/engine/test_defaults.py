@@ -10,6 +10,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from models import VOCAB_SIZE, llama
+from sweeps import sweep
 
 import runtime
 
@@ -81,7 +82,7 @@ def test_asyncio_has_them_as_well_and_settings_of_a_prompts_own_too() -> None:
     assert asyncio.run(main()) == [4, 4, 3]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("defaults", "says"),
     [
         ("warm", "defaults must be runtime.Settings or a mapping of settings, got 'warm'"),
@@ -113,7 +114,7 @@ async def test_each_prompt_may_have_settings_of_its_own() -> None:
         assert texts(together) == texts(alone)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("asked", "kind", "says"),
     [
         ([[1], ([2], {"max_tokens": 0})], runtime.SettingsError, "prompts[1]: max_tokens must be a whole number"),

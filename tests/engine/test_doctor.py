@@ -19,6 +19,7 @@ from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
 from other_vocabularies import byte_level
 from our_threads import outrider_threads
 from sample_tokenizers import demo
+from sweeps import sweep
 
 import runtime
 from actors.distributed.links import BACKENDS
@@ -256,7 +257,7 @@ async def test_a_model_whose_caches_nothing_is_known_of() -> None:
     assert "a checkpoint keeps" not in said
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("build", "said"),
     [
         (llama, "share passes"),
@@ -271,7 +272,6 @@ async def test_a_model_whose_caches_nothing_is_known_of() -> None:
             "take turns, a pass for each, because caches of the kind LayerCache hold one text",
         ),
     ],
-    ids=["kv", "window", "hybrid", "recurrent", "unknown"],
 )
 async def test_whether_streams_share_passes_is_said_with_the_reason(build: Callable[[], nn.Module], said: str) -> None:
     assert rows(await examine((build(), None)), "target")["several streams"] == said

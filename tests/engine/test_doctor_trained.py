@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sweeps import sweep
 
 import runtime
 from runtime.doctor.report import ExaminedDrafter, examine, report
@@ -28,7 +29,7 @@ def test_what_it_is_and_what_it_costs_is_said():
     }
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("layers", "said"),
     [
         ((2,), "what enters layer 2 of 6"),

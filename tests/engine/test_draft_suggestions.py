@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sweeps import sweep
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -96,7 +97,7 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
     assert "from the hub" in found[1].described
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: min(family.model_types))
+@sweep("family", FAMILIES)
 def test_each_family_is_found_by_its_types_and_sizes(family: draft_suggestions.Family) -> None:
     for model_type in family.model_types:
         for size in family.vocab_sizes:

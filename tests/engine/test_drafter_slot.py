@@ -29,6 +29,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 import runtime
@@ -279,9 +280,9 @@ async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedMo
     return len(events)
 
 
-@pytest.mark.parametrize("lookahead", [2, "auto"])
-@pytest.mark.parametrize("kind", ["model", "ngram"])
-@pytest.mark.parametrize("every", [31, pytest.param(2, marks=pytest.mark.slow)])
+@sweep("lookahead", [2, "auto"])
+@sweep("kind", ["model", "ngram"])
+@sweep("every", [31, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
     every: int, kind: str, lookahead: Any
 ) -> None:

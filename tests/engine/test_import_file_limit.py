@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from sweeps import sweep
 
 from runtime.loading.file_limit import run_guarded
 
@@ -14,7 +15,7 @@ NO_LIMIT = resource.RLIM_INFINITY
 MLX_LM_S = (2048, 4096)  # what mlx-lm sets
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after"),
     [
         ((1024, 4096), (2048, 4096)),

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import quantize_model
 from models import greedy, llama, prompt_of, save
+from sweeps import sweep
 
 import runtime
 from actors.persistence.fingerprint import fingerprint
@@ -213,7 +214,7 @@ async def test_a_conversation_that_was_saved_with_an_adapter_is_not_loaded_witho
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "said"),
     [
         ({"adapter_path": 3}, "adapter_path must be the path of a directory or None, got 3"),
@@ -259,7 +260,7 @@ async def test_a_drafter_made_for_its_target_takes_no_options() -> None:
             pass
 
 
-@pytest.mark.parametrize("name", ["adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code"])
+@sweep("name", ["adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code"])
 async def test_open_says_where_the_options_of_a_model_go(name: str) -> None:
     with pytest.raises(runtime.SettingsError, match=rf"runtime\.ModelSpec\(path, {name}=\.\.\.\)"):
         async with runtime.open("org/model", **{name: "x"}):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from sweeps import sweep
 
 import runtime
 
@@ -23,8 +23,8 @@ def script(where: Path, source: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["protocol", "actors"])
-@pytest.mark.parametrize("kind", ["file", "directory", "imported before"])
+@sweep("name", ["protocol", "actors"])
+@sweep("kind", ["file", "directory", "imported before"])
 def test_a_users_file_in_the_place_of_a_package_is_named(name, kind, tmp_path):
     if kind == "directory":
         (tmp_path / name).mkdir()

@@ -11,6 +11,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from sweeps import sweep
 
 import runtime
 import runtime.aio
@@ -79,9 +80,7 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"), TYPED, ids=[f"{each.__module__}.{each.__qualname__}" for each, _ in TYPED]
-)
+@sweep(("function", "expected"), TYPED)
 def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None:
     (keywords,) = (
         each for each in inspect.signature(function).parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 import runtime
 from runtime.loading import model_sources, trained_drafters
@@ -28,7 +29,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "kind"), CONFIGS, ids=lambda value: value if isinstance(value, str) else "")
+@sweep(("config", "kind"), CONFIGS)
 def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> None:
     assert trained_drafter(config) == kind
 
@@ -107,7 +108,7 @@ async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, mon
             pass
 
 
-@pytest.mark.parametrize(
+@sweep(
     "config",
     [
         {},

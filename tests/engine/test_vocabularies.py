@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from other_vocabularies import byte_level, own_texts, sentencepiece
 from sample_tokenizers import SCRIPTS, WORDS, byte_fallback, demo
 from sample_tokenizers import byte_level as parts_of_characters
+from sweeps import sweep
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -52,8 +53,8 @@ def check_reading(ours: str, theirs: str, text: str) -> None:
     assert decoded == (blanks.removeprefix(" ") if theirs == "SentencePiece" else blanks)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-@pytest.mark.parametrize("text", SCRIPTS)
+@sweep(("ours", "theirs"), PAIRS)
+@sweep("text", SCRIPTS)
 def test_texts_in_every_script_stay_what_they_are(ours: str, theirs: str, text: str) -> None:
     check_reading(ours, theirs, text)
 

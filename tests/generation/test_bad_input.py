@@ -18,6 +18,7 @@ import trio.testing
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, llama, prompt_of
 from our_threads import outrider_threads
+from sweeps import sweep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -158,7 +159,7 @@ BAD_PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("prompt", "says"), BAD_PROMPTS)
+@sweep(("prompt", "says"), BAD_PROMPTS)
 async def test_prompts_that_cannot_be_are_refused_before_any_model_work(prompt: Any, says: str) -> None:
     events: list[Event] = []
     async with runtime.open((target(), None), (drafter(), None), trace=events.append) as rt:
@@ -202,7 +203,7 @@ async def test_chat_messages_need_a_chat_template() -> None:
 REFUSING = "{{ raise_exception('roles must alternate') }}"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("template", "messages"),
     [
         (REFUSING, [{"role": "user", "content": "hello"}]),
@@ -238,7 +239,7 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
             raise AssertionError("should not be reached")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "says"),
     [
         ({"rewind": "sometimes"}, "rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'sometimes'"),
@@ -276,8 +277,8 @@ async def opening_is_refused(kind: type[Exception], says: str, *pair: Any) -> Ex
     return raised.value
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "~/no/such/model", Path("no/such"), "a/b/c"])
+@sweep("role", ["target", "draft"])
+@sweep("path", ["/no/such/model", "./no-such-model", "~/no/such/model", Path("no/such"), "a/b/c"])
 async def test_a_path_that_does_not_exist(path: Any, role: str) -> None:
     pair = [path] if role == "target" else [(target(), None), path]
     await opening_is_refused(runtime.ModelError, f"{role} .*does not exist; give a directory", *pair)
@@ -464,7 +465,7 @@ async def test_a_stream_that_is_over_stays_over() -> None:
 # --- unknown options ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("option", "hint"),
     [
         ("max_stream", "did you mean 'max_streams'"),

@@ -19,6 +19,7 @@ from blocking_models import BlockingModel
 from greedy_pair import PROMPT, drafter, target, text
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
+from sweeps import sweep
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -169,7 +170,7 @@ async def by_dropping(rt: runtime.Runtime, arm: Callable[[Callable[[], object]],
 WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
 
 
-@pytest.mark.parametrize(
+@sweep(
     "way",
     [
         by_scope,
@@ -178,7 +179,7 @@ WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
         *(pytest.param(way, marks=pytest.mark.slow) for way in (by_timeout, by_aclose, by_break)),
     ],
 )
-@pytest.mark.parametrize("event", EVENTS, ids=name_of)
+@sweep("event", EVENTS)
 async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, way: Any) -> None:
     trigger = Trigger()
     # Only a drafter that is always right surely hits before the stream's buffer is full.
@@ -198,8 +199,8 @@ async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, 
     nothing_is_left(trigger)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("event", UNDRAFTED_EVENTS, ids=name_of)
+@sweep("way", WAYS)
+@sweep("event", UNDRAFTED_EVENTS)
 async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) -> None:
     trigger = Trigger()
     async with runtime.open((target(), None), trace=trigger) as rt:
@@ -209,8 +210,8 @@ async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) 
     nothing_is_left(trigger)
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
-@pytest.mark.parametrize("event", [(Span, "target", "verify"), (Span, "draft", "draft")], ids=name_of)
+@sweep("nth", range(1, 9))
+@sweep("event", [(Span, "target", "verify"), (Span, "draft", "draft")])
 async def test_cancelling_after_each_of_the_first_rounds(event: Kind, nth: int) -> None:
     trigger = Trigger()
     async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
@@ -338,8 +339,8 @@ async def test_a_stream_may_be_dropped_on_another_thread() -> None:
 # --- in the middle of a forward pass --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", ["target", "draft"])
-@pytest.mark.parametrize("when", ["prefill", "decode"])
+@sweep("who", ["target", "draft"])
+@sweep("when", ["prefill", "decode"])
 async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str, who: str) -> None:
     held = BlockingModel(target() if who == "target" else drafter())
     trigger = Trigger()
@@ -456,7 +457,7 @@ async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog: 
     assert outrider_threads() == []
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@sweep("nth", [1, 2, 3, 4])
 async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
     target_classes, draft_classes = layer_classes(target()), layer_classes(drafter())
     loads: list[Event] = []

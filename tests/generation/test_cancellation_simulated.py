@@ -28,6 +28,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 
 from protocol.errors import RuntimeClosedError
 from protocol.trace import Event
@@ -230,7 +231,7 @@ def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) ->
     assert kinds >= wanted
 
 
-@pytest.mark.parametrize("lookahead", [None, 1, 2, 5, "auto"])
+@sweep("lookahead", [None, 1, 2, 5, "auto"])
 async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, autojump_clock: Any) -> None:
     for last in range(len(TEXT) - 1):
         async with simulated(*models(lookahead), schedule=last) as simulation:
@@ -250,8 +251,8 @@ async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, aut
             assert_ended(simulation, at)
 
 
-@pytest.mark.parametrize("lookahead", [None, 2])
-@pytest.mark.parametrize("way", ["stream", "generate", "slow consumer"])
+@sweep("lookahead", [None, 2])
+@sweep("way", ["stream", "generate", "slow consumer"])
 def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> None:
     async def give_up_after(seconds: float) -> bool:
         async with simulated(*models(lookahead), schedule=int(seconds * 4)) as simulation:
@@ -334,7 +335,7 @@ async def test_a_cancelled_stream_has_counted_the_tokens_it_gave(autojump_clock:
         assert simulation.runtime.statistics().generated_tokens == 4
 
 
-@pytest.mark.parametrize("delay", [0.0, 1.0, 9.0, 14.0, 21.0, 30.0, 1000.0])
+@sweep("delay", [0.0, 1.0, 9.0, 14.0, 21.0, 30.0, 1000.0])
 async def test_a_cancellation_is_announced_once_by_each_actor(delay: float, autojump_clock: Any) -> None:
     async with simulated(*models(2)) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=200, prefill_step_size=2, lookahead=2)

@@ -10,6 +10,7 @@ import pytest
 import transformers.tokenization_utils_base
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scripted import VOCAB_SIZE, ScriptedModel, simulated, truthful
+from sweeps import sweep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -66,14 +67,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("messages", "says"), BAD)
+@sweep(("messages", "says"), BAD)
 def test_a_message_that_cannot_be_is_refused_by_its_place_with_what_would_be_right(messages, says):
     with pytest.raises(runtime.PromptError, match=re.escape(says)) as caught:
         encode_prompt(messages, words(), len(WORDS))
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("messages", "text"),
     [
         ([{"role": role, "content": "hello"} for role in ROLES], " ".join(f"{role} : hello" for role in ROLES)),

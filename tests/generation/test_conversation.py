@@ -13,6 +13,7 @@ from architectures import build
 from chat_models import BEGUN_TEMPLATE, TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import llama
+from sweeps import sweep
 from transformers import AutoTokenizer
 
 import runtime
@@ -349,7 +350,7 @@ def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[Reasonin
     return answer, flags
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("text", "prompt", "thinking", "said"),
     [
         ("import os", "", "", "import os"),
@@ -398,7 +399,7 @@ def test_a_tag_may_come_with_what_was_withheld_before_it() -> None:
     assert (answer.thinking, answer.said) == ("Hm.", "os")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("stop", "thinking", "said"),
     [
         (">\n\n\n", "see", "ok then"),

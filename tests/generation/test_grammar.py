@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sweeps import sweep
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -93,7 +94,7 @@ def written(grammar: Grammar, seed: int, *, at_most: int = 400) -> str:
 # --- allowed tokens -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "a", "ba", "abab", "bbb"])
+@sweep("text", ["", "a", "ba", "abab", "bbb"])
 def test_a_token_is_allowed_where_the_text_with_it_can_still_be_completed(text):
     left = after(Grammar.from_regex("[ab]{2,4}", TOKENIZER), text)
     for token in range(VOCAB_SIZE):
@@ -205,7 +206,7 @@ def test_text_that_is_forced_comes_in_the_tokens_that_the_tokenizer_would_make_o
 # --- texts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@sweep("seed", range(8))
 def test_a_model_that_knows_nothing_writes_what_the_schema_describes(seed):
     text = written(Grammar.from_json_schema(PERSON, TOKENIZER, compact=True), seed)
     jsonschema.validate(json.loads(text), PERSON)
@@ -258,7 +259,7 @@ def test_it_does_so_for_any_schema(schema, seed):
     jsonschema.validate(json.loads(text), schema)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("text", "is_compact"),
     [
         ('{"a":[1,1],"b":2}', True),
@@ -291,8 +292,8 @@ def test_a_model_cannot_lose_itself_in_white_space(seed):
     assert len(text) < 200
 
 
-@pytest.mark.parametrize("schema", [True, "true", {}, "{}"])
-@pytest.mark.parametrize("compact", [True, False])
+@sweep("schema", [True, "true", {}, "{}"])
+@sweep("compact", [True, False])
 def test_true_and_the_empty_schema_are_any_json(schema, compact):
     begins = texts(after(Grammar.from_json_schema(schema, TOKENIZER, compact=compact), ""))
     assert set('{["-0123456789tfn') <= begins
@@ -401,8 +402,8 @@ def test_llguidance_s_own_way_back_is_still_not_to_be_trusted():
     assert ")))" not in lefts(forked)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, [9], PROMPT + encode("ab")], ids=["same", "another", "the text so far"])
-@pytest.mark.parametrize("is_cut_off", [True, False])
+@sweep("prompt", [PROMPT, [9], PROMPT + encode("ab")])
+@sweep("is_cut_off", [True, False])
 def test_for_another_stream_it_begins_anew(prompt, is_cut_off):
     grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
     at_first = None
@@ -439,7 +440,7 @@ def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_anot
 # --- rejected grammars ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("schema", "complaint"),
     [
         ("{", r"the JSON schema \{ is not JSON: .*line 1"),
@@ -456,9 +457,8 @@ def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_anot
         ({"type": "string", "pattern": "(a"}, "regex parse error"),
         ({"title": "x" * 200, "$ref": "#/nowhere"}, "the JSON schema .{79}… cannot be followed: .*'/nowhere'"),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("compact", [True, False])
+@sweep("compact", [True, False])
 def test_a_schema_that_cannot_be_followed_is_refused_in_llguidance_s_words(schema, complaint, compact):
     with pytest.raises(runtime.SettingsError, match=complaint):
         Grammar.from_json_schema(schema, TOKENIZER, compact=compact)
@@ -466,7 +466,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_in_llguidance_s_words(schem
         check_json_schema(schema)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "schema",
     [
         {"type": "integer", "const": -(2**63)},
@@ -477,7 +477,6 @@ def test_a_schema_that_cannot_be_followed_is_refused_in_llguidance_s_words(schem
         {"properties": {"minimum": {"const": {"minimum": -1e20}}}},
         {"anyOf": [{"type": "string"}, {"items": {"$ref": "#/$defs/a"}}], "$defs": {"a": {"const": -(2**53)}}},
     ],
-    ids=str,
 )
 def test_a_schema_of_which_llguidance_would_take_the_process_along_is_refused(schema):
     with pytest.raises(
@@ -488,7 +487,7 @@ def test_a_schema_of_which_llguidance_would_take_the_process_along_is_refused(sc
         check_json_schema(schema)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("schema", "text"),
     [
         ({"type": "integer", "const": -(2**53) + 1}, "-9007199254740991"),
@@ -496,7 +495,6 @@ def test_a_schema_of_which_llguidance_would_take_the_process_along_is_refused(sc
         ({"type": "integer", "minimum": -(2**60), "maximum": 3}, "-1152921504606846976"),
         ({"type": "integer", "default": 3, "maximum": 2**60}, "1152921504606846976"),
     ],
-    ids=str,
 )
 def test_numbers_may_be_as_low_as_json_can_tell_them_apart_and_lower_bounds_lower(schema, text):
     assert END in after(Grammar.from_json_schema(schema, TOKENIZER), text)
@@ -505,7 +503,7 @@ def test_numbers_may_be_as_low_as_json_can_tell_them_apart_and_lower_bounds_lowe
 INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("schema", "text", "is_allowed"),
     [
         ({"type": "integer", "minimum": -(2**63)}, "-9223372036854774784", True),
@@ -521,7 +519,6 @@ INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
         ({"type": "number", "minimum": -1e300, "maximum": 3}, "4", False),
         ({"items": {"type": "number", "minimum": -1e300}}, "[-6.02e23]", True),
     ],
-    ids=str,
 )
 def test_bounds_may_be_as_far_out_as_numbers_are(schema, text, is_allowed):
     grammar, ids = Grammar.from_json_schema(schema, TOKENIZER), [*encode(text), END]
@@ -536,7 +533,7 @@ def by(number: float) -> dict[str, Any]:
     return {"type": "number", "multipleOf": number}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("schema", "remainders"),
     [
         (by(99_999_989), "99999989"),
@@ -555,7 +552,7 @@ def test_numbers_that_llguidance_would_divide_by_for_hours_are_refused(schema, r
         check_json_schema(schema)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "schema",
     [
         by(99_991),
@@ -572,7 +569,7 @@ def test_round_numbers_may_be_divided_by_and_what_only_looks_like_that_is_let_be
     check_json_schema(schema)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("make", "complaint"),
     [
         (lambda: nested(150), "cannot be followed: recursion limit exceeded"),
@@ -586,7 +583,7 @@ def test_a_schema_that_python_or_llguidance_cannot_go_through_is_refused(make, c
         Grammar.from_json_schema(make(), TOKENIZER)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("make", "given", "complaint"),
     [
         (Grammar.from_regex, "a(b", r"the regular expression a\(b cannot be followed: .*unclosed group"),
@@ -608,7 +605,6 @@ def test_a_schema_that_python_or_llguidance_cannot_go_through_is_refused(make, c
         (Grammar.from_gbnf, "\n" * 2**16, "must have at most 32768 characters, got 65536"),
         (Grammar.from_gbnf, b"a", "must be a text"),
     ],
-    ids=lambda each: str(each)[:30],
 )
 def test_a_grammar_that_cannot_be_followed_is_refused(make, given, complaint):
     with pytest.raises(runtime.SettingsError, match="(?s)" + complaint):
@@ -649,7 +645,7 @@ def test_after_an_error_it_goes_on_from_any_state():
     assert allowed(grammar, [3, 2], 4) == {0, 2}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("tokenizer", "complaint"),
     [
         (None, "a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got None"),
@@ -660,7 +656,6 @@ def test_after_an_error_it_goes_on_from_any_state():
             "llguidance cannot read the tokenizer .*: .*decoder",
         ),
     ],
-    ids=["none", "path", "endless", "words"],
 )
 def test_a_tokenizer_that_will_not_do_is_refused(tokenizer, complaint):
     with pytest.raises(runtime.SettingsError, match=complaint):

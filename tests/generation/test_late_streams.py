@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import trio
 from scripted import ScriptedModel, Simulation, agreeing, collect, continuation, read_into, run, simulated, truthful
+from sweeps import sweep
 
 from protocol.errors import RuntimeClosedError
 
@@ -93,9 +94,9 @@ async def cancel_and_begin(
             over.set()
 
 
-@pytest.mark.parametrize("draft", ["model", "ngram", "none"])
-@pytest.mark.parametrize("begin", [stream, many, one_of_many])
-@pytest.mark.parametrize(("num_before", "max_streams"), [(0, None), (3, None), (3, 1)])
+@sweep("draft", ["model", "ngram", "none"])
+@sweep("begin", [stream, many, one_of_many])
+@sweep(("num_before", "max_streams"), [(0, None), (3, None), (3, 1)])
 def test_what_is_begun_around_a_cancellation_of_the_runtime_is_told_that_it_is_closed(
     begin: Begin, draft: Drafter, num_before: int, max_streams: int | None
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
+from sweeps import sweep
 from tool_call_cases import BLOCKS, FORMATS, TOOLS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -42,7 +43,7 @@ def hostile(name: str, num_chars: int) -> list[str]:
     return [text for unit in units for text in (unit, block[:half] + unit, block[half:] + unit + block[half:-1])]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@sweep("name", FORMATS)
 def test_a_hostile_block_ends_and_the_next_call_is_read(name: str) -> None:
     format = call_format(name)
     for text in hostile(name, 100_000)[:3]:
@@ -70,7 +71,7 @@ def test_without_its_process_a_long_block_is_no_call(monkeypatch: pytest.MonkeyP
     assert process.parse("glm47", CALLS["glm47"], TOOLS) is not None
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@sweep("name", FORMATS)
 def test_a_hostile_block_in_small_pieces_is_text_and_parsed_once_at_most(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +117,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@sweep("name", FORMATS)
 def test_a_long_call_in_the_form_of_its_format_is_read(name: str) -> None:
     place = "London; the (big) city [on the Thames], where a<b and 1=1. " * 1700
     read = call_format(name).parse(CALLS[name].replace("@", place), TOOLS)

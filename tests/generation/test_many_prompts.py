@@ -22,6 +22,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 
 import runtime
 from protocol.errors import (
@@ -65,7 +66,7 @@ async def assert_over(simulation: Simulation) -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_concurrent", [1, 2, 4, 6, 100])
+@sweep("max_concurrent", [1, 2, 4, 6, 100])
 def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
     async def main() -> None:
         async with simulated(*pair()) as simulation:
@@ -205,8 +206,8 @@ async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
 # --- bad input ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nth", [0, 2, 5])
-@pytest.mark.parametrize("bad", [[], [64], [-1], "text", 7, None, {"role": "user"}, [1, 2, 3, 4, 5, 6, 7, 8]])
+@sweep("nth", [0, 2, 5])
+@sweep("bad", [[], [64], [-1], "text", 7, None, {"role": "user"}, [1, 2, 3, 4, 5, 6, 7, 8]])
 def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: int) -> None:
     async def main() -> None:
         target, draft = ScriptedModel(truthful, context_length=8), ScriptedModel(truthful)
@@ -223,7 +224,7 @@ def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: int) -
     run(main)
 
 
-@pytest.mark.parametrize("prompts", ["a single text", b"bytes", {"role": "user"}, 7, None])
+@sweep("prompts", ["a single text", b"bytes", {"role": "user"}, 7, None])
 def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
     async def main() -> None:
         async with simulated(*pair()) as simulation:
@@ -233,7 +234,7 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
     run(main)
 
 
-@pytest.mark.parametrize("max_concurrent", [0, -1, 2.0, True, None, "8"])
+@sweep("max_concurrent", [0, -1, 2.0, True, None, "8"])
 def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: Any) -> None:
     async def main() -> None:
         async with simulated(*pair()) as simulation:
@@ -243,7 +244,7 @@ def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: An
     run(main)
 
 
-@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"stop_tokens": [64]}, {"stop": "x"}, {"maxtokens": 3}])
+@sweep("settings", [{"max_tokens": 0}, {"stop_tokens": [64]}, {"stop": "x"}, {"maxtokens": 3}])
 def test_a_setting_that_will_not_do_is_refused_before_anything_begins(settings: Any) -> None:
     async def main() -> None:
         async with simulated(*pair()) as simulation:
@@ -407,8 +408,8 @@ async def iterated(many: Completions) -> None:
         pass
 
 
-@pytest.mark.parametrize("consume", [gathered, iterated])
-@pytest.mark.parametrize("nth_check", [1, 4, 9])
+@sweep("consume", [gathered, iterated])
+@sweep("nth_check", [1, 4, 9])
 def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int) -> None:
     async def main() -> None:
         async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
@@ -492,7 +493,7 @@ def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime()
     run(main)
 
 
-@pytest.mark.parametrize("at", [0.0, 9.25, 33.5, 1000.0])
+@sweep("at", [0.0, 9.25, 33.5, 1000.0])
 def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(at: float) -> None:
     async def main() -> None:
         ends: list[str] = []

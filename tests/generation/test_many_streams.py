@@ -29,6 +29,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 
 import runtime
 from actors.target.round_loop import RoundLoop
@@ -122,9 +123,9 @@ def at_work(simulation: Simulation) -> list[int]:
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", range(3))
-@pytest.mark.parametrize("num_streams", [2, 5])
-@pytest.mark.parametrize("agreement", [0.0, 0.7, 1.0])
+@sweep("schedule", range(3))
+@sweep("num_streams", [2, 5])
+@sweep("agreement", [0.0, 0.7, 1.0])
 async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     num_streams: int, agreement: float, schedule: int, autojump_clock: Any
 ) -> None:
@@ -261,7 +262,7 @@ async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_rea
         assert await collect(unread) == continuation([1], num_rounds)
 
 
-@pytest.mark.parametrize("way", ["aclose", "drop", "scope", "leave", "timeout"])
+@sweep("way", ["aclose", "drop", "scope", "leave", "timeout"])
 async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way: str, autojump_clock: Any) -> None:
     async with simulated(*pair(), max_streams=1) as simulation:
         rt = simulation.runtime
@@ -336,7 +337,7 @@ async def test_leaving_the_runtime_tells_the_streams_that_wait(autojump_clock: A
     assert {event.session for event in simulation.events} == {0}
 
 
-@pytest.mark.parametrize("delay", [3.0, 5.0, 9.0, 20.0])
+@sweep("delay", [3.0, 5.0, 9.0, 20.0])
 async def test_cancelling_the_runtime_begins_no_stream_that_waits(delay: float, autojump_clock: Any) -> None:
     with trio.move_on_after(delay):
         async with simulated(*pair(), max_streams=1) as simulation, trio.open_nursery() as nursery:
@@ -356,17 +357,16 @@ async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock
                 await collect(stream)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, 1.0, "2"])
+@sweep("wrong", [0, -1, True, 1.0, "2"])
 async def test_a_bound_that_is_none_is_refused_before_any_model_is_looked_at(wrong: Any) -> None:
     with pytest.raises(SettingsError, match='max_streams must be a whole number of at least 1, or "auto"'):
         async with runtime.open((llama(), None), max_streams=wrong):
             raise AssertionError("should not be reached")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "most"),
     [({}, 16), ({"max_batch": 9}, 9), ({"max_batch": 2}, 4), ({"max_batch": 1}, 4), ({"rewind": "trim"}, 4)],
-    ids=str,
 )
 async def test_as_many_streams_as_a_pass_takes_are_at_work_by_themselves(options: Any, most: int) -> None:
     async with runtime.open((llama(), None), max_streams="auto", **options) as rt:

@@ -16,6 +16,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from models import Failing, gemma3_text, greedy, llama, mamba, near, prompt_of
+from sweeps import sweep
 
 import runtime
 from protocol.prefill_chunks import PrefillChunkSize
@@ -55,8 +56,8 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("drafted", ["plain", "drafted", "looked up"])
-@pytest.mark.parametrize("named", MODELS)
+@sweep("drafted", ["plain", "drafted", "looked up"])
+@sweep("named", MODELS)
 async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: str) -> None:
     make, options = MODELS[named]
     model = make()
@@ -141,7 +142,7 @@ async def test_a_stream_on_such_a_file_is_not_saved(tmp_path: Path) -> None:
 # --- the header -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", MODELS)
+@sweep("named", MODELS)
 def test_the_header_says_what_is_in_the_file(tmp_path: Path, named: str) -> None:
     make, options = MODELS[named]
     model = make()
@@ -164,7 +165,7 @@ def _no_caches() -> bytes:
     return struct.pack("<Q", len(header)) + header
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("content", "said"),
     [
         (b"", "is no prompt cache file"),

@@ -22,6 +22,7 @@ from models import VOCAB_SIZE, Failing, Wrapped, gemma3_text, llama, mamba, prom
 from our_threads import outrider_threads
 from sample_tokenizers import demo
 from scripted import ScriptedModel, priced, run, simulated
+from sweeps import sweep
 
 import runtime
 from actors.target import scoring
@@ -64,7 +65,7 @@ class Passes:
 # --- the figures ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 async def test_scores_are_those_of_mlx_lms_logits(name: str) -> None:
     num_prompt, num_tokens = 21, 12
     expected = reference(name, num_prompt, num_tokens)
@@ -175,7 +176,7 @@ async def test_the_likeliest_tokens_are_found_without_sorting_and_decoded_once(
     assert 2 * 620 < len(decoded) < 3 * 620  # for each piece of the text, two calls
 
 
-@pytest.mark.parametrize("num_top", [1, 3, 5, 9])
+@sweep("num_top", [1, 3, 5, 9])
 def test_of_equally_likely_tokens_the_lower_ids_come_first(num_top: int) -> None:
     row = [0.0, 2.0, -math.inf, 2.0, 1.0]
     (score,) = token_scores(mx.array([row]), [4], num_top)
@@ -251,7 +252,7 @@ async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does() -> Non
 CONTEXT = 512  # of the tiny models
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("prompt", "continuation", "error", "message"),
     [
         ([1, 2], [], runtime.PromptError, "as a continuation, the prompt is empty"),

@@ -30,6 +30,7 @@ from scripted import (
     simulated,
     truthful,
 )
+from sweeps import sweep
 
 import runtime
 from protocol.errors import SettingsError
@@ -93,7 +94,7 @@ def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces:
     assert given_text + matcher.finish() == text
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("stops", "pieces", "expected", "found"),
     [
         (["aab", "ab"], "xaaab", "xa", "aab"),
@@ -191,7 +192,7 @@ MORE_SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("text", [text for text in [*SCRIPTS, *MORE_SCRIPTS] if not text.startswith("\ufffd")])
+@sweep("text", [text for text in [*SCRIPTS, *MORE_SCRIPTS] if not text.startswith("\ufffd")])
 def test_any_piece_of_any_script_may_be_a_stop_string(text: str) -> None:
     tokens = demo().encode(text, add_special_tokens=False)
     draw = random.Random(text)
@@ -304,7 +305,7 @@ def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int
     assert text.tail == ""
 
 
-@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "failure"])
+@sweep("way", ["break", "aclose", "cancel", "failure"])
 async def test_a_stream_that_is_broken_off_has_the_rest_of_its_text_in_its_tail(way: str) -> None:
     tails = set()
     async with runtime.open(*tiny_pair()) as rt:
@@ -409,14 +410,15 @@ async def test_a_stop_string_in_the_prompt_ends_nothing() -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (whole.text, "length", None)
 
 
-@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
-async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pair: Any, lookahead: Any) -> None:
+async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pair: Any) -> None:
     prompt = "def quicksort(items):"
     async with runtime.open(*demo_pair) as rt:
-        whole = await rt.generate(prompt, max_tokens=24, lookahead=lookahead, ignore_eos=True)
-        for stop in ("\n\n", whole.text[11:14], whole.text[-4:]):
-            completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead, ignore_eos=True, stop=stop)
-            check(completion, demo().decode, ids(whole.tokens), [stop])
+        settings: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+        whole = await rt.generate(prompt, **settings)
+        for lookahead in (0, 3, "auto"):
+            for stop in ("\n\n", whole.text[11:14], whole.text[-4:]):
+                completion = await rt.generate(prompt, lookahead=lookahead, stop=stop, **settings)
+                check(completion, demo().decode, ids(whole.tokens), [stop])
 
 
 # --- stop reasons ---------------------------------------------------------------------------------
@@ -442,7 +444,7 @@ TOKENS = continuation(DISTINCT, 14)
 TEXT = OneLetterTokenizer().decode(TOKENS)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("settings", "finish_reason", "stop_reason", "num_tokens"),
     [
         ({}, "stop", None, 8),  # the tokenizer's own end
@@ -458,7 +460,7 @@ TEXT = OneLetterTokenizer().decode(TOKENS)
         ({"stop": TEXT[5], "stop_tokens": [TOKENS[4]]}, "stop", TOKENS[4], 5),
     ],
 )
-@pytest.mark.parametrize("lookahead", [0, 3])
+@sweep("lookahead", [0, 3])
 def test_a_reason_is_what_the_user_named(
     settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int
 ) -> None:
@@ -506,8 +508,8 @@ def assert_idle_after_the_stop(simulation: Simulation) -> None:
     simulation.assert_all_closed()
 
 
-@pytest.mark.parametrize("price", PRICES)
-@pytest.mark.parametrize(("draft", "lookahead"), [*DRAFTS, *QUITTERS])
+@sweep("price", PRICES)
+@sweep(("draft", "lookahead"), [*DRAFTS, *QUITTERS])
 def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookahead: Any, price: str) -> None:
     async def main(num_tokens: int, length: int) -> None:
         stop = TEXT[max(0, num_tokens - length) : num_tokens]
@@ -524,8 +526,8 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
         run(main, num_tokens, (1, 3, 6)[num_tokens % 3])
 
 
-@pytest.mark.parametrize("price", PRICES)
-@pytest.mark.parametrize(("draft", "lookahead"), DRAFTS)
+@sweep("price", PRICES)
+@sweep(("draft", "lookahead"), DRAFTS)
 def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:
     async def counts(**settings: Any) -> list[int]:
         async with simulated(

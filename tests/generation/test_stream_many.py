@@ -11,6 +11,7 @@ import pytest
 import trio
 from models import llama
 from scripted import ScriptedModel, agreeing, continuation, simulated, truthful
+from sweeps import sweep
 
 import runtime
 
@@ -30,7 +31,7 @@ async def read(streams: Any) -> tuple[list[int], dict[int, list[runtime.Token]]]
     return order, tokens
 
 
-@pytest.mark.parametrize("max_concurrent", [1, 2, 5, 100])
+@sweep("max_concurrent", [1, 2, 5, 100])
 async def test_each_prompt_has_all_its_tokens_in_order(max_concurrent: int, autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         streams = simulation.runtime.stream_many(PROMPTS, max_concurrent=max_concurrent, max_tokens=12)
@@ -62,7 +63,7 @@ async def test_a_prompt_may_have_settings_of_its_own(autojump_clock: Any) -> Non
             simulation.runtime.stream_many([[1], ([2], {"max_tokens": 0})])
 
 
-@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "leave"])
+@sweep("way", ["break", "aclose", "cancel", "leave"])
 async def test_whatever_ends_the_reading_ends_all_generations(way: str, autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         rt = simulation.runtime

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, DecodeOnly, byte_fallback, demo
+from sweeps import sweep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -35,8 +36,8 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
 # --- the pieces add up ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", SCRIPTS)
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@sweep("text", SCRIPTS)
+@sweep("kind", TOKENIZERS)
 def test_the_pieces_of_any_script_add_up(kind: str, text: str) -> None:
     ids = demo().encode(text, add_special_tokens=False)
     assert "".join(pieces(TOKENIZERS[kind](), ids)) == demo().decode(ids) == text
@@ -195,7 +196,7 @@ def test_each_token_costs_the_decoding_of_a_bounded_number_whatever_they_are(kin
     assert tokenizer.num_decoded <= 100 * len(ids)
 
 
-@pytest.mark.parametrize("number", range(10, 24))
+@sweep("number", range(10, 24))
 def test_a_character_after_many_stray_bytes_is_whole(number: int) -> None:
     ids = [*stray_bytes(number), *demo().encode("🙂é a", add_special_tokens=False)]
     assert "".join(pieces(demo(), ids)) == demo().decode(ids)
@@ -210,7 +211,7 @@ def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> Non
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", SCRIPTS)
+@sweep("text", SCRIPTS)
 def test_a_prompt_that_is_text_is_encoded_as_the_tokenizer_does(text: str) -> None:
     assert list(encode_prompt(text, demo(), 4096)) == demo().encode(text)
 
@@ -230,9 +231,7 @@ def test_a_prompt_gets_one_begin_of_text_token_whether_it_spells_it_out_or_not()
     assert encode_prompt("<s>hello", tokenizer, 4) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    "ids", [[5, 6, 7], (5, 6, 7), range(5, 8), iter([5, 6, 7])], ids=["list", "tuple", "range", "iterator"]
-)
+@sweep("ids", [[5, 6, 7], (5, 6, 7), range(5, 8), iter([5, 6, 7])])
 def test_a_prompt_may_be_any_sequence_of_ids(ids: Any) -> None:
     assert encode_prompt(ids, None, 10) == (5, 6, 7)
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sweeps import sweep
 from tool_call_cases import FORMATS, call_format
 from transformers import AutoTokenizer
 
@@ -147,8 +148,8 @@ def test_every_format_has_a_grammar_here():
     assert set(CALLS) == set(FORMATS)
 
 
-@pytest.mark.parametrize("has_special_markers", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@sweep("has_special_markers", [True, False])
+@sweep("name", FORMATS)
 def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_special_markers: bool):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
     tools = tools_of([WEATHER, CLOCK], "required")
@@ -159,7 +160,7 @@ def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_
     assert (call.name, call.values) == ("get_weather", {"city": "Oslo", "days": 3, "note": "a b", "exact": True})
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@sweep("name", FORMATS)
 def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
     tools = tools_of([WEATHER, CLOCK], "get_weather")
@@ -178,8 +179,8 @@ def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
     assert num_complete >= 1
 
 
-@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "minicpm5"])
-@pytest.mark.parametrize("has_special_markers", [True, False])
+@sweep("name", ["json_tools", "qwen3_coder", "minicpm5"])
+@sweep("has_special_markers", [True, False])
 def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_special_markers: bool):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
     tools = tools_of([WEATHER, CLOCK])
@@ -230,8 +231,8 @@ MANY_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", MANY_CALLS)
-@pytest.mark.parametrize("content", [None, {"const": 1}])
+@sweep("name", MANY_CALLS)
+@sweep("content", [None, {"const": 1}])
 def test_an_answer_that_must_be_calls_has_sixteen_at_most(name: str, content: Any):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
     tools = tools_of([CLOCK], "auto" if content else "required", is_parallel=True)

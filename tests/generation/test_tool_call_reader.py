@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -93,7 +94,7 @@ def test_every_parser_of_mlx_lms_has_a_call_here():
     assert {format for format, _, _ in BLOCKS} == set(FORMATS)
 
 
-@pytest.mark.parametrize(("format", "body", "calls"), BLOCKS)
+@sweep(("format", "body", "calls"), BLOCKS)
 def test_calls_are_told_apart_in_pieces_of_every_size(format: str, body: str, calls: Any):
     text = "Let me see.\n\n" + block(format, body)
     whole = events_of([text], format)
@@ -107,8 +108,8 @@ def test_calls_are_told_apart_in_pieces_of_every_size(format: str, body: str, ca
         assert source(events) == text
 
 
-@pytest.mark.parametrize(("format", "body"), MALFORMED)
-@pytest.mark.parametrize("is_complete", [True, False])
+@sweep(("format", "body"), MALFORMED)
+@sweep("is_complete", [True, False])
 def test_a_malformed_call_is_text_and_no_call(format: str, body: str, is_complete: bool):
     known = call_format(format)
     num_calls = body.count(known.layout.end) if known.layout is not None and known.layout.end else 0
@@ -141,7 +142,7 @@ def test_arguments_come_as_they_are_written(format: str):
     assert json.loads(arguments) == {"a": 12234585, "b": 48838483920}
 
 
-@pytest.mark.parametrize(("format", "body", "calls"), BLOCKS)
+@sweep(("format", "body", "calls"), BLOCKS)
 def test_a_call_that_is_cut_off_is_text(format: str, body: str, calls: Any):
     known = call_format(format)
     text = known.start + body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
+from sweeps import sweep
 
 from runtime.measuring.figures import (
     Figure,
@@ -59,7 +59,7 @@ def test_sums_and_ratios_of_what_is_not_known_are_not_known() -> None:
     assert (ratio(1, 2), ratio(None, 2), ratio(1, None), ratio(1, 0)) == (0.5, None, None, None)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("said", "expected"),
     [
         (seconds_text(0.25), "250 ms"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from sweeps import sweep
 
 from protocol.trace import Span
 from runtime.measuring.timing import TimedToken, TimingWindow, busy_seconds, count_rounds, timing_window
@@ -13,7 +13,7 @@ def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:
     return [TimedToken(i, flag == "d", start + i) for i, flag in enumerate(flags)]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("flags", "first", "began"),
     [("tttt", 1, 10.0), ("ddtdt", 3, 12.0), ("tddd", 1, 10.0), ("dddd", 4, 13.0)],
 )
@@ -21,7 +21,7 @@ def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
     assert timing_window(moments(flags)) == TimingWindow(first, began, 10.0 + len(flags) - 1)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("flags", "num_draft_tokens", "rounds", "proposed"),
     [
         ("tttt", 0, 4, 0),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import math
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -20,22 +20,20 @@ import pytest
 import trio
 import trio.testing
 from architectures import ARCHITECTURES, build
-from chat_models import ROLES, TEMPLATE, THINKING_TEMPLATE, says, tokenizer
+from chat_models import QUIET, ROLES, TEMPLATE, THINKING_TEMPLATE, VOCAB_SIZE, says, tokenizer
 from command_line import piped, save_model
 from completions import ids
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
 from save_interrupts import cancel_at
+from sweeps import sweep
 
 import runtime
 from actors.persistence import saved_sequence
 from runtime.persistence import saved_session, session_file
 from runtime.persistence.session_file import Contents
 
-VOCAB_SIZE = 4101
 LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
-# Never ends the text, and never says a special token.
-QUIET = dict.fromkeys((0, *range(4096, VOCAB_SIZE)), -math.inf)
 SAID = ("The cat sat on the mat.", " And then?", " What else did it do all day?")
 GREEDY: dict[str, Any] = {"max_tokens": 20, "logit_bias": QUIET, "lookahead": 3}
 SEEDED: dict[str, Any] = {**GREEDY, "temperature": 0.8, "seed": 11}
@@ -81,11 +79,18 @@ async def saved(path: Path, pair: Pair = LLAMA, said: tuple[str, ...] = SAID[:1]
         await conversation.save(path)
 
 
-@pytest.fixture
-async def path(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with a conversation of one turn."""
-    await saved(tmp_path / "session")
-    return tmp_path / "session"
+    path = tmp_path_factory.mktemp("saved") / "session"
+    trio.run(saved, path)
+    return path
+
+
+@pytest.fixture
+def path(original: Path, tmp_path: Path) -> Path:
+    """A copy of the file."""
+    return Path(shutil.copy(original, tmp_path))
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -151,8 +156,8 @@ async def test_a_base_model_goes_on_too(tmp_path: Path) -> None:
     assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["base", "chat"])
-@pytest.mark.parametrize("system", [None, "You are kind."])
+@sweep("template", [None, TEMPLATE])
+@sweep("system", [None, "You are kind."])
 async def test_a_conversation_in_which_nothing_was_said_can_be_saved(
     tmp_path: Path, template: str | None, system: str | None
 ) -> None:
@@ -430,12 +435,13 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-async def test_a_hostile_file_changes_nothing(path: Path, change: Callable[[Any], None]) -> None:
-    rewritten(path, change)
+async def test_a_hostile_file_changes_nothing(original: Path, path: Path) -> None:
     async with LLAMA.open() as rt:
-        await refusal(rt, path)
-        assert len((await rt.generate("Hello", max_tokens=3, logit_bias=QUIET)).tokens) == 3
+        for name, change in HOSTILE.items():
+            shutil.copy(original, path)
+            rewritten(path, change)
+            assert await refusal(rt, path), name
+            assert len((await rt.generate("Hello", max_tokens=3, logit_bias=QUIET)).tokens) == 3, name
 
 
 async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:
@@ -556,7 +562,7 @@ async def test_files_are_written_and_read_beside_the_event_loop(
 
 # The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing
 # thread, a check before the header and before each tensor, and one before the file is moved into place.
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
+@sweep("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
 async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
     path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,7 +585,7 @@ async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
         assert (await rt.load(path)).messages == conversation.messages
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 10, 13, 14, 15, 16, 17, 18, 19, 20])
+@sweep("step", [0, 1, 2, 10, 13, 14, 15, 16, 17, 18, 19, 20])
 async def test_a_load_that_is_cancelled_leaves_nothing(path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with LLAMA.open() as rt:
         loaded = None
@@ -699,7 +705,7 @@ async def test_what_the_system_refuses_is_told_with_the_path(path: Path, monkeyp
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("where", [None, 3, "", b"session"])
+@sweep("where", [None, 3, "", b"session"])
 async def test_what_is_no_path_is_no_place_for_a_session(where: Any) -> None:
     async with LLAMA.open() as rt:
         with pytest.raises(runtime.SettingsError, match="give the path of a file"):

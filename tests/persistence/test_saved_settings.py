@@ -11,6 +11,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence.fingerprint import Fingerprint
@@ -110,7 +111,7 @@ def test_settings_that_are_given_wrong_are_the_callers_mistake() -> None:
             settings_of(a_session(), "x", given_)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "described",
     [
         {"temperature": -1},
@@ -202,7 +203,7 @@ async def test_whatever_a_file_says_it_is_read_or_refused(
     assert not missing
 
 
-@pytest.mark.parametrize("path", [None, 3, "", b"bytes", ["a"]])
+@sweep("path", [None, 3, "", b"bytes", ["a"]])
 def test_what_is_no_path_is_refused(path: Any) -> None:
     with pytest.raises(SettingsError, match="give the path of a file"):
         saved_session.check_path(path)

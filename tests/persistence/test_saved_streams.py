@@ -25,6 +25,7 @@ from models import VOCAB_SIZE, gemma3_text, llama, near
 from polling import until_in_trio
 from sample_tokenizers import byte_level
 from save_interrupts import cancel_at
+from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
@@ -128,7 +129,7 @@ async def check(
 # --- going on -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "kind"),
     [
         *(("attention", kind) for kind in KINDS),
@@ -152,8 +153,8 @@ async def test_so_does_one_that_is_not_drafted(tmp_path: Path, name: str, kind: 
     await check(tmp_path / "stream", PAIRS[name], drafted=False, **KINDS[kind])
 
 
-@pytest.mark.parametrize("drafted", [True, False])
-@pytest.mark.parametrize("name", ["attention", "recurrent"])
+@sweep("drafted", [True, False])
+@sweep("name", ["attention", "recurrent"])
 async def test_what_both_models_have_cached_is_in_the_file(tmp_path: Path, name: str, drafted: bool) -> None:
     read_by: dict[str, int] = {"target": 0, "draft": 0}
 
@@ -470,14 +471,14 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-async def test_a_hostile_stream_changes_nothing(saved: Path, change: dict[str, Any]) -> None:
+async def test_a_hostile_stream_changes_nothing(saved: Path) -> None:
     contents = session_file.read(saved)
-    assert contents.content["stream"]["commits"]
-    contents.content["stream"].update(change)
-    session_file.write(saved, Contents(contents.content, contents.tensors))
+    stream = contents.content["stream"]
+    assert stream["commits"]
     async with LLAMA.open() as rt:
-        assert "damaged: what it says of" in await refusal(rt, saved)
+        for name, change in HOSTILE.items():
+            session_file.write(saved, Contents(contents.content | {"stream": stream | change}, contents.tensors))
+            assert "damaged: what it says of" in await refusal(rt, saved), name
 
 
 async def test_a_token_outside_the_vocabulary_is_refused_wherever_it_is(saved: Path) -> None:

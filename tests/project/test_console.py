@@ -5,7 +5,6 @@ from __future__ import annotations
 import unicodedata
 
 import pyte
-import pytest
 from console.cells import clusters, harmless
 from console.editor import Editor, Line
 from console.keys import ESCAPE_S, PASTE_S, SEQUENCE_S, Decoder, Event, Key, Pasted, Typed
@@ -13,6 +12,7 @@ from console.page import Page, Run, Style, wrap
 from console.screen import COLOURS, PROMPT, Frame, Status, View, draw, page_height, paint
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 often = settings(max_examples=300, deadline=None, derandomize=True)
 
@@ -74,14 +74,14 @@ def joined(events: list[Event]) -> list[Event]:
     return whole
 
 
-@pytest.mark.parametrize(("data", "events"), KEYS, ids=[repr(data) for data, _ in KEYS])
+@sweep(("data", "events"), KEYS)
 def test_what_a_terminal_sends_is_a_key_or_text(data, events):
     decoder = Decoder()
     assert decoder.feed(data) == events
     assert decoder.patience_s is None
 
 
-@pytest.mark.parametrize(("data", "events"), KEYS, ids=[repr(data) for data, _ in KEYS])
+@sweep(("data", "events"), KEYS)
 def test_byte_by_byte_it_is_the_same(data, events):
     decoder = Decoder()
     got = [event for byte in data for event in decoder.feed(bytes([byte]))]
@@ -120,7 +120,7 @@ def test_nothing_is_typed_that_is_no_text_and_nothing_is_held_for_ever(parts):
                 assert "Cc" not in map(unicodedata.category, text.replace("\n", "").replace("\t", ""))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("data", "patience_s", "events"),
     [
         (b"\x1b", ESCAPE_S, [Key("escape")]),
@@ -167,7 +167,7 @@ def pressed(begin: str, *names: str) -> str:
     return marked(editor.line)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("before", "key", "after"),
     [
         ("ab|", "left", "a|b"),
@@ -280,7 +280,7 @@ def words(*rows: str) -> list[tuple[Run, ...]]:
     return [(Run(row),) if row else () for row in rows]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("text", "width", "rows"),
     [
         ("", 4, [""]),
@@ -359,7 +359,7 @@ def test_the_page_is_above_the_rule_and_the_line_below():
     assert text_of(draw(view(60, 3)))[-1] == "> type something"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("width", "rule"),
     [
         (80, "─ writing ─ ░░░░░░░░░░  20 of 256 ─ drafted  50% accepted ─  33.3 tokens/s ──"),

@@ -35,6 +35,7 @@ import trio
 from calling_models import calling_pair, calling_tokenizer
 from chat_models import says
 from served_command import serving
+from sweeps import sweep
 
 import protocol.errors
 import runtime
@@ -127,7 +128,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: No
 # --- every block is run ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@sweep("page", PAGES)
 def test_no_block_is_overlooked(page: Path) -> None:
     blocks = list(blocks_of(page))
     text = page.read_text(encoding="utf-8")
@@ -408,13 +409,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(runtime.sync.__all__) == set(re.findall(r"::: runtime\.sync\.(\w+)", pages["sync"]))
 
 
-@pytest.mark.parametrize("page", PAGES[:2], ids=named)
+@sweep("page", PAGES[:2])
 def test_links_of_pages_outside_the_site_lead_to_files(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (ROOT / link).exists(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@sweep("page", PAGES)
 def test_paths_that_a_page_names_exist(page: Path) -> None:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     for path in re.findall(r"`([a-z_][\w.-]*/(?:[\w./-]+\.\w+|(?:[\w-]+/)*))`", text):

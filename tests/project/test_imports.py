@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "actors", "runtime")
@@ -55,8 +57,8 @@ def modules(package: str) -> list[Path]:
 
 EVERY_MODULE = [path for package in PACKAGES for path in modules(package)]
 
-every_module = pytest.mark.parametrize("path", EVERY_MODULE, ids=lambda path: path.relative_to(ROOT).as_posix())
-every_protocol_module = pytest.mark.parametrize("path", modules("protocol"), ids=lambda path: path.name)
+every_module = sweep("path", EVERY_MODULE)
+every_protocol_module = sweep("path", modules("protocol"))
 
 
 def imports(tree: ast.AST, package: str) -> set[str]:
@@ -146,6 +148,7 @@ def misplaced(package: str, imported: str) -> bool:
     return package != imported and levels[imported] >= levels[package]
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     return imports(parsed(path), ".".join(path.relative_to(ROOT).parent.parts))
 
@@ -169,7 +172,7 @@ def draws_without_a_key(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {name}"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("source", "expected"),
     [
         ("import trio", {"trio"}),
@@ -210,7 +213,7 @@ def test_the_order_names_every_package_of_the_runtime():
     assert {path.stem for path in (ROOT / "runtime").glob("*.py")} == FACE
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("package", "imported", "expected"),
     [("engine", "loading", False), ("loading", "engine", True), ("aio", "sync", True), ("sync", "aio", True)],
 )
@@ -231,7 +234,7 @@ def test_packages_of_the_runtime_import_only_from_those_before_them():
     assert found == []
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("source", "expected"),
     [
         ("import trio", {"trio"}),

@@ -13,6 +13,7 @@ from typing import Any
 import mlx_lm
 import pytest
 from mlx_lm import chat, sample_utils, server
+from sweeps import sweep
 
 from runtime.cli import main as cli
 
@@ -96,7 +97,7 @@ def parameters(*functions: Callable[..., Any]) -> set[str]:
     return {one.name for each in named for one in each if one.kind is not one.VAR_KEYWORD and one.name != "self"}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("head", "functions"),
     [
         ("argument of `load`", [mlx_lm.load]),

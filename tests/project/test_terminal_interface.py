@@ -26,6 +26,7 @@ from console.terminal import Terminal
 from models import Failing, near
 from polling import until_in_trio
 from screens import HANGS_S, Person, person
+from sweeps import sweep
 
 import runtime
 
@@ -319,7 +320,7 @@ class Scripted:
         return self._arrivals.pop(0)[1]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arrivals", "heard"),
     [
         ([(1.0, b"\x1b")], [(1.0 + ESCAPE_S, Key("escape"))]),
@@ -433,7 +434,7 @@ async def ends(somebody: Person, process: trio.Process) -> tuple[int | None, lis
     return process.returncode, attributes
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("way", "status"),
     [
         pytest.param(CTRL_C, 0, id="Ctrl-C"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from sweeps import sweep
 
 from protocol.acceptance import (
     Judgement,
@@ -30,7 +32,7 @@ from protocol.acceptance import (
     residual,
 )
 from protocol.errors import ProtocolError
-from protocol.randomness import Purpose, key_for
+from protocol.randomness import Purpose, key_for, keys_for
 
 SMALLEST_P_VALUE = 1e-4
 
@@ -45,8 +47,21 @@ def judge_by_match(
 def judge_by_rejection(
     logits: mx.array, drafted: Any, draft_probs: Any, *, temperature: float, seed: int, start: int
 ) -> Judgement:
-    rows = ProposedRows(seed, start, logits.shape[0], drafted, draft_probs)
-    return judge(logits, [rows], "rejection", temperature).read()[0]
+    return judge_each(logits, [drafted], draft_probs, temperature=temperature, seed=seed, starts=[start])[0]
+
+
+def judge_each(
+    logits: mx.array, drafted: Any, draft_probs: Any, *, temperature: float = 1.0, seed: int, starts: Sequence[int]
+) -> list[Judgement]:
+    """Judge a proposal for each start, all over the same rows, by rejection.
+
+    `test_texts_that_are_judged_together_are_judged_as_alone` shows that it makes no difference to judge them together.
+    """
+    rows = [
+        ProposedRows(seed, start, logits.shape[0], tokens, draft_probs)
+        for start, tokens in zip(starts, drafted, strict=True)
+    ]
+    return judge(mx.tile(logits, (len(rows), 1)), rows, "rejection", temperature).read()
 
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=60)
@@ -102,7 +117,7 @@ def assert_drawn_from(tokens: list[int] | np.ndarray, probs: list[float] | np.nd
 # --- rejection, exactly ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "parts"), [(2, 10), (3, 5), (4, 4), (4, 3)])
+@sweep(("size", "parts"), [(2, 10), (3, 5), (4, 4), (4, 3)])
 def test_accepted_and_recovered_mass_add_up_to_the_targets_distribution(size, parts):
     p, q = all_pairs(size, parts)
     accepted = q * acceptance_probability(p, q)
@@ -126,14 +141,14 @@ def test_a_drafted_token_stands_with_probability_min_1_p_over_q(size, parts):
             assert abs(count / 500 - probability) <= 1 / 500
 
 
-@pytest.mark.parametrize(("target_prob", "draft_prob"), [(0.1, 0.7), (0.3, 0.4), (1 / 3, 2 / 3), (1e-6, 0.5)])
+@sweep(("target_prob", "draft_prob"), [(0.1, 0.7), (0.3, 0.4), (1 / 3, 2 / 3), (1e-6, 0.5)])
 def test_the_bound_of_acceptance_is_p_over_q_to_twelve_digits(target_prob, draft_prob):
     bound = target_prob / draft_prob
     for uniform, expected in ((bound * (1 - 1e-12), 1), (bound * (1 + 1e-12), 0)):
         assert count_accepted(doubles([target_prob]), doubles([draft_prob]), doubles([uniform])).item() == expected
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 6])
+@sweep("count", [1, 2, 5, 6])
 def test_a_token_may_be_drawn_from_the_likeliest_alone(count):
     logits = mx.array([[0.5, -2.0, 3.0, -mx.inf, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
     left = np.array(likeliest_only(logits, count))
@@ -172,7 +187,7 @@ def test_each_row_of_a_batch_has_a_residual_of_its_own():
 # --- count_accepted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("accepts", "expected"),
     [
         ((), 0),
@@ -199,13 +214,25 @@ def test_a_token_as_likely_to_both_always_stands():
     assert count_accepted(mx.array([0.3]), mx.array([0.3]), mx.array([largest])).item() == 1
 
 
-@pytest.mark.parametrize("lengths", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 1, 1), (3, 2, 1)])
+@sweep("lengths", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (0, 1, 1), (3, 2, 1)])
 def test_lengths_that_differ_are_an_error(lengths):
     with pytest.raises(ProtocolError, match="two probabilities and a uniform number for each token"):
         count_accepted(*(mx.ones((n,)) for n in lengths))
 
 
 # --- draws ----------------------------------------------------------------------------------------
+
+
+def draw_each(probs: Any, purpose: Purpose, *, seed: int, positions: Iterable[int]) -> np.ndarray:
+    """A draw at each position, all in one evaluation."""
+    keys = keys_for(purpose, [(seed, position) for position in positions])
+    return np.array(mx.vmap(lambda key: draw(mx.array(probs), key))(keys))
+
+
+def test_draws_at_once_are_those_of_one_after_another():
+    probs = [0.1, 0.2, 0.0, 0.7]
+    one_by_one = [draw(mx.array(probs), key_for(13, Purpose.DRAFT, position)).item() for position in range(300)]
+    assert draw_each(probs, Purpose.DRAFT, seed=13, positions=range(300)).tolist() == one_by_one
 
 
 def test_a_draw_needs_no_normalised_weights():
@@ -216,8 +243,7 @@ def test_a_draw_needs_no_normalised_weights():
 
 def test_draws_follow_the_weights_and_never_hit_a_zero():
     probs = [0.0, 0.5, 0.2, 0.0, 0.3]
-    tokens = mx.stack([draw(mx.array(probs), key_for(12, Purpose.RECOVER, position)) for position in range(3000)])
-    assert_drawn_from(np.array(tokens), probs)
+    assert_drawn_from(draw_each(probs, Purpose.RECOVER, seed=12, positions=range(3000)), probs)
 
 
 def test_a_distribution_is_the_softmax_in_single_precision_whatever_the_models():
@@ -228,7 +254,7 @@ def test_a_distribution_is_the_softmax_in_single_precision_whatever_the_models()
     np.testing.assert_allclose(np.array(probs), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 5e-324])
+@sweep("temperature", [1e-3, 1e-30, 1e-38, 1e-45, 5e-324])
 def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
     logits = mx.array([[1.0, 3.0, 2.0, 3.5, -4.0]])
     assert choices(logits, temperature, seed=1, start=2, noise_size=5).tolist() == [3]
@@ -254,37 +280,37 @@ def draws(rows, *, seed, starts) -> list[tuple[int, ...]]:
     """A proposal for each start, drawn from `rows` as the drafter does; all in one evaluation."""
     if not rows:
         return [() for _ in starts]
-    probs = [mx.array(row) for row in rows]
-    drawn = [[draw(q, key_for(seed, Purpose.DRAFT, start + i)) for i, q in enumerate(probs)] for start in starts]
-    return [tuple(tokens) for tokens in mx.stack([mx.stack(each) for each in drawn]).tolist()]
+    drawn = [
+        draw_each(row, Purpose.DRAFT, seed=seed, positions=(start + i for start in starts))
+        for i, row in enumerate(rows)
+    ]
+    return list(zip(*(tokens.tolist() for tokens in drawn), strict=True))
 
 
 def judge_fresh_draws(target_rows, draft_rows, *, seed, starts) -> list[tuple[tuple[int, ...], Judgement]]:
     """A proposal drawn from `draft_rows` for each start, with its judgement."""
     logits = mx.stack([logits_of(row) for row in target_rows])
     draft_probs = tuple(mx.array(row) for row in draft_rows)
-    return [
-        (drafted, judge_by_rejection(logits, drafted, draft_probs, temperature=1.0, seed=seed, start=start))
-        for start, drafted in zip(starts, draws(draft_rows, seed=seed, starts=starts), strict=True)
-    ]
+    drafted = draws(draft_rows, seed=seed, starts=starts)
+    return list(zip(drafted, judge_each(logits, drafted, draft_probs, seed=seed, starts=starts), strict=True))
 
 
-def first_tokens(target_rows, draft_rows, *, seed, count) -> list[int]:
-    """The first token that each of `count` proposals commits, at as many positions."""
+def first_tokens(target_rows, draft_rows, *, seed, starts) -> list[int]:
+    """The first token that a proposal for each start commits."""
     return [
         drafted[0] if judgement.num_accepted else judgement.token
-        for drafted, judgement in judge_fresh_draws(target_rows, draft_rows, seed=seed, starts=range(count))
+        for drafted, judgement in judge_fresh_draws(target_rows, draft_rows, seed=seed, starts=starts)
     ]
 
 
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("with_bonus_row", [True, False])
+@sweep("length", [1, 3])
+@sweep("with_bonus_row", [True, False])
 def test_the_first_token_committed_is_a_sample_of_p(length, with_bonus_row):
     rows = TARGET_ROWS[: length + with_bonus_row]
-    assert_drawn_from(first_tokens(rows, DRAFT_ROWS[:length], seed=21 + length, count=1000), rows[0])
+    assert_drawn_from(first_tokens(rows, DRAFT_ROWS[:length], seed=21 + length, starts=range(1000)), rows[0])
 
 
-@pytest.mark.parametrize(
+@sweep(
     "draft_row",
     [
         pytest.param(TARGET_ROWS[0], id="equal"),
@@ -294,16 +320,13 @@ def test_the_first_token_committed_is_a_sample_of_p(length, with_bonus_row):
     ],
 )
 def test_the_first_token_is_a_sample_of_p_for_any_q(draft_row):
-    assert_drawn_from(first_tokens(TARGET_ROWS[:2], [draft_row], seed=31, count=1000), TARGET_ROWS[0])
+    assert_drawn_from(first_tokens(TARGET_ROWS[:2], [draft_row], seed=31, starts=range(1000)), TARGET_ROWS[0])
 
 
 def test_a_proposal_of_nothing_is_answered_with_a_sample_of_p():
-    tokens = []
-    for start in range(1500):
-        judgement = judge_by_rejection(logits_of(TARGET_ROWS[1])[None], (), (), temperature=1.0, seed=41, start=start)
-        assert judgement.num_accepted == 0
-        tokens.append(judgement.token)
-    assert_drawn_from(tokens, TARGET_ROWS[1])
+    judgements = judge_each(logits_of([TARGET_ROWS[1]]), [()] * 1500, (), seed=41, starts=range(1500))
+    assert {judgement.num_accepted for judgement in judgements} == {0}
+    assert_drawn_from([judgement.token for judgement in judgements], TARGET_ROWS[1])
 
 
 def test_the_bonus_token_is_a_sample_of_p():
@@ -324,10 +347,8 @@ def test_acceptance_is_one_minus_the_total_variation():
 
 
 def test_a_token_the_target_never_takes_is_never_accepted():
-    for start in range(300):
-        judgement = judge_by_rejection(
-            logits_of([[0.5, 0.5, 0.0]]), (2,), (mx.array([0.2, 0.2, 0.6]),), temperature=1.0, seed=44, start=start
-        )
+    probs = (mx.array([0.2, 0.2, 0.6]),)
+    for judgement in judge_each(logits_of([[0.5, 0.5, 0.0]]), [(2,)] * 300, probs, seed=44, starts=range(300)):
         assert judgement.num_accepted == 0
         assert judgement.token in (0, 1)
 
@@ -339,30 +360,27 @@ def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
     random = np.random.default_rng(45)
     targets = normalised(random.gamma(0.7, size=(size, size)))  # rows: the token before
     drafts = normalised(targets + 3 * random.gamma(0.5, size=(size, size)))
-    target_logits, draft_probs = [logits_of(row) for row in targets], [mx.array(row) for row in drafts]
+    draft_probs = [mx.array(row) for row in drafts]
     # Each text has positions of its own, so that all are independent. `after[token][n][i]` is the drafter's draw for
     # the n-th text's i-th position after that token: the same each time it gets there.
     starts = range(1, 10 * 2500, 10)
     after = [draws([row] * (length - 1), seed=45, starts=starts) for row in drafts]
-    outcomes = []
-    for n, start in enumerate(starts):
-        text: list[int] = []
-        while len(text) < length:
+    texts: list[list[int]] = [[] for _ in starts]
+    while unfinished := [n for n, text in enumerate(texts) if len(text) < length]:
+        proposed, rows = [], []
+        for n in unfinished:
             drafted: list[int] = []
-            contexts = [text[-1] if text else 0]
-            for i in range(len(text), min(len(text) + lookahead, length - 1)):
+            contexts = [texts[n][-1] if texts[n] else 0]
+            for i in range(len(texts[n]), min(len(texts[n]) + lookahead, length - 1)):
                 drafted.append(after[contexts[-1]][n][i])
                 contexts.append(drafted[-1])
-            judgement = judge_by_rejection(
-                mx.stack([target_logits[c] for c in contexts]),
-                tuple(drafted),
-                tuple(draft_probs[c] for c in contexts[:-1]),
-                temperature=1.0,
-                seed=45,
-                start=start + len(text),
-            )
-            text += [*drafted[: judgement.num_accepted], judgement.token]
-        outcomes.append(text[0] * 9 + text[1] * 3 + text[2])
+            probs = tuple(draft_probs[context] for context in contexts[:-1])
+            proposed.append(ProposedRows(45, starts[n] + len(texts[n]), len(contexts), tuple(drafted), probs))
+            rows += contexts
+        judgements = judge(logits_of(targets[rows]), proposed, "rejection", 1.0).read()
+        for n, each, judgement in zip(unfinished, proposed, judgements, strict=True):
+            texts[n] += [*each.drafted[: judgement.num_accepted], judgement.token]
+    outcomes = [text[0] * 9 + text[1] * 3 + text[2] for text in texts]
     joint = [targets[0, a] * targets[a, b] * targets[b, c] for a, b, c in itertools.product(range(size), repeat=length)]
     assert_drawn_from(outcomes, joint)
 
@@ -413,14 +431,11 @@ def test_judging_again_gives_the_same_judgement():
 
 
 def test_the_temperature_is_applied_to_the_target():
-    tokens = []
-    for start in range(1500):
-        judgement = judge_by_rejection(logits_of([[0.8, 0.2]]), (), (), temperature=2.0, seed=47, start=start)
-        tokens.append(judgement.token)
-    assert_drawn_from(tokens, normalised(np.sqrt([0.8, 0.2])))
+    judgements = judge_each(logits_of([[0.8, 0.2]]), [()] * 1500, (), temperature=2.0, seed=47, starts=range(1500))
+    assert_drawn_from([judgement.token for judgement in judgements], normalised(np.sqrt([0.8, 0.2])))
 
 
-@pytest.mark.parametrize(("num_rows", "num_drafted"), [(0, 0), (0, 1), (2, 0), (1, 2), (4, 2), (3, 1)])
+@sweep(("num_rows", "num_drafted"), [(0, 0), (0, 1), (2, 0), (1, 2), (4, 2), (3, 1)])
 def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
     logits = mx.zeros((num_rows, 4))
     drafted = (1,) * num_drafted
@@ -433,7 +448,7 @@ def test_rows_that_fit_no_proposal_are_an_error(num_rows, num_drafted):
         judge_by_match(logits, drafted, temperature=0.0, seed=1, start=1)
 
 
-@pytest.mark.parametrize(("num_drafted", "num_probs"), [(2, 1), (1, 2), (1, 0), (0, 1)])
+@sweep(("num_drafted", "num_probs"), [(2, 1), (1, 2), (1, 0), (0, 1)])
 def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, num_probs):
     with pytest.raises(
         ProtocolError, match=f"{num_drafted} drafted tokens need as many distributions, got {num_probs}"
@@ -464,33 +479,14 @@ def coupled_choices(probs: list[float], starts: range) -> np.ndarray:
 
 
 def independent_draws(probs: list[float], starts: range) -> np.ndarray:
-    return np.array(mx.stack([draw(mx.array(probs), key_for(59, Purpose.RECOVER, start)) for start in starts]))
+    return draw_each(probs, Purpose.RECOVER, seed=59, positions=starts)
 
 
 def judged_by_rejection(probs: list[float], starts: range) -> np.ndarray:
-    drafts = draws(DRAFT_ROWS[:1], seed=60, starts=starts)
-    judgements = [
-        judge_by_rejection(
-            logits_of(probs)[None], drafted, (mx.array(DRAFT_ROWS[0]),), temperature=1.0, seed=60, start=start
-        )
-        for drafted, start in zip(drafts, starts, strict=True)
-    ]
-    return np.array(
-        [
-            drafted[0] if judgement.num_accepted else judgement.token
-            for drafted, judgement in zip(drafts, judgements, strict=True)
-        ]
-    )
+    return np.array(first_tokens([probs], DRAFT_ROWS[:1], seed=60, starts=starts))
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        coupled_choices,
-        pytest.param(independent_draws, marks=pytest.mark.slow),
-        pytest.param(judged_by_rejection, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("sampler", [coupled_choices, independent_draws, judged_by_rejection])
 def test_a_bias_of_a_twentieth_is_seen(sampler):
     def tokens(probs: list[float]) -> np.ndarray:
         return np.concatenate([sampler(probs, range(start, start + 3000)) for start in range(1, NUM_DRAWS, 3000)])
@@ -513,8 +509,8 @@ def test_a_token_that_was_no_draw_leaves_the_targets_distribution_as_it_is(size,
             np.testing.assert_allclose(p[token] * certain + (1 - p[token]) * normalised(left), p, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_rows", [3, 4])
-@pytest.mark.parametrize("certain", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+@sweep("num_rows", [3, 4])
+@sweep("certain", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_own(num_rows, certain):
     logits = mx.stack([logits_of(row) for row in TARGET_ROWS[:num_rows]])
     # The draft has fewer ids than the target; a looked-up token may be any of the target's.
@@ -540,12 +536,7 @@ def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_
 
 def test_a_token_that_was_no_draw_stands_as_often_as_the_target_takes_it():
     for token, p in enumerate(TARGET_ROWS[0]):
-        judged = [
-            judge_by_rejection(
-                logits_of(TARGET_ROWS[0])[None], (token,), (None,), temperature=1.0, seed=62, start=start
-            )
-            for start in range(400)
-        ]
+        judged = judge_each(logits_of(TARGET_ROWS[:1]), [(token,)] * 400, (None,), seed=62, starts=range(400))
         accepted = sum(judgement.num_accepted for judgement in judged)
         assert stats.binomtest(accepted, 400, p).pvalue > SMALLEST_P_VALUE
         assert token not in {judgement.token for judgement in judged if not judgement.num_accepted}
@@ -553,20 +544,19 @@ def test_a_token_that_was_no_draw_stands_as_often_as_the_target_takes_it():
 
 @pytest.mark.parametrize("rows", [TARGET_ROWS[:1], TARGET_ROWS[:2]])
 def test_whatever_is_put_forward_the_first_token_is_a_sample_of_p(rows):
-    logits = mx.stack([logits_of(row) for row in rows])
-    tokens = []
-    for start in range(1500):
-        # The choice depends on the position only, as a looked-up token depends on the text before it.
-        drafted = (start * start) % 5
-        judgement = judge_by_rejection(logits, (drafted,), (None,), temperature=1.0, seed=63, start=start)
-        tokens.append(drafted if judgement.num_accepted else judgement.token)
+    # The choice depends on the position only, as a looked-up token depends on the text before it.
+    drafted = [(start * start % 5,) for start in range(1500)]
+    judged = judge_each(logits_of(rows), drafted, (None,), seed=63, starts=range(1500))
+    tokens = [
+        token if judgement.num_accepted else judgement.token
+        for (token,), judgement in zip(drafted, judged, strict=True)
+    ]
     assert_drawn_from(tokens, rows[0])
 
 
 def test_a_token_of_which_the_target_is_certain_always_stands():
     sure = logits_of([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    for start in range(50):
-        assert judge_by_rejection(sure, (1,), (None,), temperature=1.0, seed=64, start=start) == Judgement(1, 0)
+    assert set(judge_each(sure, [(1,)] * 50, (None,), seed=64, starts=range(50))) == {Judgement(1, 0)}
 
 
 # --- match at temperature 0 -----------------------------------------------------------------------
@@ -576,7 +566,7 @@ def one_hot_logits(tokens: tuple[int, ...], size: int = 3) -> mx.array:
     return mx.array(np.eye(size)[list(tokens)], dtype=mx.float32)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3])
+@sweep("length", [0, 1, 2, 3])
 def test_a_greedy_proposal_stands_as_far_as_it_is_the_targets_argmax(length):
     for chosen in itertools.product(range(3), repeat=length + 1):
         for drafted in itertools.product(range(3), repeat=length):
@@ -663,7 +653,7 @@ def test_what_a_match_commits_does_not_depend_on_what_was_drafted(drafted, tempe
     assert committed == own[: len(committed)]
 
 
-@pytest.mark.parametrize("closeness", [0.02, 0.2, 1.0, 5.0])
+@sweep("closeness", [0.02, 0.2, 1.0, 5.0])
 def test_coupled_choices_agree_at_least_as_often_as_the_bound_says(closeness):
     random = np.random.default_rng(55)
     p = normalised(random.gamma(1.0, size=12))
@@ -686,8 +676,8 @@ def test_equal_distributions_always_choose_alike():
     assert judgement == Judgement(200, None)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
+@sweep("rule", ["match", "rejection"])
+@sweep("temperature", [0.4, 1.0, 2.0])
 def test_texts_that_are_judged_together_are_judged_as_alone(rule: Any, temperature: float) -> None:
     """Proposals of different lengths, with and without a row for a bonus token, drawn or determined."""
     size, draws = 40, np.random.default_rng(5)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedModel, agreeing, priced, simulated, truthful
+from sweeps import sweep
 
 from protocol.prices import Estimates
 from protocol.statistics import MIN_ROUNDS, Counts, Statistics, modelled_speed_up
@@ -34,7 +35,7 @@ def statistics(lookahead: Any = 4, prices: Any = None, **counts: Any) -> Statist
     )
 
 
-@pytest.mark.parametrize("lookahead", [4, "auto", None, 0])
+@sweep("lookahead", [4, "auto", None, 0])
 def test_there_is_nothing_to_say_where_all_is_well(lookahead):
     assert statistics(lookahead).advice == ()
 
@@ -65,7 +66,7 @@ def test_a_hit_costs_no_drafting_unless_the_drafter_cannot_keep_pace():
     assert modelled_speed_up(statistics(prices=slow, **missed)) == pytest.approx(4 * 0.02 / 0.088)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("prices", "counts", "says"),
     [
         ({"draft_seconds": 0.025}, {}, "a draft step takes 25.0 ms and a decoding step of the target 20.0 ms"),

@@ -11,6 +11,7 @@ import attrs
 import pytest
 import trio
 from models import llama
+from sweeps import sweep
 
 import runtime
 from protocol.argument_aliases import ALIASES, NOTES, meant
@@ -30,7 +31,7 @@ def test_the_table_leads_to_names_that_there_are_and_from_names_that_there_are_n
     assert set(NOTES) <= set(ALIASES)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "hint"),
     [
         ("draft_model", "it is draft= here"),
@@ -47,7 +48,7 @@ def test_the_table_leads_to_names_that_there_are_and_from_names_that_there_are_n
         ("kv_bit", "did you mean 'kv_bits'?"),
     ],
 )
-@pytest.mark.parametrize("models", [("/no/such/model",), ()], ids=["a target", "no target"])
+@sweep("models", [("/no/such/model",), ()])
 async def test_open_says_what_it_is_called(models: tuple[str, ...], name: str, hint: str) -> None:
     with pytest.raises(runtime.SettingsError) as refusal:
         async with runtime.open(*models, **{name: 1}):
@@ -78,7 +79,7 @@ async def test_every_way_to_open_says_what_is_missing(options: dict[str, Any], s
             await trio.to_thread.run_sync(ask)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "said"),
     [
         ({"model": "x"}, "there is no setting 'model'; it is target= of open()"),
@@ -94,7 +95,7 @@ def test_a_single_text_says_what_its_models_are_called(options: dict[str, Any], 
         runtime.generate_sync("hi", **options)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "said"),
     [
         ({"draft_model": "x"}, "attach_draft() has no option 'draft_model'; it is draft= here"),
@@ -114,7 +115,7 @@ def test_attaching_a_drafter_says_what_it_is_called(options: dict[str, Any], sai
         asyncio.run(under_asyncio())
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "hint"),
     [
         ("draft_model", "it is draft= of open()"),
@@ -135,7 +136,7 @@ def test_a_stream_says_what_it_is_called(name: str, hint: str) -> None:
     assert str(refusal.value) == f"there is no setting {name!r}; {hint}"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arguments", "hint"),
     [
         (["generate", "hi", "--spec-k", "3"], "did you mean --lookahead?"),
@@ -170,8 +171,8 @@ def test_a_server_says_of_just_those_settings_that_requests_set_them() -> None:
     assert said == SETTINGS & set(CompletionRequest.model_fields)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat"])
-@pytest.mark.parametrize(
+@sweep("command", ["generate", "chat"])
+@sweep(
     ("alias", "name"),
     [
         ("--temp", "--temperature"),
@@ -187,7 +188,7 @@ def test_mlx_lm_s_flags_are_understood(command: str, alias: str, name: str, capf
     assert capfd.readouterr().err.startswith(f"outrider: error: {name} must be ")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "doctor", "bench"])
+@sweep("command", ["generate", "chat", "serve", "doctor", "bench"])
 def test_mlx_lm_s_names_of_models_are_understood(command: str, capfd: Any) -> None:
     prompt = ["-p", "hi"] if command == "generate" else ["--port", "0"] if command == "serve" else []
     assert cli.main([command, *prompt, "--model", "/no/target", "--draft-model", "/no/draft"]) == 1

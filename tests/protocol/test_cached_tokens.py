@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sweeps import sweep
 
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.errors import ProtocolError
@@ -51,7 +52,7 @@ def test_a_fork_among_drafted_tokens_keeps_what_both_ways_share():
     assert held.plan([1], (2, 9)) == FeedPlan(2, (9,))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("num_logits", "expected"),
     [(0, FeedPlan(3, ())), (1, FeedPlan(2, (3,))), (2, FeedPlan(1, (2, 3))), (3, FeedPlan(0, (1, 2, 3)))],
 )
@@ -67,7 +68,7 @@ def test_cached_tokens_beyond_the_text_go():
     assert holding(1, 2, 3, 4).plan([1, 2, 3], num_logits=0) == FeedPlan(3, ())
 
 
-@pytest.mark.parametrize(("committed", "beyond"), [([], ()), ([1], ()), ([], (1,)), ([1, 2], (3,))])
+@sweep(("committed", "beyond"), [([], ()), ([1], ()), ([], (1,)), ([1, 2], (3,))])
 def test_more_logits_than_tokens_are_an_error(committed, beyond):
     total = len(committed) + len(beyond)
     with pytest.raises(ProtocolError, match=f"cannot have {total + 1} rows of logits from {total} tokens"):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from protocol.calibration import Calibration
 from protocol.lookahead_tree import Guess
@@ -29,7 +30,7 @@ def taught(calibration: Calibration, truth: Callable[[float], float], num: int, 
         calibration.observe(Guess(1, raw, rank=rank, raw=raw), dice.random() < truth(raw))
 
 
-@pytest.mark.parametrize("what", TRUTH)
+@sweep("what", TRUTH)
 def test_a_drafters_confidence_becomes_how_often_it_is_right(what):
     calibration, truth = Calibration(), TRUTH[what]
     taught(calibration, truth, 2000)

@@ -21,6 +21,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 
 import runtime
 from actors.workers.worker import Job
@@ -59,7 +60,7 @@ def hanging(kind: str, nth: int, seconds: float = FOREVER_S) -> Price:
 # --- in simulated time ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{"lookahead": 2}, {}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7}])
+@sweep("settings", [{"lookahead": 2}, {}, {"temperature": 0.7, "seed": 3}, {"temperature": 0.7}])
 def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) -> None:
     async def hang_in(nth: int) -> None:
         price = hanging("draft", nth)

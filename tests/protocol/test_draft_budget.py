@@ -8,6 +8,7 @@ import attrs
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import AutoPolicy
@@ -61,7 +62,7 @@ def test_with_an_empty_budget_the_drafter_asks_after_each_step():
     assert not EMPTY_BUDGET.foresees_another(0.0)
 
 
-@pytest.mark.parametrize("steps", range(5))
+@sweep("steps", range(5))
 def test_a_budget_allows_as_many_steps_as_it_says(steps):
     draft_budget: DraftBudget | None = DraftBudget(steps)
     for _ in range(steps):

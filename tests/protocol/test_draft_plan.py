@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from sweeps import sweep
 
 from protocol.draft_plan import Need, Waiting, next_job
 
@@ -27,8 +28,8 @@ def test_nothing_is_done_where_nothing_waits() -> None:
     assert next_job([], 4, CHUNK) == ()
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@sweep("most", [1, 2, 3])
+@sweep("size", [1, 2, 3])
 def test_a_job_is_of_one_kind_and_steps_alone_are_shared(size: int, most: int) -> None:
     for queue in every_queue(size):
         chosen = [queue[index] for index in next_job(queue, most, CHUNK)]
@@ -55,7 +56,7 @@ def test_what_comes_first(size: int) -> None:
             assert first.since == 0 or first.need is Need.DRAFT
 
 
-@pytest.mark.parametrize("seed", range(20))
+@sweep("seed", range(20))
 def test_no_text_waits_for_long(seed: int) -> None:
     """A text worth a step waits for less than two chunks, and a chunk for a step of all and a chunk of each other."""
     dice = random.Random(seed)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import MIN_REACH, AutoPolicy, policy_for
@@ -60,7 +61,7 @@ def policy_with(setting: Any, prices: Prices | None = None) -> Any:
     return policy_for(setting, prices or Prices(), "match")
 
 
-@pytest.mark.parametrize("setting", [0, 1, 5, 64])
+@sweep("setting", [0, 1, 5, 64])
 def test_a_number_is_a_proposals_length(setting):
     assert policy_with(setting) == ChainPolicy(setting)
     assert policy_with(setting).num_guesses == 1

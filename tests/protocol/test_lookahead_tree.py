@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sweeps import sweep
 from trees import POSITION, ROOT, at
 
 from protocol.errors import ProtocolError
@@ -126,7 +127,7 @@ def test_a_hit_on_a_leaf_leaves_the_root_alone():
     assert (tree.root.token, tree.root.position, tree.chain()) == (4, POSITION + 2, [])
 
 
-@pytest.mark.parametrize("tokens", [[9], [1, 9], [1, 2, 9], [1, 2, 3, 9], [9, 9, 9]])
+@sweep("tokens", [[9], [1, 9], [1, 2, 9], [1, 2, 3, 9], [9, 9, 9]])
 def test_a_miss_leaves_a_new_root_alone(tokens):
     tree = tree_of(*FORKED)
     old_root = tree.root
@@ -219,7 +220,7 @@ def forked_by_choice() -> LookaheadTree:
     return tree
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("committed", "expected"),
     [
         ([3], [(0, 3, True), (0, 7, False), (0, 5, False)]),

@@ -27,6 +27,7 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from models import Wrapped, near, prompt_of
+from sweeps import sweep
 
 import runtime
 
@@ -195,7 +196,7 @@ async def test_so_it_does_where_wide_passes_round_otherwise() -> None:
         assert left.margin <= left.bound
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep("family", FAMILIES)
 def test_most_tokens_are_not_tied_with_the_next_best(family: str) -> None:
     """Otherwise the tests above would accept wrong texts."""
     seed = SEEDS[family][0]

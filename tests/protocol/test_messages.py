@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import mlx.core as mx
 import pytest
+from sweeps import sweep
 
 from protocol.messages import Close, Open, Proposal, Verdict, Withdraw
 from protocol.settings import Settings
@@ -14,7 +15,7 @@ PROPOSAL = Proposal(session=1, round=0, start=2, tokens=(7, 8))
 VERDICT = Verdict(session=1, round=0, start=2, num_accepted=1, token=9)
 EVERY_MESSAGE = [OPEN, PROPOSAL, VERDICT, Withdraw(1), Close(1)]
 
-every_message = pytest.mark.parametrize("message", EVERY_MESSAGE, ids=lambda message: type(message).__name__)
+every_message = sweep("message", EVERY_MESSAGE)
 
 
 @every_message
@@ -61,7 +62,7 @@ def test_a_session_needs_a_prompt():
         attrs.evolve(OPEN, prompt=())
 
 
-@pytest.mark.parametrize("value", [[5, 6], "56", 5, None, (5, -1), (5, 6.0), ("5",)], ids=repr)
+@sweep("value", [[5, 6], "56", 5, None, (5, -1), (5, 6.0), ("5",)])
 def test_a_prompt_is_a_tuple_of_ids(value):
     with pytest.raises(ValueError, match="prompt must be a tuple of token ids >= 0"):
         attrs.evolve(OPEN, prompt=value)
@@ -80,7 +81,7 @@ def test_a_proposal_may_be_of_nothing():
     assert attrs.evolve(PROPOSAL, tokens=()).tokens == ()
 
 
-@pytest.mark.parametrize("value", [[7, 8], "78", None, (7, -1), (7.0,)], ids=repr)
+@sweep("value", [[7, 8], "78", None, (7, -1), (7.0,)])
 def test_proposed_tokens_are_a_tuple_of_ids(value):
     with pytest.raises(ValueError, match="tokens must be a tuple of token ids >= 0"):
         attrs.evolve(PROPOSAL, tokens=value)

@@ -22,6 +22,7 @@ from scripted import (
     text_of,
     truthful,
 )
+from sweeps import sweep
 
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.engine.sessions import BUFFERED_ROUNDS
@@ -51,8 +52,8 @@ def sizes_of(lookahead: Any, max_tokens: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 7, 24, 25, 40])
-@pytest.mark.parametrize("lookahead", SIZES)
+@sweep("max_tokens", [1, 2, 7, 24, 25, 40])
+@sweep("lookahead", SIZES)
 async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alone(
     lookahead: Any, max_tokens: int, autojump_clock: Any
 ) -> None:
@@ -73,7 +74,7 @@ async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alon
     assert completion.statistics.bonus == sum(size > 0 for size in sizes)
 
 
-@pytest.mark.parametrize("lookahead", SIZES)
+@sweep("lookahead", SIZES)
 async def test_on_a_hit_the_next_proposal_is_sent_at_the_instant_of_the_verdict(
     lookahead: Any, autojump_clock: Any
 ) -> None:
@@ -85,7 +86,7 @@ async def test_on_a_hit_the_next_proposal_is_sent_at_the_instant_of_the_verdict(
     assert [verdict.at for verdict in verdicts[:-1]] == [proposal.at for proposal in proposals[1:]]
 
 
-@pytest.mark.parametrize("lookahead", SIZES)
+@sweep("lookahead", SIZES)
 async def test_drafts_run_inside_verifies(lookahead: Any, autojump_clock: Any) -> None:
     price = priced(draft=free_draft(SIZES[lookahead][1]), verify=VERIFY)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
@@ -129,7 +130,7 @@ async def test_by_itself_a_drafter_rests_once_it_is_far_enough_ahead(autojump_cl
         await stream.aclose()
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, 5, 8])
+@sweep("lookahead", [1, 2, 3, 5, 8])
 async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: int, autojump_clock: Any) -> None:
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
@@ -220,7 +221,7 @@ async def until_it_rests(simulation: Simulation) -> tuple[int, int]:
     return len(simulation.spans("target", "verify", "decode")), len(simulation.spans("draft", "draft"))
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3, "auto"])
+@sweep("lookahead", [1, 2, 3, "auto"])
 async def test_the_models_wait_for_a_consumer_that_does_not_read(lookahead: Any, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=150, lookahead=lookahead)

@@ -9,6 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from protocol.pass_price import PassPrice
 from protocol.prices import MAX_RULES, Mean, Prices
@@ -40,8 +41,8 @@ def test_an_affine_price_is_found(base, slope, delay, seed):
     assert price(6, base) == pytest.approx(base * (1 + 5 * slope) + delay * base, rel=0.05)
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("overlap", [0.0, 0.5])
+@sweep("width", [1, 4])
+@sweep("overlap", [0.0, 0.5])
 def test_what_was_always_seen_is_known_and_what_never_changed_stays_as_it_was_believed(width, overlap):
     first, price = PassPrice(), PassPrice()
     first.observe(width, overlap, 2.0)
@@ -112,7 +113,7 @@ def test_one_pass_in_which_the_machine_did_something_else_bends_nothing():
     assert price.per_row(6) == pytest.approx(undisturbed.per_row(6), abs=0.03)
 
 
-@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
+@sweep("factor", [0.1, 0.5, 2.0, 10.0])
 def test_a_machine_that_changes_its_pace_is_followed(factor):
     price = PassPrice()
     for i in range(600):

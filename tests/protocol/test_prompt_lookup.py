@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from protocol.errors import ProtocolError
 from protocol.prompt_lookup import MAX_NGRAM, MIN_NGRAM, Found, PromptLookup, prior
@@ -96,8 +97,8 @@ def test_what_is_found_leads_through_the_draft_where_it_comes_to_the_texts_end()
     assert index_of([1, 2, 3]).lookup([9, 1, 2], num_tokens=6) == Found((3, 9, 1, 2, 3, 9), match_length=2)
 
 
-@pytest.mark.parametrize("period", [1, 2, 7])
-@pytest.mark.parametrize("num_tokens", [9, 16, 40])
+@sweep("period", [1, 2, 7])
+@sweep("num_tokens", [9, 16, 40])
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end(period, num_tokens):
     text = list(itertools.islice(itertools.cycle(range(10, 10 + period)), num_tokens + period + 30))
     found = index_of(text[:num_tokens]).lookup(num_tokens=period + 30)
@@ -157,7 +158,7 @@ def test_a_text_may_be_appended_in_any_pieces():
         assert index.lookup(num_tokens=5) == whole.lookup(num_tokens=5)
 
 
-@pytest.mark.parametrize(("longest", "shortest"), [(0, 0), (3, 0), (2, 3), (-1, -2)])
+@sweep(("longest", "shortest"), [(0, 0), (3, 0), (2, 3), (-1, -2)])
 def test_bounds_that_exclude_everything_are_an_error(longest, shortest):
     with pytest.raises(ProtocolError, match="1 <= shortest <= longest"):
         PromptLookup(longest=longest, shortest=shortest)
@@ -233,7 +234,7 @@ def test_a_reference_is_searched_and_is_not_of_the_text():
         index.append_reference([6])
 
 
-@pytest.mark.parametrize("kind", texts(0))
+@sweep("kind", texts(0))
 def test_a_token_costs_as_much_in_a_long_text_as_in_a_short_one(kind):
     text = [Counted(token) for token in texts(3000)[kind]]
     index = PromptLookup()
@@ -245,7 +246,7 @@ def test_a_token_costs_as_much_in_a_long_text_as_in_a_short_one(kind):
         assert looks(lambda begin=begin: index.lookup(text[begin : begin + 64], num_tokens=64)) <= most_looks
 
 
-@pytest.mark.parametrize("kind", texts(0))
+@sweep("kind", texts(0))
 def test_a_token_takes_a_bounded_amount_of_memory(kind):
     text = texts(3000)[kind]
     tracemalloc.start()

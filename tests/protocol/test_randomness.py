@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from scipy import stats
+from sweeps import sweep
 
 from protocol.acceptance import draw
 from protocol.randomness import Purpose, _mix, key_for
@@ -51,7 +52,7 @@ def test_drafting_a_position_again_draws_the_same_token():
     assert len(set(first)) > 5
 
 
-@pytest.mark.parametrize("purpose", list(Purpose))
+@sweep("purpose", list(Purpose))
 def test_numbers_over_positions_are_uniform(purpose):
     assert stats.kstest(uniforms(6, purpose, range(1500)), "uniform").pvalue > SMALLEST_P_VALUE
 
@@ -61,7 +62,7 @@ def assert_unrelated(one: np.ndarray, other: np.ndarray) -> None:
     assert stats.chi2_contingency(table).pvalue > SMALLEST_P_VALUE
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(Purpose, 2)))
+@sweep(("one", "other"), list(itertools.combinations(Purpose, 2)))
 def test_two_decisions_about_one_position_are_unrelated(one, other):
     assert_unrelated(uniforms(7, one, range(1000)), uniforms(7, other, range(1000)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sweeps import sweep
 
 from protocol.errors import ProtocolError
 from protocol.rank_messages import (
@@ -28,7 +29,7 @@ from protocol.rank_messages import (
 )
 
 
-@pytest.mark.parametrize(
+@sweep(
     "message",
     [
         Hello(1, 3, {"mlx": "0.32.4"}),
@@ -59,7 +60,7 @@ def test_a_message_comes_back_from_its_bytes(message):
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize(
+@sweep(
     "data",
     [
         b"",

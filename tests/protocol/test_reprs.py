@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from models import llama
 from scripted import ScriptedModel, simulated, truthful
+from sweeps import sweep
 
 import runtime
 from protocol.prices import Estimates
@@ -68,7 +69,7 @@ SHORT: list[tuple[Any, list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "parts"), SHORT, ids=[type(value).__name__ for value, _ in SHORT])
+@sweep(("value", "parts"), SHORT)
 def test_what_is_printed_is_short_and_has_what_counts(value, parts):
     assert len(repr(value)) <= MAX_CHARACTERS
     for part in parts:
@@ -97,17 +98,16 @@ class Unprintable:
         raise ValueError("no")
 
 
-@pytest.mark.parametrize(
+@sweep(
     "value",
     [LONG, [LONG] * 1000, {"a": [LONG] * 9}, 10**5000, mx.zeros((100, 100)), np.zeros((100, 100)), Unprintable()],
-    ids=["text", "list", "mapping", "number", "mlx", "numpy", "unprintable"],
 )
 def test_any_value_is_shown_on_one_short_line(value):
     assert 0 < len(shown(value)) <= MAX_CHARACTERS
     assert "\n" not in shown(value)
 
 
-@pytest.mark.parametrize("value", [None, 1.5, -3, "warm", (1, 2), [True], {"a": 1}, {3}, 2**64, b"x"])
+@sweep("value", [None, 1.5, -3, "warm", (1, 2), [True], {"a": 1}, {3}, 2**64, b"x"])
 def test_a_short_value_is_shown_as_it_is(value):
     assert shown(value) == repr(value)
 
@@ -125,7 +125,7 @@ def test_a_model_in_the_place_of_its_path_is_not_printed_whole(source):
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
+@sweep(
     "settings",
     [
         {"lookahead": np.zeros((100, 100))},
@@ -141,7 +141,6 @@ def test_a_model_in_the_place_of_its_path_is_not_printed_whole(source):
         {"ignore_eos": LONG},
         {LONG: 1},
     ],
-    ids=lambda settings: next(iter(settings))[:20],
 )
 def test_a_value_of_any_size_leaves_an_error_that_can_be_read(settings):
     with pytest.raises(runtime.SettingsError) as caught:
@@ -160,7 +159,7 @@ def test_a_path_is_shown_whole_unless_it_is_none():
     assert shown_path(LONG) == repr(LONG[:999] + "…")
 
 
-@pytest.mark.parametrize(
+@sweep(
     "refused",
     [
         lambda: check_unknown({LONG: 1}, ("draft",)),
@@ -168,7 +167,6 @@ def test_a_path_is_shown_whole_unless_it_is_none():
         lambda: runtime.suggest_draft(llama()),
         lambda: session_file.read("/".join("x" * 9000)),
     ],
-    ids=["option", "path", "model", "session file"],
 )
 def test_an_error_is_short_whatever_was_given(refused):
     with pytest.raises(runtime.OutriderError) as caught:

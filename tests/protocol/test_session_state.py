@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from sweeps import sweep
 
 import protocol.session_state
 from protocol.errors import ProtocolError
@@ -119,7 +120,7 @@ def test_every_state_has_an_answer_to_every_message():
     assert sorted(map(str, answered)) == sorted(str(pair) for pair in itertools.product(SessionPhase, EVENTS))
 
 
-@pytest.mark.parametrize(("state", "event"), list(TRANSITIONS))
+@sweep(("state", "event"), list(TRANSITIONS))
 def test_a_message_in_the_table_moves_as_the_table_says(state, event):
     of = in_state(state)
     assert EVENTS[event](of) is not False
@@ -127,7 +128,7 @@ def test_a_message_in_the_table_moves_as_the_table_says(state, event):
     assert of.num_stale == 0
 
 
-@pytest.mark.parametrize(("state", "event"), list(DROPPED))
+@sweep(("state", "event"), list(DROPPED))
 def test_a_message_that_comes_too_late_changes_nothing(state, event):
     of = in_state(state)
     before = snapshot(of)
@@ -137,7 +138,7 @@ def test_a_message_that_comes_too_late_changes_nothing(state, event):
     assert of.num_stale == count
 
 
-@pytest.mark.parametrize(("state", "event"), sorted(ERRORS, key=str))
+@sweep(("state", "event"), sorted(ERRORS, key=str))
 def test_a_message_that_the_table_does_not_have_is_an_error(state, event):
     of = in_state(state)
     with pytest.raises(ProtocolError, match=f"is {state.value}"):
@@ -169,8 +170,8 @@ HANDLERS = (
 )
 
 
-@pytest.mark.parametrize("state", list(SessionPhase))
-@pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"round": 2}, {"session": SESSION + 1, "round": 0}])
+@sweep("state", list(SessionPhase))
+@sweep("changes", [{"session": SESSION + 1}, {"round": 2}, {"session": SESSION + 1, "round": 0}])
 def test_another_sessions_or_a_later_rounds_message_is_an_error_while_there_are_rounds(state, changes):
     for handler, message in HANDLERS:
         of = in_state(state)
@@ -201,7 +202,7 @@ def test_a_proposal_from_another_position_is_an_error(off_by):
         of.propose(attrs.evolve(proposal(of, 8), start=of.next_position + off_by))
 
 
-@pytest.mark.parametrize("changes", [{"session": SESSION + 1}, {"start": 5}, {"start": 7}, {"round": 3}])
+@sweep("changes", [{"session": SESSION + 1}, {"start": 5}, {"start": 7}, {"round": 3}])
 def test_what_was_committed_in_a_rest_is_of_this_rest_and_goes_on_here(changes):
     of = in_state(SessionPhase.RESTING)  # until round 3
     rested = Rested(SESSION, 2, of.next_position, (5, 6))
@@ -278,7 +279,7 @@ def test_a_proposal_of_nothing_asks_for_one_token():
     assert of.phase is SessionPhase.PROPOSING
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("num_accepted", "expected"),
     [
         (0, Commit(SESSION, 0, 3, (9,), num_from_draft=0, num_rejected=3)),
@@ -366,8 +367,8 @@ def test_a_rest_is_never_cut_short(until):
     assert snapshot(of) == before
 
 
-@pytest.mark.parametrize("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
-@pytest.mark.parametrize("rounds_ago", [0, 1])
+@sweep("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
+@sweep("rounds_ago", [0, 1])
 def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
     of = in_state(state)
     before = snapshot(of)
@@ -436,7 +437,7 @@ def test_a_proposal_that_its_withdrawal_has_overtaken_is_dropped():
 # --- the end of the text --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("stop_token", "expected"),
     [
         # Within the accepted tokens: what follows was never needed.
@@ -472,7 +473,7 @@ def test_a_stop_token_in_the_prompt_ends_nothing():
     assert a_round(of, (4,), 1, 5).finish_reason is None
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 9))
+@sweep("max_tokens", range(1, 9))
 def test_exactly_max_tokens_are_generated(max_tokens):
     of = new_state(max_tokens=max_tokens)
     commits = []
@@ -484,7 +485,7 @@ def test_exactly_max_tokens_are_generated(max_tokens):
     assert [c.finish_reason for c in commits] == [None] * (len(commits) - 1) + ["length"]
 
 
-@pytest.mark.parametrize("room", range(1, 9))
+@sweep("room", range(1, 9))
 def test_the_text_ends_where_the_context_does(room):
     of = new_state(context_length=len(PROMPT) + room)
     while of.phase is not SessionPhase.CLOSED:
@@ -493,7 +494,7 @@ def test_the_text_ends_where_the_context_does(room):
     assert last.finish_reason == of.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("max_tokens", "room", "expected"), [(2, 5, 2), (5, 2, 2), (3, 3, 3), (None, 4, 4)])
+@sweep(("max_tokens", "room", "expected"), [(2, 5, 2), (5, 2, 2), (3, 3, 3), (None, 4, 4)])
 def test_the_nearer_of_two_bounds_counts(max_tokens, room, expected):
     of = new_state(max_tokens=max_tokens, context_length=len(PROMPT) + room)
     assert of.remaining == expected
@@ -625,9 +626,7 @@ def test_a_preview_is_what_is_committed_then_and_changes_nothing():
     assert preview.tokens == (4, 5)
 
 
-@pytest.mark.parametrize(
-    ("token", "named", "stop_reason"), [(9, (9,), 9), (9, (8, 9), 9), (9, (), None), (7, (), None), (7, (7,), 7)]
-)
+@sweep(("token", "named", "stop_reason"), [(9, (9,), 9), (9, (8, 9), 9), (9, (), None), (7, (), None), (7, (7,), 7)])
 def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_is_none(token, named, stop_reason):
     of = SessionState(attrs.evolve(opened(stop_tokens={7, *named}), settings=Settings(stop_tokens=named)))
     of.withdraw(Withdraw(SESSION))

@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from protocol.errors import OutriderError, SettingsError
 from protocol.settings import Settings, settings_from
@@ -77,14 +78,14 @@ WHOLE_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "bounds"), WHOLE_NUMBERS.items())
+@sweep(("name", "bounds"), WHOLE_NUMBERS.items())
 def test_whole_numbers_are_taken_up_to_their_bounds(name, bounds):
     low, high = bounds
     for value in (low, low + 1, high if high is not None else 10**30):
         assert getattr(settings_from({name: value}), name) == value
 
 
-@pytest.mark.parametrize(("name", "bounds"), WHOLE_NUMBERS.items())
+@sweep(("name", "bounds"), WHOLE_NUMBERS.items())
 def test_whole_numbers_beyond_their_bounds_are_refused_with_value_and_bound(name, bounds):
     low, high = bounds
     for value in (low - 1, -(10**30), *([high + 1, 10**30] if high is not None else [])):
@@ -93,14 +94,14 @@ def test_whole_numbers_beyond_their_bounds_are_refused_with_value_and_bound(name
             settings_from({name: value})
 
 
-@pytest.mark.parametrize("name", WHOLE_NUMBERS)
-@pytest.mark.parametrize("value", NOT_A_NUMBER_OF_TOKENS, ids=repr)
+@sweep("name", WHOLE_NUMBERS)
+@sweep("value", NOT_A_NUMBER_OF_TOKENS)
 def test_nothing_but_an_int_is_a_whole_number(name, value):
     with pytest.raises(SettingsError, match=f"^{name} must be a whole number"):
         settings_from({name: value})
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "meaning"),
     [
         ("max_tokens", "no limit"),
@@ -117,7 +118,7 @@ def test_none_is_taken_where_it_means_something_and_the_error_says_what(name, me
         settings_from({name: -1})
 
 
-@pytest.mark.parametrize("name", ["prefill_step_size", "lookahead", "temperature", "ignore_eos", "acceptance"])
+@sweep("name", ["prefill_step_size", "lookahead", "temperature", "ignore_eos", "acceptance"])
 def test_none_is_refused_elsewhere(name):
     with pytest.raises(SettingsError, match=rf"^{name} must be .* got None"):
         settings_from({name: None})
@@ -143,14 +144,12 @@ def test_a_bias_is_a_finite_number_or_minus_infinity():
 # --- temperature ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.0, 1, 0.7, 1e-3, 100.0])
+@sweep("value", [0, 0.0, -0.0, 1, 0.7, 1e-3, 100.0])
 def test_a_temperature_is_any_finite_number_from_zero(value):
     assert Settings(temperature=value).temperature == value
 
 
-@pytest.mark.parametrize(
-    "value", [-1, -1e-9, -5e-324, math.nan, math.inf, -math.inf, True, False, "0.5", None, 1j, [0.5]], ids=repr
-)
+@sweep("value", [-1, -1e-9, -5e-324, math.nan, math.inf, -math.inf, True, False, "0.5", None, 1j, [0.5]])
 def test_any_other_temperature_is_refused(value):
     with pytest.raises(SettingsError, match=r"^temperature must be a finite number of at least 0, got .*; use 0 for"):
         Settings(temperature=value)
@@ -180,7 +179,7 @@ def test_a_sampler_goes_by_the_match_rule():
     assert Settings(sampler=greedy, acceptance="match").rule == "match"
 
 
-@pytest.mark.parametrize("value", [3, "greedy", (), 0.5])
+@sweep("value", [3, "greedy", (), 0.5])
 def test_a_sampler_that_cannot_be_called_is_refused(value):
     with pytest.raises(
         SettingsError, match=r"^sampler must be a function f\(logprobs\), or None for the temperature, got"
@@ -188,10 +187,9 @@ def test_a_sampler_that_cannot_be_called_is_refused(value):
         Settings(sampler=value)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "beside",
     [{"temperature": 0.5}, {"draft_temperature": 0}, {"top_p": 0.9}, {"min_p": 0.1, "top_k": 2}, {"seed": 0}],
-    ids=repr,
 )
 def test_what_a_sampler_takes_the_place_of_is_refused_beside_it(beside):
     with pytest.raises(SettingsError, match=f"a sampler chooses by itself, so {', '.join(beside)} would"):
@@ -207,9 +205,7 @@ def test_by_a_sampler_nothing_can_be_rejected():
 
 
 # A generator's representation differs from process to process.
-@pytest.mark.parametrize(
-    "value", [(), (0,), [1, 2], {3}, range(3), pytest.param((i for i in (4, 5)), id="generator")], ids=repr
-)
+@sweep("value", [(), (0,), [1, 2], {3}, range(3), pytest.param((i for i in (4, 5)), id="generator")])
 def test_stop_tokens_are_any_ids_in_a_row(value):
     taken = Settings(stop_tokens=value).stop_tokens
     assert isinstance(taken, tuple)
@@ -220,31 +216,31 @@ def test_stop_tokens_keep_their_ids():
     assert Settings(stop_tokens=[5, 3, 5]).stop_tokens == (5, 3, 5)
 
 
-@pytest.mark.parametrize("value", [3, "12", b"12", 1.5, True])
+@sweep("value", [3, "12", b"12", 1.5, True])
 def test_stop_tokens_that_are_no_sequence_are_refused(value):
     with pytest.raises(SettingsError, match=r"^stop_tokens must be a sequence of token ids, got"):
         Settings(stop_tokens=value)
 
 
-@pytest.mark.parametrize("value", [-1, True, 1.0, "7", None, math.nan])
+@sweep("value", [-1, True, 1.0, "7", None, math.nan])
 def test_stop_tokens_that_are_no_ids_are_refused_one_by_one(value):
     with pytest.raises(SettingsError, match=r"^stop_tokens must be token ids of at least 0, got .* among them"):
         Settings(stop_tokens=[4, value, 5])
 
 
-@pytest.mark.parametrize("value", [0, 1, "yes", None, [], 1.0])
+@sweep("value", [0, 1, "yes", None, [], 1.0])
 def test_a_flag_is_true_or_false(value):
     with pytest.raises(SettingsError, match=r"^ignore_eos must be True or False, got"):
         Settings(ignore_eos=value)
 
 
-@pytest.mark.parametrize("value", ["", "Match", "greedy", None, True, 0, ["match"]])
+@sweep("value", ["", "Match", "greedy", None, True, 0, ["match"]])
 def test_an_unknown_acceptance_rule_is_refused_with_those_there_are(value):
     with pytest.raises(SettingsError, match=r'^acceptance must be "auto", "match" or "rejection", got'):
         Settings(acceptance=value)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("acceptance", "temperature", "seed", "rule"),
     [
         ("auto", 0.0, None, "match"),
@@ -275,7 +271,7 @@ def test_settings_from_keywords_are_settings():
     assert settings_from({"seed": 4, "lookahead": 2}) == Settings(seed=4, lookahead=2)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "meant"),
     [
         ("temprature", "temperature"),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import agreeing, ids, next_token, priced, simulated, spike, truthful
+from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 from trees import POSITION, ROOT, tree_of, view_of
 
@@ -190,8 +191,8 @@ def best_gain(policy: AutoPolicy, reach: float, staleness: int, num_ready: int, 
     return max(gains)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("slope", SLOPES)
+@sweep("step", STEPS)
+@sweep("slope", SLOPES)
 def test_whichever_promises_more_tokens_for_its_time_is_done(step: float, slope: float):
     decisions = set()
     for rate, (fresh, stale), confidence in itertools.product(RATES, ACCEPTANCES, CONFIDENCES):
@@ -209,8 +210,8 @@ def test_whichever_promises_more_tokens_for_its_time_is_done(step: float, slope:
     assert (True in decisions) == (step < 1.0)
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("confidence", CONFIDENCES)
+@sweep("step", STEPS)
+@sweep("confidence", CONFIDENCES)
 def test_stale_drafts_that_are_as_good_as_fresh_ones_are_used(step: float, confidence: float):
     assert not drops(deciding(0.7, 0.7, priced_at(step, 0.05, 2.0)), confidence)
 
@@ -366,7 +367,7 @@ async def test_a_trained_drafter_drafts_inside_the_targets_passes(lookahead: Any
     assert statistics.draft_failures == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@sweep("seed", range(3))
 async def test_a_trained_drafter_that_is_wrong_at_times_changes_no_text(seed: int, autojump_clock: Any) -> None:
     wrong = agreeing(0.6)
 

@@ -10,6 +10,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedModel, agreeing, collect, simulated, truthful
+from sweeps import sweep
 
 from protocol.prices import Estimates
 from protocol.session_state import Commit
@@ -58,7 +59,7 @@ def test_a_rejection_counts_what_stood_and_what_fell():
     assert counts == Counts(generated_tokens=3, accepted=2, rejected=3, rounds=1)
 
 
-@pytest.mark.parametrize(("num_stale", "accepted", "rejected"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (4, 2, 2), (5, 2, 3)])
+@sweep(("num_stale", "accepted", "rejected"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (4, 2, 2), (5, 2, 3)])
 def test_stale_drafts_are_counted_apart(num_stale, accepted, rejected):
     counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3, num_stale=num_stale))
     assert (counts.accepted_stale, counts.rejected_stale) == (accepted, rejected)
@@ -91,7 +92,7 @@ def test_a_step_that_settles_a_replay_is_no_fallback():
     assert counts == Counts(generated_tokens=1, accepted=1, rounds=1, settling_rounds=1)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("num_given", "expected"),
     [
         (0, Counts()),
@@ -239,8 +240,8 @@ def test_passes_are_named_where_streams_shared_them(num_rows, is_said):
     assert (f"{num_rows}.0 streams a pass" in repr(snapshot(counts))) is is_said
 
 
-@pytest.mark.parametrize("elapsed", [0.0, 4.0])
-@pytest.mark.parametrize("num_tokens", [0, 1])
+@sweep("elapsed", [0.0, 4.0])
+@sweep("num_tokens", [0, 1])
 def test_no_rate_is_made_up_before_there_is_anything_to_divide(elapsed, num_tokens):
     counts = given_all(*[commit(4)] * num_tokens)
     taken = snapshot(counts, elapsed=elapsed, generation_seconds=elapsed, time_to_first_token=None)
@@ -302,8 +303,8 @@ async def test_a_stream_alone_has_each_pass_for_itself(autojump_clock: Any) -> N
         assert taken.wait_seconds == taken.longest_wait_seconds == 0
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 8])
-@pytest.mark.parametrize("lookahead", [0, 2])
+@sweep("max_batch", [1, 2, 8])
+@sweep("lookahead", [0, 2])
 async def test_the_passes_of_streams_add_up_to_those_that_the_target_has_run(
     max_batch: int, lookahead: int, autojump_clock: Any
 ) -> None:

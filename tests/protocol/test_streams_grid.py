@@ -11,6 +11,7 @@ import logging
 
 import pytest
 from streams_grid import DEVICES, Cell, as_text, cells, geometric_mean, ratios
+from sweeps import sweep
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("cell", SAMPLE, ids=str)
+@sweep("cell", SAMPLE)
 def test_shared_passes_are_not_much_slower_than_plain_batches_and_turns_in_a_sample(cell):
     assert ratios(cell).over_better >= MIN_RATIO
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from protocol.errors import ModelError, SettingsError
 from protocol.validation import check_integer, check_integers, check_number, is_integer, is_number, validator
@@ -50,14 +51,14 @@ def test_a_whole_number_may_be_as_large_as_it_likes():
     assert message_of(check_integer, "size", -HUGE, 1).startswith("size must be a whole number of at least 1, got ")
 
 
-@pytest.mark.parametrize("value", NOT_INTEGERS, ids=repr)
+@sweep("value", NOT_INTEGERS)
 def test_nothing_but_an_int_is_a_whole_number(value):
     assert not is_integer(value)
     assert message_of(check_integer, "size", value, 0, 5).startswith("size must be a whole number between 0 and 5, got")
     assert message_of(check_integers, "sizes", (1, value), 0, 5).startswith("sizes must be whole numbers between 0 and")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "message"),
     [
         ({}, "size must be a whole number of at least 1, got 0"),
@@ -106,19 +107,19 @@ def test_a_number_is_allowed_just_within_its_bounds(value, low, high, above):
         assert "got" in message_of(check_number, "share", value, low, high, above=above)
 
 
-@pytest.mark.parametrize("value", [0, 1, 0.5, -0.0, 5e-324, 1.7976931348623157e308, np.float64(0.5)], ids=repr)
+@sweep("value", [0, 1, 0.5, -0.0, 5e-324, 1.7976931348623157e308, np.float64(0.5)])
 def test_any_finite_int_or_float_is_a_number(value):
     assert is_number(value)
     check_number("share", value, 0)
 
 
-@pytest.mark.parametrize("value", NO_FINITE_NUMBERS, ids=lambda value: repr(value)[:12])
-@pytest.mark.parametrize("bounds", [(), (0,), (0, 1)])
+@sweep("value", NO_FINITE_NUMBERS)
+@sweep("bounds", [(), (0,), (0, 1)])
 def test_nothing_else_is_a_finite_number(value, bounds):
     assert message_of(check_number, "share", value, *bounds).startswith("share must be a")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "message"),
     [
         ({}, "share must be a finite number, got nan"),

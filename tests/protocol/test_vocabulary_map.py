@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 from protocol.errors import ProtocolError
 from protocol.vocabulary_map import Tokenize, Vocabulary, VocabularyMap, map_vocabularies
@@ -124,7 +125,7 @@ def test_other_tokens_are_spelled_as_the_draft_models_tokenizer_does() -> None:
     assert mapped(vocabulary(b"abc"), draft, lambda texts: [[1, 4] for _ in texts]).readings == ((1, 4),)
 
 
-@pytest.mark.parametrize("wrong", [[1], [1, 4, 3], [9], []])
+@sweep("wrong", [[1], [1, 4, 3], [9], []])
 def test_what_does_not_spell_the_text_is_not_used(wrong: list[int]) -> None:
     draft = vocabulary(b"ab", b"a", b"b", b"c", b"bc")
     assert mapped(vocabulary(b"abc"), draft, lambda texts: [wrong for _ in texts]).readings == ((0, 3),)

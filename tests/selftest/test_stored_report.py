@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 from runtime.selftest.checks import Check, Finding
 from runtime.selftest.report import SelfTestReport
@@ -59,8 +60,8 @@ def test_a_report_of_another_version_is_out_of_date() -> None:
     assert dict(rows_of_last_report())["out of date"] == "it was made with mlx 0.1.0; run outrider selftest again"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"format": 0}', '{"format": 1}', "\ud800"])
+@sweep("content", ["", "{", "[]", "3", '{"format": 0}', '{"format": 1}', "\ud800"])
 def test_what_is_no_report_is_passed_over(content: str) -> None:
-    path_of_last_report().parent.mkdir()
+    path_of_last_report().parent.mkdir(exist_ok=True)
     path_of_last_report().write_bytes(content.encode("utf-8", "surrogatepass"))
     assert rows_of_last_report() == []

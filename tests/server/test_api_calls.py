@@ -7,9 +7,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from asgi import COUNT_TOKENS, MESSAGES, RESPONSES, Served
 from assembled import assembled_message, assembled_response, partial, text_of_message, text_of_response
+from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
 from tool_letters import OSLO, USER, serve_calls
 from tool_letters import TOOLS as TOLD
@@ -67,8 +67,8 @@ def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
     return [json.loads(event.encoded().partition("data: ")[2]) for event in events]
 
 
-every_case = pytest.mark.parametrize("case", CASES)
-sizes = pytest.mark.parametrize("size", [1, 2, 7, 1000])
+every_case = sweep("case", CASES)
+sizes = sweep("size", [1, 2, 7, 1000])
 
 
 @every_case
@@ -192,7 +192,7 @@ def test_a_response_calls_a_function_and_takes_its_output() -> None:
     serve_calls(test, OSLO)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("choice", "wanted", "is_parallel"),
     [
         ({"type": "auto"}, "auto", None),
@@ -208,7 +208,7 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, 
     assert (chat.tool_choice, chat.parallel_tool_calls) == (wanted, is_parallel)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("choice", "wanted", "names"),
     [
         ("required", "required", "fg"),

@@ -23,6 +23,7 @@ from asgi import (
     watched_streams,
 )
 from scripted import ScriptedModel
+from sweeps import sweep
 
 from runtime.server.answers.preparation import make_echo
 from runtime.server.context import Limits
@@ -57,8 +58,8 @@ async def asked(server: Served, path: str, body: dict[str, Any]) -> Any:
 # --- several answers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
+@sweep("stream", [False, True])
+@sweep(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
 def test_a_seeded_request_has_the_same_answers_each_time_and_the_first_is_that_of_one(
     path: str, body: dict[str, Any], stream: bool
 ) -> None:
@@ -249,7 +250,7 @@ def test_a_request_for_many_answers_leaves_others_their_turn() -> None:
     simulated_server(test, max_streams=2)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": ["abcd"] * 8, "n": 16, "logprobs": 5, "max_tokens": 1366}),
@@ -324,8 +325,8 @@ def logits_of(script: Any, history: list[int]) -> list[float]:
     return [each - total for each in logits]
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 5])
-@pytest.mark.parametrize("stream", [False, True])
+@sweep("max_tokens", [0, 1, 5])
+@sweep("stream", [False, True])
 def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(max_tokens: int, stream: bool) -> None:
     async def test(server: Served) -> None:
         prompt = "def f and g"
@@ -364,9 +365,9 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(max_t
     simulated_server(test)
 
 
-@pytest.mark.parametrize("num_top", [0, 2])
-@pytest.mark.parametrize("max_tokens", [1, 5])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@sweep("num_top", [0, 2])
+@sweep("max_tokens", [1, 5])
+@sweep("path", [COMPLETIONS, CHAT])
 def test_log_probabilities_of_the_prompt_are_those_of_its_score(path: str, max_tokens: int, num_top: int) -> None:
     async def test(server: Served) -> None:
         said = {"prompt": "def f and g"} if path == COMPLETIONS else HELLO
@@ -425,7 +426,7 @@ class Pieces:
 LLAMA, GLM = ["<s>", " Hello", " world", "!"], ["[gMASK]", "<sop>", "Hello", " world"]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("pieces", "prompt", "offsets"),
     [
         (LLAMA, "Hello world!", [0, 0, 5, 11]),
@@ -565,7 +566,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize(("markers", "expected"), FAMILIES, ids=[each[0]["P"] for each in FAMILIES])
+@sweep(("markers", "expected"), FAMILIES)
 def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], expected: str) -> None:
     async def test(server: Served) -> None:
         prompts: list[Any] = []
@@ -676,7 +677,7 @@ def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too() 
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "body", "param", "message"),
     [
         (COMPLETIONS, {"n": 17}, "n", "n must be at most 16"),

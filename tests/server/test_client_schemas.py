@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
-import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from asgi import CHAT, COMPLETIONS, COUNT_TOKENS, FIM, MESSAGES, RESPONSES, Exchange
 from every_response import all_seen
@@ -16,6 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
+from sweeps import sweep
 
 # Locations of fields, without the indices of lists.
 Locations = Mapping[str, bool]
@@ -123,7 +123,7 @@ def check_type(body: dict[str, Any], type: Any, nulls: Locations) -> None:
             assert location in nulls, problem
 
 
-@pytest.mark.parametrize("path", SCHEMAS)
+@sweep("path", SCHEMAS)
 def test_answers_are_what_the_clients_for_python_and_for_javascript_read(path: str) -> None:
     schema = SCHEMAS[path]
     answers = [answer for at, answer in all_seen() if at == path and answer.scope["method"] != "DELETE"]

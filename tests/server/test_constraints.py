@@ -12,6 +12,7 @@ import pytest
 import trio
 from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, pool_of
 from calling_models import calling_pair
+from sweeps import sweep
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
@@ -67,7 +68,7 @@ def parsed(fields: dict[str, Any]) -> ChatRequest:
     return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())
 
 
-@pytest.mark.parametrize(("fields", "kind", "value"), FIELDS)
+@sweep(("fields", "kind", "value"), FIELDS)
 def test_a_field_is_the_constraint_that_it_stands_for(fields: Any, kind: str, value: Any) -> None:
     constraint = parsed(fields).constraint
     assert constraint is not None
@@ -79,7 +80,7 @@ def test_no_constraint_is_none() -> None:
     assert [parsed(fields).constraint for fields in NONE] == [None] * len(NONE)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("fields", "param", "said"),
     [
         ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "both guided_json and guided_regex"),

@@ -18,6 +18,7 @@ from asgi import (
 )
 from assembled import assembled_message, assembled_response, text_of_message, text_of_response
 from scripted import ScriptedModel
+from sweeps import sweep
 
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 BEGUN: dict[str, Any] = {"role": "assistant", "content": "well, yes"}
@@ -43,8 +44,8 @@ async def prompt_of(server: Served, **chat: Any) -> str:
     return Letters().decode(answer.json["tokens"])
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@sweep("stream", [False, True])
+@sweep("path", [CHAT, MESSAGES, RESPONSES])
 def test_the_answer_goes_on_where_the_message_ends(path: str, stream: bool) -> None:
     async def test(server: Served) -> None:
         expected = await server.simulation.runtime.generate(server.tokenizer.encode(CONTINUED), max_tokens=9)
@@ -57,7 +58,7 @@ def test_the_answer_goes_on_where_the_message_ends(path: str, stream: bool) -> N
     simulated_server(test, ScriptedModel(looping))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("last", "fields", "prompt"),
     [
         (BEGUN, {}, CONTINUED),

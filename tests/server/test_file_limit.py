@@ -6,6 +6,7 @@ import resource
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 from protocol.errors import SettingsError
 from runtime.server.connections.address import OTHER_FILES, make_room_for_connections
@@ -38,7 +39,7 @@ def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, most: int = 10
     return system
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("soft", "hard", "most", "requested", "number", "soft_after"),
     [
         (20_000, 20_000, 10**6, None, 1000, 20_000),

@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sweeps import sweep
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
 
@@ -28,7 +28,7 @@ PAIRS = [
     ("def f(", ""),
     ("naïve 🙂 = 1", "🙂 中文\n"),
 ]
-pairs = pytest.mark.parametrize(("prefix", "suffix"), PAIRS)
+pairs = sweep(("prefix", "suffix"), PAIRS)
 QWEN_PARTS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -152,7 +152,7 @@ def made(family: str) -> TokenizerWrapper:
 
 
 @pairs
-@pytest.mark.parametrize("family", BY_CARD)
+@sweep("family", BY_CARD)
 def test_a_prompt_is_what_the_tokenizer_makes_of_the_text_on_the_model_card(
     family: str, prefix: str, suffix: str
 ) -> None:
@@ -170,7 +170,7 @@ def spelled(tokenizer: Any, tokens: list[int]) -> str:
 
 
 @pairs
-@pytest.mark.parametrize("family", ["Codestral", "CodeLlama"])
+@sweep("family", ["Codestral", "CodeLlama"])
 def test_sentencepiece_puts_a_space_in_front_of_the_prefix_alone(family: str, prefix: str, suffix: str) -> None:
     """So do Meta's and Mistral's own encoders: the suffix goes on where the middle ends."""
     tokenizer = made(family)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from asgi import (
     CHAT,
     COMPLETIONS,
@@ -18,12 +17,13 @@ from asgi import (
     direct,
     simulated_server,
 )
+from sweeps import sweep
 
 from runtime.server.answers.body import IgnoredFields
 from runtime.server.context import Limits
 
 HEADER = "x-outrider-ignored"
-BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
 SAID = {"role": "user", "content": "hello"}
 ASKED: dict[str, dict[str, Any]] = {
     COMPLETIONS: DEF,

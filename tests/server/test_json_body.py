@@ -13,6 +13,7 @@ from asgi import COMPLETIONS, RESPONSES, Aside, Letters, Served, simulated_serve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
+from sweeps import sweep
 
 from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside, json_pieces
 from runtime.server.fair_threads import SHORT, FairThreads, in_thread
@@ -93,7 +94,7 @@ LONG: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "more"), LONG)
+@sweep(("path", "body", "more"), LONG)
 def test_what_a_long_response_names_is_counted(
     path: str, body: Any, more: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from asgi import (
 from assembled import assembled_message, text_of_message
 from pydantic import TypeAdapter
 from scripted import ScriptedModel, priced
+from sweeps import sweep
 
 from protocol.settings import settings_from
 from runtime.server.answers.request import SchemaJson
@@ -81,7 +82,7 @@ def test_usage_tells_what_was_cached_apart_from_what_was_read() -> None:
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("text", "blocks"),
     [
         ("<t> hm so </t> yes", [("thinking", "hm so"), ("text", "yes")]),
@@ -196,7 +197,7 @@ def test_what_a_client_sends_by_itself_is_not_refused() -> None:
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("thinking", "variables"),
     [
         (None, {}),
@@ -237,7 +238,7 @@ def test_tokens_are_counted_without_generating() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("fields", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),

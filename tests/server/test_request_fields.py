@@ -24,6 +24,7 @@ from asgi import (
 from assembled import assembled_message, assembled_response, text_of_message, text_of_response
 from calling_models import calling_tokenizer
 from scripted import ScriptedModel, hashed
+from sweeps import sweep
 from transformers import AddedToken
 
 from runtime.generation.token_reader import Token
@@ -35,7 +36,7 @@ from runtime.server.openai.requests import ChatRequest
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.store import ResponseStore
 
-BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
 
 
 @BOTH
@@ -162,13 +163,12 @@ def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_re
     )
 
 
-OTHERS = pytest.mark.parametrize(
+OTHERS = sweep(
     ("path", "body", "text_of"),
     [
         (RESPONSES, {"input": "hello", "max_output_tokens": 30}, text_of_response),
         (MESSAGES, {**HELLO, "max_tokens": 30}, text_of_message),
     ],
-    ids=["responses", "messages"],
 )
 ASSEMBLED: Any = {RESPONSES: assembled_response, MESSAGES: assembled_message}
 
@@ -222,7 +222,7 @@ def test_special_tokens_that_are_left_out_have_no_place_in_the_text() -> None:
 OTHER_NAMES = [("max_tokens", "n_predict", 5), ("seed", "random_seed", 4), ("thinking", "enable_thinking", False)]
 
 
-@pytest.mark.parametrize(("name", "other", "value"), OTHER_NAMES)
+@sweep(("name", "other", "value"), OTHER_NAMES)
 def test_null_is_as_if_a_field_was_not_sent_and_its_other_name_is_read(name: str, other: str, value: Any) -> None:
     def parsed(**fields: Any) -> ChatRequest:
         return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())

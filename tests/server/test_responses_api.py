@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scripted import ScriptedModel
+from sweeps import sweep
 
 from protocol.settings import settings_from
 from runtime.generation.token_reader import Token
@@ -85,7 +86,7 @@ def test_usage_is_what_the_statistics_say() -> None:
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("text", "items"),
     [
         ("<t> hm so </t> yes", [("reasoning", "hm so"), ("message", "yes")]),
@@ -280,7 +281,7 @@ def test_what_a_client_sends_by_itself_is_not_refused() -> None:
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("fields", "param", "message"),
     [
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, got 0"),

@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from sample_tokenizers import EMOJI_BYTES, byte_fallback, demo
 from scripted import ScriptedModel, hashed, priced
+from sweeps import sweep
 
 import runtime
 from protocol.prices import Prices
@@ -53,13 +54,13 @@ from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
 from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
 
-BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
 
 # --- answers --------------------------------------------------------------------------------------
 
 
 @BOTH
-@pytest.mark.parametrize("ending", ["length", "stop", "end"])
+@sweep("ending", ["length", "stop", "end"])
 def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) -> None:
     async def test(server: Served) -> None:
         whole = (await direct(server, body, max_tokens=30)).text
@@ -226,7 +227,7 @@ def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("ending", ["length", "stop"])
+@sweep("ending", ["length", "stop"])
 def test_the_chunk_that_ends_a_text_has_no_text(ending: str, path: str, body: Any) -> None:
     async def test(server: Served) -> None:
         whole = (await server.ask(path, {**body, "max_tokens": 6})).text
@@ -298,8 +299,8 @@ def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: l
     assert (answer.content, answer.reasoning) == told_apart(text, is_thinking=is_thinking)
 
 
-@pytest.mark.parametrize("lookahead", [0, 4])
-@pytest.mark.parametrize(
+@sweep("lookahead", [0, 4])
+@sweep(
     ("text", "begun", "said", "thought"),
     [
         ("<t> hm so </t>\x20 yes no", False, "yes no", "hm so"),
@@ -467,8 +468,8 @@ async def leaves(server: Served, phase: str, body: dict[str, Any]) -> Exchange:
     return one
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("phase", PHASES)
+@sweep("stream", [False, True])
+@sweep("phase", PHASES)
 def test_a_client_that_leaves_ends_its_generation_within_one_pass(phase: str, stream: bool) -> None:
     async def test(server: Served) -> None:
         simulation = server.simulation
@@ -550,7 +551,7 @@ def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(stream
     simulated_server(test, max_streams=1, max_waiting=1)
 
 
-@pytest.mark.parametrize("phase", ["finished", "refused", "failed", *PHASES])
+@sweep("phase", ["finished", "refused", "failed", *PHASES])
 def test_room_is_free_again_however_a_request_ends(phase: str, monkeypatch: Any) -> None:
     async def test(server: Served) -> None:
         if phase == "finished":

@@ -9,6 +9,7 @@ import pytest
 import trio
 from asgi import COMPLETIONS, DEF, MODEL, Served, ask, exchange, looping, simulated_server
 from scripted import ScriptedModel
+from sweeps import sweep
 
 from runtime.server.connections.address import network
 from runtime.server.middleware import AccessLog, ForwardedClients
@@ -39,7 +40,7 @@ def test_each_request_is_one_line_when_it_is_over() -> None:
 PROXY, OTHER = "10.0.0.1", "10.0.0.2"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("peer", "forwarded", "client"),
     [
         (PROXY, [], PROXY),

@@ -30,6 +30,7 @@ from scripted import (
     simulated,
     truthful,
 )
+from sweeps import sweep
 
 from runtime.server.answers import sending
 from runtime.server.app import Service, application
@@ -208,8 +209,8 @@ def _nothing_in_the_log(caplog: pytest.LogCaptureFixture) -> Any:
 # --- at every byte --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", REQUESTS)
+@sweep("way", WAYS)
+@sweep("kind", REQUESTS)
 async def test_a_client_that_goes_after_any_byte_of_its_request_leaves_nothing(kind: str, way: str) -> None:
     async with served() as server:
 
@@ -246,7 +247,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(ki
         await server.assert_unharmed()
 
 
-@pytest.mark.parametrize("kind", REQUESTS)
+@sweep("kind", REQUESTS)
 async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind: str) -> None:
     async with served(patience=ConnectionLimits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
         statuses: list[int] = []
@@ -267,7 +268,7 @@ async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_g
 # --- what is not the request that was expected ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("garbage", "status"),
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(range(256)), 400),  # TLS
@@ -398,8 +399,8 @@ async def test_two_requests_at_once_are_answered_in_turn_on_one_connection() -> 
         await server.assert_unharmed()
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("behind", [b"\r\n", REQUESTS["health"]], ids=["blank line", "request"])
+@sweep("stream", [False, True])
+@sweep("behind", [b"\r\n", REQUESTS["health"]])
 async def test_a_client_with_more_to_say_that_leaves_is_heard_to_leave(behind: bytes, stream: bool) -> None:
     async with served(seconds=0.001) as server:
         with await connect(server.port) as client:
@@ -503,7 +504,7 @@ async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path: str, stat
 EARLY = [("/v1/completions", 415), ("/health", 405), ("/nothing", 404)]
 
 
-@pytest.mark.parametrize(("path", "status"), EARLY)
+@sweep(("path", "status"), EARLY)
 async def test_an_answer_before_the_body_has_come_says_that_it_is_the_last(path: str, status: int) -> None:
     async with served() as server:
         with await connect(server.port) as client:
@@ -517,7 +518,7 @@ async def test_an_answer_before_the_body_has_come_says_that_it_is_the_last(path:
         await server.assert_unharmed()
 
 
-@pytest.mark.parametrize(("path", "status"), EARLY)
+@sweep(("path", "status"), EARLY)
 async def test_a_body_that_came_at_once_does_not_cost_the_connection_though_nobody_reads_it(
     path: str, status: int
 ) -> None:

@@ -25,13 +25,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scripted import ScriptedModel
+from sweeps import sweep
 
 from protocol.settings import settings_from
 from runtime.server.answers.body import parse_request
 from runtime.server.context import Limits
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 
-BOTH = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)], ids=["completions", "chat"])
+ASKED = [(COMPLETIONS, DEF), (CHAT, HELLO)]
+BOTH = sweep(("path", "body"), ASKED)
 
 # --- from fields to settings ----------------------------------------------------------------------
 
@@ -77,14 +79,14 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "body"),
     [
         pytest.param(COMPLETIONS, DEF, id="completions"),
         pytest.param(CHAT, HELLO, id="chat", marks=pytest.mark.slow),  # reads these fields by the same code
     ],
 )
-@pytest.mark.parametrize("field", FIELDS)
+@sweep("field", FIELDS)
 def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: Any) -> None:
     fields, wanted = FIELDS[field]
 
@@ -102,7 +104,7 @@ def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: 
 
 
 @BOTH
-@pytest.mark.parametrize(
+@sweep(
     ("fields", "wanted"),
     [
         ({}, {}),
@@ -154,7 +156,7 @@ def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperat
     assert parse_request(CompletionRequest, body).settings() == wanted
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "body", "logprobs"),
     [
         (COMPLETIONS, {**DEF, "logprobs": 0}, 1),
@@ -177,7 +179,7 @@ def test_log_probabilities_and_the_newer_name_for_a_length(path: str, body: Any,
     simulated_server(test, limits=Limits(max_tokens=24))
 
 
-@pytest.mark.parametrize("prompt", ["def f", ["def f"], Letters().encode("def f"), [Letters().encode("def f")]])
+@sweep("prompt", ["def f", ["def f"], Letters().encode("def f"), [Letters().encode("def f")]])
 def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(prompt: Any) -> None:
     async def test(server: Served) -> None:
         expected = await direct(server, DEF, max_tokens=9)
@@ -229,7 +231,7 @@ def test_a_penalty_that_logits_cannot_be_divided_by_is_the_clients_error() -> No
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("fields", "param", "said"),
     [
         ({"draft_temperature": -1}, "draft_temperature", "draft_temperature must be at least 0, got -1"),
@@ -283,7 +285,7 @@ def test_a_field_that_is_wrong_is_named_with_its_bound(
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "body", "param", "said"),
     [
         (COMPLETIONS, {}, "prompt", "prompt is missing"),
@@ -321,7 +323,7 @@ def test_a_prompt_that_is_none_and_what_is_not_there(path: str, body: Any, param
     simulated_server(test)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("kind", "field", "value"),
     [
         (CompletionRequest, "prompt", [-1] * 20_000),
@@ -353,7 +355,7 @@ def test_another_model_is_not_at_a_strict_server(path: str, body: Any) -> None:
     simulated_server(test, is_strict=True)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("body", "said"),
     [
         (b"", "EOF"),
@@ -375,7 +377,7 @@ def test_a_body_that_is_no_object_of_json(body: bytes, said: str) -> None:
     simulated_server(test)
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+@sweep("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
 def test_a_body_that_is_not_said_to_be_json_is_not_read(kind: str | None) -> None:
     async def test(server: Served) -> None:
         headers = {} if kind is None else {"content-type": kind}
@@ -434,8 +436,8 @@ def test_a_body_must_come_in_time() -> None:
     simulated_server(test)
 
 
-@pytest.mark.parametrize(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
-@pytest.mark.parametrize("limited", ["context", "server"])
+@sweep(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+@sweep("limited", ["context", "server"])
 def test_a_prompt_that_is_too_long_says_so_before_model_work(limited: str, path: str, param: str) -> None:
     async def test(server: Served) -> None:
         long = "a" * 60
@@ -497,10 +499,10 @@ def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, An
     return st.fixed_dictionaries({}, optional=fields).map(lambda body: {**base, "max_tokens": 3, **body}) | json_values
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.data())
-@BOTH
-def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(path: str, body: Any, data: st.DataObject) -> None:
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(st.sampled_from(ASKED), st.data())
+def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(asked: tuple[str, Any], data: st.DataObject) -> None:
+    path, body = asked
     kind = ChatRequest if path == CHAT else CompletionRequest
     sent = data.draw(bodies(kind, body))
 
@@ -576,7 +578,7 @@ def test_the_one_model_is_listed() -> None:
     simulated_server(test, ScriptedModel(looping, context_length=40), small="small")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "method", "status"),
     [
         ("/nothing", "GET", 404),
@@ -603,7 +605,7 @@ def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, stat
 OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "remedy"),
     [
         ("/nothing", "/docs lists what there is"),
@@ -629,7 +631,7 @@ def test_what_is_not_there_is_answered_with_what_is(path: str, remedy: str) -> N
 KEYED = {"api_key": "s3cret"}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("authorization", "status"),
     [
         (None, 401),
@@ -644,7 +646,7 @@ KEYED = {"api_key": "s3cret"}
         ("bearer s3cret", 200),
     ],
 )
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models"])
+@sweep("path", [COMPLETIONS, "/v1/models"])
 def test_a_key_is_asked_for(authorization: str | None, status: int, path: str) -> None:
     async def test(server: Served) -> None:
         headers = {"content-type": "application/json"}
@@ -680,7 +682,7 @@ def test_all_but_the_pages_and_the_figures_wants_a_key() -> None:
     simulated_server(test, **KEYED)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("host", "is_known"),
     [
         ("localhost", True),
@@ -753,7 +755,7 @@ def test_pages_that_may_ask_may_do_so_from_a_public_network() -> None:
     simulated_server(test, origins=[ours], **KEYED)
 
 
-@pytest.mark.parametrize("name", ["authorization", "content-type", "x-stainless-os", "x-anything"])
+@sweep("name", ["authorization", "content-type", "x-stainless-os", "x-anything"])
 def test_pages_that_may_ask_may_send_whatever_headers_their_client_has(name: str) -> None:
     ours, theirs = "https://ours.example", "https://theirs.example"
 
@@ -768,7 +770,7 @@ def test_pages_that_may_ask_may_send_whatever_headers_their_client_has(name: str
     simulated_server(test, origins=[ours], **KEYED)
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/nothing", "/v1/models", "/metrics"])
+@sweep("path", ["/", "/health", "/nothing", "/v1/models", "/metrics"])
 def test_every_answer_has_the_headers_that_keep_browsers_careful(path: str) -> None:
     async def test(server: Served) -> None:
         answer = await server.ask(path)

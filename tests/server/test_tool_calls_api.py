@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from asgi import CHAT, ScriptedCheck, Served, looping, simulated_server
 from scripted import ScriptedModel
+from sweeps import sweep
 from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, ToolLetters, serve_calls
 
 
@@ -33,8 +33,8 @@ def message_of(events: Sequence[Any]) -> tuple[dict[str, Any], str | None]:
     return message, reason
 
 
-@pytest.mark.parametrize("lookahead", [0, 4])
-@pytest.mark.parametrize(
+@sweep("lookahead", [0, 4])
+@sweep(
     ("says", "content", "calls"),
     [
         (OSLO, None, [("weather", {"city": "oslo"})]),
@@ -95,7 +95,7 @@ def test_a_call_that_is_cut_off_by_its_length_is_text() -> None:
     serve_calls(test, OSLO)
 
 
-@pytest.mark.parametrize("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"functions": []}])
+@sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"functions": []}])
 def test_without_tools_nothing_is_told_apart(body: dict[str, Any]) -> None:
     async def test(server: Served) -> None:
         choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
@@ -157,7 +157,7 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
     serve_calls(test, "wet", seen)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("body", "says"),
     [
         ({"tools": [{"type": "web"}]}, "tools[0] is of type 'web', and only functions can be called"),

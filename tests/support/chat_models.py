@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,9 +46,14 @@ def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> Token
     return TokenizerWrapper(base)
 
 
+VOCAB_SIZE = 4101
+# A `logit_bias` with which a text neither ends nor has a special token.
+QUIET = dict.fromkeys((0, *range(4096, VOCAB_SIZE)), -math.inf)
+
+
 @functools.cache
 def target(seed: int = 0) -> nn.Module:
-    return llama(seed, vocab_size=4101)
+    return llama(seed, vocab_size=VOCAB_SIZE)
 
 
 def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsProcessor:

@@ -18,6 +18,7 @@ from command_line import HANGS_S, environment
 
 KEY = "s3cret"
 MODEL = "outrider-demo-target"
+PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
 
 
 @attrs.define

@@ -14,6 +14,7 @@ import trio
 from browser import visit
 from sample_tokenizers import demo
 from scripted import Price, ScriptedModel, Simulation, agreeing, never, priced, run, simulated, truthful
+from sweeps import sweep
 
 import runtime
 from protocol.session_state import Commit
@@ -113,7 +114,7 @@ def long() -> list[Event]:
 # --- the page's data ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("settings", "target", "draft"),
     [
         ({}, {}, agreeing(0.75)),
@@ -125,7 +126,6 @@ def long() -> list[Event]:
         ({"max_tokens": 1}, {}, truthful),
         ({"stop_tokens": range(8)}, {}, agreeing(0.75)),
     ],
-    ids=["auto", "always right", "always wrong", "n=1", "checkpoints", "plain", "one token", "stops"],
 )
 def test_figures_are_those_of_the_statistics(settings, target, draft):
     settings = {"max_tokens": 50} | settings

@@ -19,6 +19,7 @@ import pytest
 import trio
 from models import greedy, llama, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, priced, run, simulated, text_of, truthful
+from sweeps import sweep
 
 import runtime
 import runtime.tracing.trace_files
@@ -409,7 +410,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_a_whole_trace(tmp_path):
     assert of(whole(tmp_path / "trace.json"), "X", "load")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("path", "reason"),
     [
         ("/no/such/directory/trace.json", "No such file or directory"),
@@ -428,7 +429,7 @@ async def test_a_path_that_cannot_be_written_is_a_settings_error_before_any_mode
     assert "directory that exists" in str(refusal.value)
 
 
-@pytest.mark.parametrize("trace", [7, b"trace.json", ["trace.json"], True])
+@sweep("trace", [7, b"trace.json", ["trace.json"], True])
 async def test_what_is_neither_a_function_nor_a_path_is_a_settings_error(trace):
     with pytest.raises(runtime.SettingsError, match="a function of one event or the path of a file"):
         async with runtime.open((target(), None), trace=trace):
@@ -568,9 +569,9 @@ class Disk:
                 raise self._error
 
 
-@pytest.mark.parametrize("kind", [ChromeFile, TimelineFile])
-@pytest.mark.parametrize(("call", "at"), [("write", 1), ("write", 2), ("write", 5), ("close", 1)])
-@pytest.mark.parametrize(
+@sweep("kind", [ChromeFile, TimelineFile])
+@sweep(("call", "at"), [("write", 1), ("write", 2), ("write", 5), ("close", 1)])
+@sweep(
     ("error", "reason"),
     [(OSError(28, "No space left on device"), "No space left on device"), (OSError("gone"), "gone")],
 )

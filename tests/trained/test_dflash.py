@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from architectures import build
 from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
+from sweeps import sweep
 from trained_drafters import BLOCK_SIZE, write_dflash
 
 import runtime
@@ -51,7 +52,7 @@ def close(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-4 * (1 + mx.abs(expected)))))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
     expected, reader = expected_of(case), reader_of(case)
     model, target_ids = load_dflash(case)
@@ -92,7 +93,7 @@ def changed(case: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("changes", "said"),
     [
         ({"mask_token_id": "absent"}, "has no 'mask_token_id'"),
@@ -243,8 +244,8 @@ def test_another_text_is_read_with_its_own_features(reader: DFlashReader, start:
 # --- a runtime ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 8, "auto"])
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@sweep("lookahead", [1, 3, 8, "auto"])
+@sweep("name", ["llama", "lfm2"])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)
     async with drafted(write_dflash(tmp_path, built), built) as rt:
@@ -292,7 +293,7 @@ async def test_what_is_drafted_after_a_miss_is_a_block_on_the_targets_features(t
         assert tokens == tuple(mx.argmax(logits[: len(tokens)], axis=-1).tolist())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("changes", "said"),
     [
         ({"hidden_size": 48}, "reads hidden states of a width of 48, and those of this target have 32"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from architectures import build
+from sweeps import sweep
 from trained_drafters import write_dflash, write_eagle3
 
 import runtime
@@ -19,7 +20,7 @@ def naming(*architectures: str, name: str | None = None) -> dict[str, Any]:
     return {"speculators_config": {"verifier": {"architectures": list(architectures), "name_or_path": name}}}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("family", "architecture"),
     [
         ("llama", "LlamaForCausalLM"),
@@ -34,7 +35,7 @@ def test_a_target_of_the_kind_that_is_named_is_taken(family: str, architecture: 
     check_named_target(naming(architecture, name="org/other-name"), build(family), "the drafter")
 
 
-@pytest.mark.parametrize(
+@sweep(
     "config", [{}, {"speculators_config": None}, {"speculators_config": {"verifier": []}}, naming(), naming("Llama")]
 )
 def test_files_that_do_not_say_are_taken(config: dict[str, Any]) -> None:

@@ -11,13 +11,14 @@ import trio
 from architectures import VOCAB_SIZE, build
 from drafted_runtime import PROMPTS, check_greedy, drafted
 from models import greedy
+from sweeps import sweep
 from trained_drafters import write_eagle3
 
 import runtime
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, "auto"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("lookahead", [1, 3, "auto"])
+@sweep("name", ["llama", "gemma3_text", "lfm2"])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)
     async with drafted(write_eagle3(tmp_path, built), built) as rt:

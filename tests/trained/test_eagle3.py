@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from sweeps import sweep
 
 from actors.trained.eagle3 import Eagle3Config, LoadedEagle3, load, read_config
 from actors.trained.eagle3_training import logits_of_steps
@@ -36,7 +37,7 @@ def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, beg
     return given
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
     loaded = load(case)
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
@@ -76,7 +77,7 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
     assert mx.array_equal(loaded.target_ids, mx.arange(40) + weights["d2t"])
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("changes", "said"),
     [
         ({"transformer_layer_config": {"model_type": "mamba"}}, "layers of the kind 'mamba' is not supported"),
@@ -125,7 +126,7 @@ def test_a_target_without_the_layers_is_refused(layers: tuple[int, ...]) -> None
         config.feature_layers_of(12)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@sweep("case", CASES)
 def test_all_steps_at_all_positions_at_once_are_those_of_the_torch_classes(case: Path) -> None:
     loaded = load(case)
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]

@@ -10,6 +10,7 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, build
 from drafted_runtime import recorded
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
+from sweeps import sweep
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating, evaluating_layers
@@ -24,7 +25,7 @@ TOKENS = mx.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]) % VOCAB_SIZE
 UNRECORDABLE = {"gemma3n", "deepseek_v41", "iquestloopcoder"}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@sweep("name", ARCHITECTURES)
 def test_every_family_can_be_recorded_or_says_that_it_cannot(name: str) -> None:
     model = build(name)
     tokens = TOKENS[:1]
@@ -76,7 +77,7 @@ def test_nothing_is_recorded_where_nobody_asks() -> None:
             recorder.take((2, 5))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
+@sweep("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
 def test_each_text_of_a_shared_pass_has_its_own(name: str) -> None:
     built = build(name)
     draws = random.Random(5)

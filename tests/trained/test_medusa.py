@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
 from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
+from sweeps import sweep
 from trained_drafters import write_medusa
 
 import runtime
@@ -121,7 +122,7 @@ WITHOUT_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@sweep("name", ARCHITECTURES)
 def test_norm_and_head_of_every_family_give_its_logits_or_are_said_to_be_missing(name: str) -> None:
     model = build(name)
     tokens = mx.array([[3, 1, 4, 1, 5]])
@@ -226,8 +227,8 @@ def test_another_text_does_not_read_the_features_of_the_first(heads: Medusa) -> 
 # --- a runtime ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 8, "auto"])
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@sweep("lookahead", [1, 3, 8, "auto"])
+@sweep("name", ["llama", "lfm2"])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)
     async with drafted(write_medusa(tmp_path, built), built) as rt:

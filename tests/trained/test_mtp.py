@@ -12,6 +12,7 @@ from architectures import build
 from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
 from mlx.utils import tree_flatten
 from models import draw_weights, save
+from sweeps import sweep
 from trained_drafters import mtp_target, write_mtp
 
 import runtime
@@ -46,7 +47,7 @@ def reader_of(folder: Path, target: Any) -> MTPReader:
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_layers(case: Path) -> None:
     reader = reader_of(case, target_of(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
@@ -150,9 +151,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 # --- a runtime ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "lookahead"), [("deepseek_v3", 2), ("mimo", 3), ("qwen3_5_moe", 1), ("qwen3_next", "auto")]
-)
+@sweep(("name", "lookahead"), [("deepseek_v3", 2), ("mimo", 3), ("qwen3_5_moe", 1), ("qwen3_next", "auto")])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)

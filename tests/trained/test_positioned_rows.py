@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 
 import mlx.core as mx
-import pytest
+from sweeps import sweep
 
 from actors.trained.positioned_rows import PositionedRows
 
 ROWS = mx.arange(600).reshape(300, 2)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@sweep("seed", range(8))
 def test_each_row_is_that_of_its_position(seed: int) -> None:
     draws = random.Random(seed)
     rows = PositionedRows()

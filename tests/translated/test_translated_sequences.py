@@ -30,6 +30,7 @@ from scripted import (
     within,
 )
 from scripted import ScriptedModel as Scripted
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -213,10 +214,8 @@ def in_own_tokens(script: Script) -> Script:
     return logits
 
 
-@pytest.mark.parametrize("lookahead", [1, 3, 8, "auto"])
-@pytest.mark.parametrize(
-    "cache", [{}, {"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(9), "keeps_states": True}]
-)
+@sweep("lookahead", [1, 3, 8, "auto"])
+@sweep("cache", [{}, {"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(9), "keeps_states": True}])
 async def test_the_text_is_the_targets_whatever_is_drafted(lookahead: Any, cache: Any, autojump_clock: Any) -> None:
     for agreement in (0.0, 0.7, 1.0):
         drafter = TranslatedScript(in_own_tokens(agreeing(agreement)), SCRIPT_MAP, **cache)
