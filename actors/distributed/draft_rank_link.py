@@ -31,6 +31,7 @@ class DraftRankLink:
         rank: at the other end.
         name: of the rank.
         is_over: set once that rank is lost, or has closed the target.
+        has_closed_target: whether that rank has closed the target. What it sends from then on is about the next one.
     """
 
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
@@ -44,6 +45,7 @@ class DraftRankLink:
         self.rank = rank
         self.name = f"rank {rank}"
         self.is_over = trio.Event()
+        self.has_closed_target = False
         self._connection = connection
         self._drop = drop
         self._trio_token = trio.lowlevel.current_trio_token()
@@ -98,6 +100,7 @@ class DraftRankLink:
                 self._in_trio(partial(self._deliver, b"".join(self._parts)))
                 self._parts.clear()
         elif isinstance(message, CloseTarget):
+            self.has_closed_target = True
             self._in_trio(self._end)
 
     def lose(self, reason: str) -> RankError:

@@ -301,7 +301,7 @@ class RankGroup:
 
     def _lose(self, rank: int, how: str) -> RankError:
         reason, drafter = f"rank {rank} {how}", self.drafter
-        if drafter is None or rank != drafter.rank:
+        if drafter is None or rank != drafter.rank or drafter.has_closed_target:
             return self.fail(reason)
         self._drop(rank)
         return drafter.lose(reason)
@@ -354,7 +354,7 @@ class RankGroup:
         for message in messages:
             if isinstance(message, Beat):
                 self._heard[rank] = message
-            elif drafter is not None and rank == drafter.rank:
+            elif drafter is not None and rank == drafter.rank and not drafter.has_closed_target:
                 if isinstance(message, Broken):
                     self._drop(rank)
                     drafter.lose(message.reason)

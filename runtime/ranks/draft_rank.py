@@ -64,6 +64,7 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
             assert link is not None
             await draft_for(link, lambda _: (target, draft))
             await link.is_over.wait()
-        group.check()
+        if not link.has_closed_target:
+            group.check()
 
     return partial(trio.run, draft_until_closed)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 from ranks import free_ports
 
 from actors.distributed import joining
@@ -24,7 +25,7 @@ from actors.distributed.rank_address import RankAddress
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Beat, Broken, Hello, Loaded, OpenTarget, decode
+from protocol.rank_messages import Beat, Broken, CloseTarget, Hello, Loaded, OpenTarget, decode
 from runtime.cli import generate_command, ranks
 from runtime.ranks import following, leading, sharded_target
 
@@ -59,6 +60,18 @@ def test_others_know_why_before_this_rank_reacts(pair):
     with group.on_error(lambda _: received.extend(end.receive() for _ in range(2))):
         group.fail("rank 0 has burnt")
     assert Broken("rank 0 has burnt") in received  # the other one is a heartbeat
+
+
+async def test_messages_after_the_end_of_a_target_are_about_the_next_one(pair):
+    group, end = pair
+    with group.drafted_by(1):
+        end.send(CloseTarget())
+        end.send(HELLO)
+        assert await trio.to_thread.run_sync(group.receive, 5.0) == (1, HELLO)
+        await group.drafter.is_over.wait()
+        end.close()
+        # The other rank is no drafter any more, so the group is broken.
+        assert await trio.to_thread.run_sync(group._is_broken.wait, 5.0)
 
 
 # --- heartbeats -----------------------------------------------------------------------------------
