@@ -304,6 +304,20 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
             assert await collect(other) == continuation([1, 2, 3], 30)
 
 
+async def test_a_session_that_failed_is_not_drafted_for_before_anybody_reads_that(autojump_clock: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise Unforeseen("by chance")
+
+    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
+        unread = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
+        assert simulation.runtime._draft.session_of(0) is not None
+        simulation.target_worker.sessions[0].receive = fail  # type: ignore[method-assign]
+        await trio.sleep(1000.0)  # simulated
+        assert simulation.runtime._draft.session_of(0) is None
+        with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
+            await collect(unread)
+
+
 @sweep("what", ["proposal", "expansion", "draft_budget"])
 @sweep("at", [1, 2, 5])
 async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_session_alone(
