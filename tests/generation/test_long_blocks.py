@@ -63,6 +63,12 @@ def test_a_parser_of_ones_own_is_called_here_however_long_the_block(monkeypatch:
     assert format.parse("x" * 3 * SHORT, TOOLS) == [ParsedCall("a", "{}")]
 
 
+@pytest.mark.parametrize("read", [[], [{"name": "a", "arguments": "no object"}, {"name": "a", "arguments": {}}]])
+def test_a_block_of_which_a_call_cannot_be_read_is_no_call(read: list[Any]) -> None:
+    format = attrs.evolve(call_format("function_gemma"), name="mine", parse=lambda *_: read)
+    assert format.parse("call", TOOLS) is None
+
+
 def test_without_its_process_a_long_block_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     process = ParserProcess()
     monkeypatch.setattr(sys, "executable", "/no/such/python")

@@ -110,7 +110,7 @@ class CallFormat:
         names = {tool["function"]["name"] for tool in tools}
         read = [checked_call(call, names) for call in calls]
         known = [call for call in read if call is not None]
-        if not known or len(known) < len(read):
+        if not read or len(known) < len(read):
             return None
         if (pattern := _CALLS.get(self.name)) is not None and len(pattern.findall(text)) != len(known):
             return None
