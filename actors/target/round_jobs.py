@@ -243,7 +243,7 @@ class RoundJobs:
 
     def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
         """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
-        if is_typical:
+        if is_typical and len(self.texts) > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
         if last is not None and num_rows == num_texts:

@@ -20,7 +20,7 @@ NUM_STREAMS = 1000
 
 # What all those streams may leave. One object a stream would be 1000 blocks, and 4 KiB a stream 4 MiB; where nothing is
 # left, some 300 blocks and 300 KiB come and go.
-MAX_BLOCKS_LEFT = 600
+MAX_BLOCKS_LEFT = 800
 MAX_BYTES_LEFT = 2 * 2**20
 PROMPT = [3, 1, 4, 1, 5]
 
