@@ -25,3 +25,11 @@ def withdrawal(session: int, tree: LookaheadTree, *, at_once: bool = False) -> W
             that makes the drafter fail, is proposed earlier than others.
     """
     return None if tree.has_draws and not at_once else Withdraw(session)
+
+
+def withdrawal_elsewhere(session: int) -> Withdraw:
+    """The message for a drafter in another process that has said so, or whose link is lost.
+
+    What has arrived from it was proposed. That the link is lost is taken to be independent of which tokens were drawn.
+    """
+    return Withdraw(session)
