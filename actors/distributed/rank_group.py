@@ -300,11 +300,16 @@ class RankGroup:
         return "; ".join(said)
 
     def _lose(self, rank: int, how: str) -> RankError:
-        reason, drafter = f"rank {rank} {how}", self.drafter
-        if drafter is None or rank != drafter.rank or drafter.has_closed_target:
+        reason, link = f"rank {rank} {how}", self._link_to(rank)
+        if link is None:
             return self.fail(reason)
         self._drop(rank)
-        return drafter.lose(reason)
+        return link.lose(reason)
+
+    def _link_to(self, rank: int) -> DraftRankLink | None:
+        """The link of the drafter, if a rank is its other end and the target is open; None otherwise."""
+        link = self.drafter
+        return None if link is None or rank != link.rank or link.has_closed_target else link
 
     def _drop(self, rank: int) -> None:
         """Use a connection no more."""
@@ -350,16 +355,15 @@ class RankGroup:
         except (OSError, ProtocolError) as error:
             self._lose(rank, f"has ended, or cannot be reached any more ({error})")
             return
-        drafter = self.drafter
         for message in messages:
             if isinstance(message, Beat):
                 self._heard[rank] = message
-            elif drafter is not None and rank == drafter.rank and not drafter.has_closed_target:
+            elif (link := self._link_to(rank)) is not None:
                 if isinstance(message, Broken):
                     self._drop(rank)
-                    drafter.lose(message.reason)
+                    link.lose(message.reason)
                 else:
-                    drafter.put(message)
+                    link.put(message)
             elif isinstance(message, Broken):
                 self.fail(message.reason)
             else:

@@ -288,12 +288,8 @@ class RemoteDrafter:
         self._is_serving = False
         how = f"{self._link.name} sent nonsense: {error}" if isinstance(error, ProtocolError) else error
         logger.warning("the drafter is lost: %s", how)
-        for session in self._sessions.values():
-            session.shared.counts.draft_failures += 1
-        self._withdraw_from_all()
-
-    def _withdraw_from_all(self) -> None:
         for session in list(self._sessions.values()):
+            session.shared.counts.draft_failures += 1
             self._withdraw(session)
 
     def _withdraw(self, session: _Relayed) -> None:
