@@ -8,7 +8,6 @@ it (mlx-lm's too) have the same acceptance. The drafter is always sure of itself
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from mlx.utils import tree_flatten
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
 from runtime.bench.small_models import WrappedModel, drawn_model
+from runtime.loading.device import physical_memory
 
 # The part of the memory that the weights may take: caches and passes need some.
 MAX_PART_OF_MEMORY = 0.75
@@ -221,7 +221,7 @@ def device_memory() -> int:
     for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
         if name in information:
             return int(information[name])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return physical_memory()
 
 
 def _in_words(dtype: str, quantization: Mapping[str, Any] | None) -> str:

@@ -15,6 +15,7 @@ from protocol.errors import PromptError, SettingsError
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import Models
 from runtime.loading.model_spec import ModelSpec
+from runtime.measuring.report_files import DeviceReport, check_report, local_paths
 from runtime.measuring.reports import check_plot, save_plot
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
 from runtime.terminal.output_files import check_place
@@ -106,6 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    output.add_argument(
+        "--report",
+        metavar="FILE",
+        help="also write FILE.json and FILE.md, for an issue, with nothing private in them",
+    )
     output.add_argument(
         "--plot", metavar="FILE", help=f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"
     )
@@ -251,6 +257,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
     if (plot := check_plot(arguments.plot, PLOT_FORMATS)) is not None:
         check_place("plot", plot)
+    written = check_report(arguments.report)
     if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(
             f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
@@ -274,6 +281,12 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, work)
     result = benchmark.result()
+    if written is not None and result.repeats_done:
+        report = benchmark.report(result)
+        sections = [*report.about, *report.details, ("Notes", [("", note) for note in report.notes])]
+        facts, tables = result.as_json(), [("Figures", report.table)]
+        device_report = DeviceReport("bench", facts.pop("machine"), facts)
+        device_report.write(written, "outrider bench", sections, tables, local_paths(*models.loaded))
     if arguments.json:
         if outcome.failure is None or result.repeats_done:
             print_text(json.dumps(result.as_json()) + "\n")
