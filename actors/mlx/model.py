@@ -266,6 +266,7 @@ class MLXModel:
             ),
             checkpoint_bytes=sum(kind.checkpoint_bytes(layer) for kind, layer in kinds),
             sharing_obstacle=self.sharing_obstacle(),
+            num_layers=len(getattr(self._model, "layers", ())),
         )
 
     def _weights(self) -> list[mx.array]:
@@ -335,6 +336,7 @@ class Anatomy:
         rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.
         checkpoint_bytes: memory of one checkpoint, in a short text.
         sharing_obstacle: why texts cannot share a pass; None if they can.
+        num_layers: of the model.
     """
 
     family: str
@@ -347,6 +349,7 @@ class Anatomy:
     rewind_mode_beyond_window: RewindMode | None
     checkpoint_bytes: int
     sharing_obstacle: str | None = None
+    num_layers: int = 0
 
 
 # --- what would crash -----------------------------------------------------------------------------

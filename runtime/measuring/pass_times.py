@@ -47,6 +47,12 @@ class Passes:
             price.observe(width, 0.0, seconds)
         return price
 
+    def python_row(self, num_layers: int) -> tuple[str, str]:
+        """A row of a report: how long a pass over one token holds Python's lock."""
+        held_s = self.building[1].median or 0.0
+        a_layer = f", {held_s / num_layers * 1e6:,.0f} µs a layer" if num_layers else ""
+        return "Python's lock", f"held for {held_s * 1e3:,.2f} ms to build a pass{a_layer}"
+
     def rows(self, symbol: str, named: Callable[[int], str]) -> list[tuple[str, str]]:
         """Rows (name, times) of a report; `named` gives the name of a width."""
         return [
