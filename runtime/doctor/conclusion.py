@@ -108,8 +108,8 @@ def _in_short(found: Findings) -> str:
     blas = " and --blas openblas" if _wants_openblas(found) else ""
     return (
         f'use it with lookahead "auto"{blas}: about {_speeds(found, min_acceptance)}, and nothing to speak of below '
-        f"{min_acceptance:g}; not known is the acceptance of your texts, which --stats shows, and how much the two slow "
-        "each other down, which outrider bench measures"
+        f"{min_acceptance:g}; not known is the acceptance of your texts, which --stats shows, and how much the two "
+        "slow each other down, which outrider bench measures"
     )
 
 
