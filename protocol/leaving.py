@@ -1,6 +1,6 @@
 """Leaving a session: what a drafter has drawn is judged before it goes.
 
-Under the rejection rule a text is exact only if it does not depend on a drawn token whether that token is proposed. A
+Under the rejection and block rules a text is exact only if it does not depend on a drawn token whether that token is proposed. A
 drafter may fail because of a token that it drew: when it reads that token, or because of what a logits processor makes
 of it. If it then took along what it had drawn, that token would be rarer in texts than the target says it.
 
