@@ -133,6 +133,8 @@ class IgnoredFields:
 class RequestBody(Body):
     """The whole body of a request."""
 
+    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+
     _ignored: IgnoredFields = PrivateAttr(IgnoredFields())
 
     @property
