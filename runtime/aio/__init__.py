@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
+
+import attrs
 
 from protocol.argument_aliases import MISSING
 from protocol.reprs import shown
@@ -57,13 +58,14 @@ def open(target: Source = MISSING, draft: Source | None = None, **options: Unpac
     return Opening(target, draft, dict(options))
 
 
+@attrs.define(eq=False, repr=False)
 class Opening:
     """A runtime that is about to open: an awaitable and an async context manager, made by `open`."""
 
-    def __init__(self, target: Source, draft: Source | None, options: dict[str, Any]) -> None:
-        self._target = target
-        self._draft = draft
-        self._options = options
+    _target: Source
+    _draft: Source | None
+    _options: dict[str, Any]
+    _runtime: Runtime = attrs.field(init=False)
 
     def __repr__(self) -> str:
         return f"<outrider aio.open of {shown(self._target)}, draft {shown(self._draft)}>"
@@ -75,9 +77,7 @@ class Opening:
         self._runtime = await self._opened()
         return self._runtime
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is GeneratorExit:
             # The loop no longer runs this task, so that it cannot wait.
             self._runtime._bridge.thread.stop()

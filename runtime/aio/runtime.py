@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
@@ -96,9 +95,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._close()
 
     async def _next(self) -> Item | None:

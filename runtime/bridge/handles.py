@@ -7,7 +7,7 @@ The runtime, its streams and its conversations live in the trio thread. A handle
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
@@ -334,7 +334,7 @@ DoneT = TypeVar("DoneT")
 
 
 class RuntimeHandle(
-    Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
+    ABC, Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
 ):
     """A handle on a runtime from outside the trio thread; a subclass says how its callers wait."""
 

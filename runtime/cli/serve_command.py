@@ -156,7 +156,7 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
 
         served = _served(arguments, models)
         server = _Server(arguments, models, served, memory_limit, key, bound, display)
-        trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))
+        trio.run(_ServerSignals(outcome, display, server=server).run, partial(_open_and_serve, server))
     return outcome
 
 
@@ -165,9 +165,8 @@ class _Server:
     """A server, from its arguments to its end.
 
     Attributes:
-        arguments: the parsed arguments.
-        models: the models of the command line.
-        served: the models to serve.
+        models: those of the command line.
+        served: those to serve.
         memory_limit: see `model_pool`.
         key: the API key that requests must send, or None.
         bound: a socket bound to the address, not listening yet.
@@ -189,15 +188,13 @@ class _Server:
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
 
+@attrs.define(eq=False, slots=False)
 class _ServerSignals(SignalScope):
     """Signals of a server: the first lets the current answers end, or cancels the load of the models."""
 
-    def __init__(self, outcome: CommandOutcome, display: Display, server: _Server) -> None:
-        super().__init__(outcome, display)
-        self._server = server
+    _server: _Server = attrs.field(kw_only=True)
 
     def end_gently(self) -> bool:
-        """Stop the server; see `SignalScope.end_gently`."""
         self._server.stopping.set()
         return self._server.is_serving
 

@@ -48,6 +48,7 @@ SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awa
 """Saves a stream to a file: what opened it, its arrivals, the file, and how far its consumer has read it."""
 
 
+@attrs.define(eq=False)
 class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
@@ -55,51 +56,37 @@ class Sessions:
     or drops the stream, or with the runtime. Whatever ends it, its counts move to those of past sessions.
 
     Attributes:
+        target: the actor that sessions begin at.
+        drafter: its actor is the other one, if there is a drafter.
+        prices: the measured costs, for the streams' statistics.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
     """
 
-    def __init__(
-        self,
-        target: TargetActor,
-        drafter: DrafterSlot,
-        tokenizer: TokenizerWrapper | None,
-        prices: Prices,
-        nursery: trio.Nursery,
-        max_streams: int | None,
-        save_stream: SaveStream,
-    ) -> None:
-        """No session so far.
+    _target: TargetActor
+    _drafter: DrafterSlot
+    _tokenizer: TokenizerWrapper | None
+    _prices: Prices
+    _nursery: trio.Nursery
+    _max_streams: int | None
+    _save_stream: SaveStream
+    by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
+    past: Counts = attrs.field(init=False, factory=Counts)
+    failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
+    has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _admission: StreamAdmission = attrs.field(init=False)
+    _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
+    _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
+    # Held while a session's counts move to `past`: another thread may be adding all of them up.
+    _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _closed: OutriderError | None = attrs.field(init=False, default=None)
 
-        Args:
-            target: the actor that sessions begin at.
-            drafter: its actor is the other one, if there is a drafter.
-            tokenizer: the target's.
-            prices: the measured costs, for the streams' statistics.
-            nursery: the runtime's.
-            max_streams: see `open`.
-            save_stream: see `SaveStream`.
-        """
-        self.by_id: dict[int, Session] = {}
-        self.past = Counts()
-        self.failure: RuntimeBrokenError | None = None
-        self.has_failed = trio.Event()
-        self._target = target
-        self._drafter = drafter
-        self._tokenizer = tokenizer
-        self._prices = prices
-        self._nursery = nursery
-        self._save_stream = save_stream
+    def __attrs_post_init__(self) -> None:
         self._admission = StreamAdmission(
-            max_streams, self._begin_at_actors, lambda: self._closed is None and target.is_serving
+            self._max_streams, self._begin_at_actors, lambda: self._closed is None and self._target.is_serving
         )
-        self._trio_token = trio.lowlevel.current_trio_token()
-        self._scopes: set[trio.CancelScope] = set()  # of calls that end with the runtime, see `while_open`
-        # Held while a session's counts move to `past`: another thread may be adding all of them up.
-        self._counts_lock = threading.Lock()
-        self._closed: OutriderError | None = None
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -142,7 +129,6 @@ class Sessions:
         return counts.snapshot(
             elapsed=elapsed_s,
             generation_seconds=elapsed_s,
-            time_to_first_token=None,
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
             lookahead=None if is_drafted else 0,
@@ -332,6 +318,7 @@ class Sessions:
             self._drafter.actor.close_session(Close(id))
 
 
+@attrs.define(eq=False)
 class StreamAdmission:
     """A queue in front of the actors: admits a session at once if there is room, else in the order of arrival.
 
@@ -339,24 +326,16 @@ class StreamAdmission:
     and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
 
     Attributes:
-        max_sessions: most sessions at a time; None for no bound.
+        max_sessions: most sessions at a time, >= 1; None for no bound.
+        begin: hands a session to the actors; never waits.
+        can_begin: whether the actors still take sessions.
     """
 
-    def __init__(
-        self, max_sessions: int | None, begin: Callable[[Session], None], can_begin: Callable[[], bool]
-    ) -> None:
-        """No session is admitted yet.
-
-        Args:
-            max_sessions: most sessions at a time, >= 1; None for no bound.
-            begin: hands a session to the actors; never waits.
-            can_begin: whether the actors still take sessions.
-        """
-        self.max_sessions = max_sessions
-        self._can_begin = can_begin
-        self._begin = begin
-        self._num_admitted = 0
-        self._waiting: dict[int, Session] = {}
+    max_sessions: int | None
+    _begin: Callable[[Session], None]
+    _can_begin: Callable[[], bool]
+    _num_admitted: int = attrs.field(init=False, default=0)
+    _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)
 
     @property
     def num_waiting(self) -> int:

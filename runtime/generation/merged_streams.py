@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import attrs
 import trio
 
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError
@@ -158,6 +159,7 @@ class Merged(SingleConsumer, Generic[T]):
             self._work.scope.cancel()
 
 
+@attrs.define(eq=False)
 class _Work(Generic[T]):
     """The generations, in tasks of the runtime.
 
@@ -166,21 +168,13 @@ class _Work(Generic[T]):
         error: of the first generation that failed.
     """
 
-    def __init__(
-        self,
-        generations: Iterator[tuple[int, Generation]],
-        begin: Callable[[Open, Tools | None], TokenStream],
-        produce: Produce[T],
-        num_tasks: int,
-        items: trio.MemorySendChannel[tuple[int, T]],
-    ) -> None:
-        self.scope = trio.CancelScope()
-        self.error: Exception | None = None
-        self._generations = generations
-        self._begin = begin
-        self._produce = produce
-        self._num_tasks = num_tasks
-        self._items = items
+    _generations: Iterator[tuple[int, Generation]]
+    _begin: Callable[[Open, Tools | None], TokenStream]
+    _produce: Produce[T]
+    _num_tasks: int
+    _items: trio.MemorySendChannel[tuple[int, T]]
+    scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    error: Exception | None = attrs.field(init=False, default=None)
 
     # A Ctrl-C belongs to the user's task.
     @trio.lowlevel.enable_ki_protection

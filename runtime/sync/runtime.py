@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import trio
@@ -134,9 +133,7 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
 
@@ -210,9 +207,7 @@ class Runtime(
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bridge.thread.stop_and_join()
 
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> list[Completion]:

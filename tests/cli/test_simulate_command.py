@@ -433,10 +433,11 @@ def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, m
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
-    (tmp_path / "plot.svg").mkdir()
+    (tmp_path / "plot.svg").symlink_to("plot.svg")
     said = refusal(capfd, *QUICK, "--plot", str(tmp_path / "plot.svg"), status=cli.FAILED)
     assert "cannot write the plot" in said
-    assert "Is a directory" in said
+    (tmp_path / "folder.svg").mkdir()
+    assert "is a directory; name a file in it" in refusal(capfd, "--plot", str(tmp_path / "folder.svg"))
 
 
 # --- as a process ---------------------------------------------------------------------------------

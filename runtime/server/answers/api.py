@@ -6,7 +6,6 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import attrs
@@ -111,14 +110,12 @@ class Choice:
 
     Attributes:
         stream: gives its tokens; None where nothing is to be generated.
-        num_prompt_tokens: tokens of its prompt.
         tokens: all of its tokens, for a response as one body.
     """
 
     serializer: Serializer
     stream: TokenStream | None
     statistics: Callable[[], Statistics]
-    num_prompt_tokens: int = 0
     tokens: Sequence[Token] = ()
 
     def finish(self, tokens: Sequence[Token]) -> None:
@@ -183,9 +180,7 @@ class Choices:
     def __enter__(self) -> Choices:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
