@@ -74,4 +74,5 @@ def options_of(declaration: type[attrs.AttrsInstance]) -> dict[str, Option]:
     return {
         field.name: attrs.evolve(field.metadata["option"], about=abouts.get(field.name, ""))
         for field in attrs.fields(declaration)
+        if "option" in field.metadata
     }

@@ -26,7 +26,7 @@ from scripted import ScriptedModel
 from sweeps import sweep
 
 from runtime.server.answers.preparation import make_echo
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
 

@@ -20,7 +20,7 @@ from asgi import (
 from sweeps import sweep
 
 from runtime.server.answers.body import IgnoredFields
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 HEADER = "x-outrider-ignored"
 BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])

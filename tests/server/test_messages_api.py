@@ -29,8 +29,8 @@ from protocol.settings import settings_from
 from runtime.server.answers.request import SchemaJson
 from runtime.server.anthropic.bodies import AnthropicMessage
 from runtime.server.anthropic.requests import MessagesRequest, parse_chat
-from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
+from runtime.server.limits import Limits
 
 ASKED: dict[str, Any] = {**HELLO, "max_tokens": 20}
 

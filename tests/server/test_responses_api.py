@@ -32,7 +32,7 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import Answer
 from runtime.server.answers.request import SchemaJson
 from runtime.server.answers.splitting import AnswerSplitter
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 from runtime.server.responses.bodies import ResponseBody
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer

@@ -50,8 +50,8 @@ from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.app import Service, application
-from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
+from runtime.server.limits import Limits
 from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
 
 BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
@@ -445,7 +445,7 @@ def test_sixty_requests_at_once_are_all_answered() -> None:
                 nursery.start_soon(visit)
         assert statuses == [200] * 60
 
-    simulated_server(test, ScriptedModel(looping), max_waiting=Service().max_waiting)
+    simulated_server(test, ScriptedModel(looping), max_waiting=Limits().max_waiting)
 
 
 # --- clients that leave ---------------------------------------------------------------------------

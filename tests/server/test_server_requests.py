@@ -29,7 +29,7 @@ from sweeps import sweep
 
 from protocol.settings import settings_from
 from runtime.server.answers.body import parse_request
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 
 ASKED = [(COMPLETIONS, DEF), (CHAT, HELLO)]

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from runtime.server.answers import sending
 from runtime.server.connections.connection import Connection
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 STALLED_S = 2
 RATE = 50_000  # bytes a second

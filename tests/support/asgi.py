@@ -21,6 +21,7 @@ from runtime.server.app import Service, application
 from runtime.server.fair_threads import Background, in_thread
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
+from runtime.server.limits import Limits
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool, model_pool
 from runtime.server.models.served_model import ServedModel
@@ -406,6 +407,7 @@ async def served(
     tokenising_s: float = 0.0,
     max_streams: int = 4,
     max_waiting: int = 32,
+    limits: Limits | None = None,
     price: Any = None,
     schedule: int = 0,
     small: str | None = None,
@@ -421,7 +423,7 @@ async def served(
         target, draft, max_streams, price, schedule: see `simulated`.
         tokenizer: the target's tokenizer.
         tokenising_s: seconds that the preparation of a prompt takes.
-        max_waiting, **service: see `Service`.
+        max_waiting, limits, **service: see `Limits` and `Service`.
         small: name of the draft model.
         check: tries out grammars.
         settings: of each request that has no others.
@@ -448,7 +450,7 @@ async def served(
             settings=settings,
         )
         async with pool as models:
-            offered = Service(max_waiting=max_waiting, **service)
+            offered = Service(limits=attrs.evolve(limits or Limits(), max_waiting=max_waiting), **service)
             yield Served(application(models, offered, background=background), simulation, tokenizer, timelines)
 
 

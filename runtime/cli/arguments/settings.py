@@ -72,7 +72,7 @@ def add_option(group: argparse._ArgumentGroup, name: str, option: Option, defaul
     hidden = [alias for alias in option.flags if alias.startswith("--")]
     short = [alias for alias in option.flags if alias not in hidden]
     text = in_help(option.about) + _default(option, default)
-    group.add_argument(*short, flag(name), default=argparse.SUPPRESS, help=text, **shape)
+    group.add_argument(*short, flag(name), dest=name, default=argparse.SUPPRESS, help=text, **shape)
     if hidden:
         group.add_argument(*hidden, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
 
