@@ -39,7 +39,6 @@ class AioBridge(RuntimeBridge[AioThread[TrioRuntime]]):
     may_await = True
 
     def check_loop(self) -> None:
-        """Raises: WrongEventLoopError: this is not the loop that the runtime was opened in."""
         if asyncio_loop() is not self.thread.loop:
             raise WrongEventLoopError(
                 "this runtime belongs to another asyncio loop; open one in this loop, or hand the work over to that one"

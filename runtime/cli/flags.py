@@ -26,7 +26,6 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
 
     Args:
         given: the flag as typed, without a value.
-        known: the flags of the command.
         by_request: whether the command is a server, whose requests have the settings as fields.
 
     Returns: the hint; None if there is none.

@@ -136,10 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """Serve until a signal stops the server.
 
-    Args:
-        arguments: the parsed arguments.
-        models: the models to serve.
-
     Returns: the outcome. A signal while the models load is an interruption; one that stops the running server is not.
 
     Raises: OutriderError: an argument is invalid, or the address cannot be used. Later errors are in the outcome.

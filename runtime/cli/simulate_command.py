@@ -214,10 +214,6 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
 def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
     """A table of times: "1,0.99,1.13" for widths from 1 on, or pairs such as "1:1,2:1.05,8:1.3".
 
-    Args:
-        name: what a message calls the table.
-        text: what the user gives.
-
     Returns: pairs (width, time); whether they can be a table is for `Scenario` to check.
     Raises: SettingsError: the text is neither form.
     """

@@ -63,6 +63,7 @@ class Sessions:
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
+        admission: which sessions wait.
     """
 
     _target: TargetActor
@@ -76,7 +77,7 @@ class Sessions:
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
-    _admission: StreamAdmission = attrs.field(init=False)
+    admission: StreamAdmission = attrs.field(init=False)
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
     _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
     # Held while a session's counts move to `past`: another thread may be adding all of them up.
@@ -84,7 +85,7 @@ class Sessions:
     _closed: OutriderError | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self._admission = StreamAdmission(
+        self.admission = StreamAdmission(
             self._max_streams, self._begin_at_actors, lambda: self._closed is None and self._target.is_serving
         )
 
@@ -98,20 +99,10 @@ class Sessions:
 
     @property
     def num_streams(self) -> int:
-        # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         """See `Runtime.num_streams`."""
+        # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
-        return wanted - self.num_waiting
-
-    @property
-    def max_streams(self) -> int | None:
-        """See `Runtime.max_streams`."""
-        return self._admission.max_sessions
-
-    @property
-    def num_waiting(self) -> int:
-        """See `Runtime.num_waiting`."""
-        return self._admission.num_waiting
+        return wanted - self.admission.num_waiting
 
     def counts(self) -> Counts:
         """The counts of all sessions so far, added up. May be called in any thread."""
@@ -161,9 +152,7 @@ class Sessions:
         """Begin a generation, or resume one that was saved.
 
         Args:
-            opened: what opens the session.
             tools: what the model was told that it may call; None to tell no calls apart.
-            saved: the saved stream that it resumes, or None.
 
         Raises: as `check_open`.
         """
@@ -192,7 +181,7 @@ class Sessions:
         if saved is not None and saved.is_over:
             session.end()
         else:
-            self._admission.enter(session)
+            self.admission.enter(session)
         stream = TokenStream(reader, arrivals, partial(self._save_stream, opened, arrivals))
         if reader.finish_reason is not None:
             stream.close()
@@ -203,8 +192,6 @@ class Sessions:
 
         Args:
             kind: what their consumer reads: `Completions` or `TokenStreams`.
-            generations: what begins each.
-            max_concurrent: see `Runtime.generate_many`.
 
         Raises: SettingsError: `max_concurrent` is out of its range.
         """
@@ -229,7 +216,7 @@ class Sessions:
         session.counts.prompt_tokens = len(opened.prompt)
         self.by_id[opened.session] = session
         try:
-            self._admission.enter(session)
+            self.admission.enter(session)
             async for commit in receive:  # none comes; the channel is closed once the session is over
                 raise ProtocolError(f"a session that scores has committed {commit!r}")
         finally:
@@ -312,7 +299,7 @@ class Sessions:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
-        self._admission.give_up(id)
+        self.admission.give_up(id)
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))

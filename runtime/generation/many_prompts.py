@@ -183,5 +183,4 @@ class TokenStreams(Merged[Token]):
                 await give(token)
 
     def is_last(self, item: Token) -> bool:
-        """Whether a token is the last one of its prompt."""
         return item.finish_reason is not None

@@ -59,7 +59,6 @@ class Merged(SingleConsumer, Generic[T]):
 
         Args:
             generations: what begins each; in the order of the prompts.
-            begin: begins one generation.
             max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
             run_soon: has a function called in trio's thread; callable from any thread, at any moment.
@@ -152,7 +151,6 @@ class Merged(SingleConsumer, Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """End all generations: `aclose` without its checkpoint. Only in trio's thread."""
         if not self._is_closed:
             self._is_closed = True
             self._items.close()

@@ -108,7 +108,6 @@ class ReasoningTracker:
         """Take the next token.
 
         Args:
-            token: its id.
             readable: the text that it makes readable.
             given: the text that the consumer gets with it; a possible stop string comes later, or never.
             tail: the text of the tokens so far that was withheld.

@@ -135,11 +135,7 @@ class TokenReader:
 
         Args:
             session: the state that the actors share with the reader.
-            text: decodes this generation; new.
-            answer: splits this generation; new.
-            clock: returns seconds.
             on_token: called for each token given, with its commit and its index there.
-            estimates: returns what the runtime has measured so far.
             calls: tells tool calls of this generation apart; new. None for a generation without tools.
         """
         self.session = session.opened.session

@@ -292,7 +292,6 @@ class TokenStream(StreamState, SingleConsumer):
         self.reader.begin_commit(commit)
 
     def close(self) -> None:
-        """End the generation: `aclose` without its checkpoint. Only in trio's thread."""
         self.reader.end()
         self.hang_up()
 

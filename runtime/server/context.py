@@ -39,7 +39,6 @@ class ServerContext:
         is_strict: bool,
         started_at: int,
     ) -> None:
-        """No requests yet."""
         self.models = models
         self.limits = limits
         self.admission = admission

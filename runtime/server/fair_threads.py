@@ -101,7 +101,6 @@ class FairThreads:
     """
 
     def __init__(self, background: Background) -> None:
-        """Nothing to do yet."""
         self._background = background
         self._short = trio.CapacityLimiter(1)
         self._long = trio.CapacityLimiter(1)

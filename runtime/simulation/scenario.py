@@ -27,8 +27,6 @@ def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
     """Check pairs of a whole number that rises from 1 on, and of something else.
 
     Args:
-        name: of the field.
-        value: of the field.
         key, meaning: what the two of a pair are, for the message.
     """
     previous = 0

@@ -45,9 +45,7 @@ def option(
 
     Args:
         text, metavar: of the option in the help.
-        check: validates the value.
         default: of the field; without one the option is required.
-        kind: reads the option.
     """
     return attrs.field(default=default, validator=check, metadata={"help": text, "metavar": metavar, "kind": kind})
 

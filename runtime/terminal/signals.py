@@ -30,7 +30,6 @@ def exit_on_signal(display: Display, exit_now: Callable[[int], object] = os._exi
 
     Args:
         display: cleared first, since it may have hidden the cursor.
-        exit_now: ends the process with a status.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:

@@ -131,7 +131,6 @@ def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: S
     """The settings, completed by ids of the tokenizer, as mlx-lm's commands do.
 
     Args:
-        tokenizer: mlx-lm's wrapper, or None.
         settings: that were given. XTC spares line breaks and ends of text, if they do not say what it spares.
         extra_eos_tokens: of `--extra-eos-token`: tokens or ids that end the text, beside `stop_tokens`.
 

@@ -34,7 +34,6 @@ class JsonObject:
     """
 
     def __init__(self) -> None:
-        """An object of which nothing has come."""
         self.is_broken = self.is_over = False
         self._open: list[str] = []
         self._is_in_string = self._is_escaped = False
@@ -115,7 +114,6 @@ class AnswerReader:
             tags: the opening and the closing tag of the reasoning, not empty; None where it is not told apart.
             is_thinking: whether the answer begins within the reasoning.
             format: of calls; None where they are not told apart.
-            tools: of the request, in OpenAI's form.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
         self._tags = tags

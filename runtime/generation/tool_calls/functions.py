@@ -122,12 +122,16 @@ class FunctionCaller:
     """
 
     def __init__(self, functions: Functions) -> None:
-        """Nothing is called yet."""
         self.functions = functions
         self._is_calling = False
 
-    def check_idle(self, what: str) -> None:
-        """Raises: ConversationBusyError: functions are being called, and `what` has to wait for their results."""
+    def check_idle(self, what: str, is_answering: bool, how_to_close: str) -> None:
+        """Raises: ConversationBusyError: `what` has to wait for the end of an answer, or for results of functions."""
+        if is_answering:
+            raise ConversationBusyError(
+                f"cannot {what} while an answer is under way; read it to its end, or close its stream with "
+                f"{how_to_close}"
+            )
         if self._is_calling:
             raise ConversationBusyError(
                 f"cannot {what} while the conversation's functions are being called; wait for them, or cancel the call"
@@ -139,7 +143,6 @@ class FunctionCaller:
         """Call functions, one after the other, and return the messages with their results.
 
         Args:
-            calls: of the model.
             call_function: calls a function that is not async; async ones are awaited here.
         """
         with self._calling():

@@ -68,7 +68,6 @@ class Serializer(ABC):
     interval_s: float = _KEEP_ALIVE_S
 
     def __init__(self, request: Request, answer: Answer) -> None:
-        """For one response, or one of its choices."""
         self._answer = answer
         self._shown = ShownTokens(request, answer.tokenizer)
         self._last_token: Token | None = None

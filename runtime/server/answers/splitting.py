@@ -50,7 +50,6 @@ class ShownTokens:
     """Changes the texts of an answer's tokens."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
-        """For one answer."""
         # Calls, where there may be some, are told apart by special tokens.
         has_tools = request.has_tools
         self._tokenizer = tokenizer

@@ -162,7 +162,6 @@ class TokenCountRequest(TranslatedBody, CachedBody):
     service_tier: NoEffect = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this stands for."""
         fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
         if self.thinking is not None:
             fields["thinking"] = self.thinking.type != "disabled"

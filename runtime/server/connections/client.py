@@ -44,11 +44,6 @@ class BodyMemory:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """All free.
-
-        Args:
-            max_bytes: of all claims together, >= that of one.
-        """
         self._num_free = max_bytes
         self._waiting: deque[tuple[Claim, int, trio.Event]] = deque()
 

@@ -22,11 +22,6 @@ class ConnectionSlots:
     """
 
     def __init__(self, number: int) -> None:
-        """All free.
-
-        Args:
-            number: of slots, >= 1.
-        """
         self._free = trio.Semaphore(number)
         self._num_waiting = 0
         self._keeps_idle = True

@@ -87,7 +87,6 @@ class Schemas:
         """The logits processor for what an answer must be.
 
         Args:
-            constraint: what it must be.
             client: the client's address; clients take turns.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.

@@ -33,7 +33,6 @@ class ResponseSerializer(Serializer):
     """Serializer for `/v1/responses`, which also keeps the response for later ones."""
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
-        """For one response, which `store` keeps."""
         super().__init__(parsed.chat, answer)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
