@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
-import attrs
-
 from protocol.argument_aliases import MISSING
 from protocol.reprs import shown
 from runtime.aio.event_loop import asyncio_loop
@@ -58,14 +56,13 @@ def open(target: Source = MISSING, draft: Source | None = None, **options: Unpac
     return Opening(target, draft, dict(options))
 
 
-@attrs.define(eq=False, repr=False)
 class Opening:
     """A runtime that is about to open: an awaitable and an async context manager, made by `open`."""
 
-    _target: Source
-    _draft: Source | None
-    _options: dict[str, Any]
-    _runtime: Runtime = attrs.field(init=False)
+    def __init__(self, target: Source, draft: Source | None, options: dict[str, Any]) -> None:
+        self._target = target
+        self._draft = draft
+        self._options = options
 
     def __repr__(self) -> str:
         return f"<outrider aio.open of {shown(self._target)}, draft {shown(self._draft)}>"

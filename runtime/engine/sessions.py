@@ -1,4 +1,4 @@
-"""The sessions of one runtime: how they begin at the actors, what is counted for them, and how they end."""
+"""The sessions of one runtime: how they begin at the actors, their counts, and how they end."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Give(Protocol[T_contra]):
 
 
 Generation = tuple[Open, Tools | None]
-"""What begins a generation: the message that opens its session, and what the model may call."""
+"""The beginning of a generation: the message that opens its session, and the tools that the model may call."""
 
 Produce = Callable[[TokenStream, Give[T]], Awaitable[None]]
 """Reads one generation and gives its items."""

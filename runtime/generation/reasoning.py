@@ -144,5 +144,5 @@ class ReasoningTracker:
 
 
 def marks_of(answer: ReasoningTracker) -> ReasoningMarks:
-    """What the reader and the grammar of an answer that begins now need; no tags where one of both is unknown."""
+    """The marks for the reader and the grammar of an answer that begins now; no tags unless both are known."""
     return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.is_thinking}

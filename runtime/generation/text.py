@@ -101,7 +101,7 @@ def _encode(
 
 
 def check_prompt_length(num_tokens: int, context_length: int | None) -> None:
-    """Raises: PromptTooLongError: so many tokens fill the context, which has no bound for None."""
+    """Raises: PromptTooLongError: `num_tokens` fill the context; None is a context without bound."""
     if context_length is not None and num_tokens >= context_length:
         raise PromptTooLongError(
             f"the prompt has {num_tokens} tokens, and the target's context of {context_length} must hold it and at "

@@ -77,7 +77,7 @@ _NOTHING_GIVEN = ReasoningTracker(None, ())
 
 
 class StreamState(ABC):
-    """What a stream tells of the tokens that it has given."""
+    """The public state of a stream, from the tokens that it has given."""
 
     _is_closed: bool
 

@@ -1,4 +1,4 @@
-"""The ASGI application: the operations of all APIs and its own, its middleware, and what it says of errors."""
+"""The ASGI application: the operations of all APIs and its own, its middleware and its error responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all requests of a server share: its models, limits, admission, metrics and threads."""
+"""State that all requests of a server share: models, limits, admission, metrics and threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ServerContext:
-    """What all requests of a server share.
+    """State that all requests of a server share.
 
     Attributes:
         background: runs what is neither preparation nor encoding.
@@ -52,7 +52,7 @@ class ServerContext:
         self._kept: dict[type, Any] = {}
 
     def kept(self, kind: type[T], make: Callable[[Limits], T]) -> T:
-        """What an API keeps for all of its requests: one object of a class, made at the first call."""
+        """State that an API keeps between its requests: one object of a class, made at the first call."""
         if kind not in self._kept:
             self._kept[kind] = make(self.limits)
         kept: T = self._kept[kind]

@@ -1,4 +1,4 @@
-"""Timelines: what the models did for the streams that a client watches, as chunks and as a page afterwards."""
+"""Timelines: the models' activity for the streams that a client watches, in chunks and as a page afterwards."""
 
 from __future__ import annotations
 

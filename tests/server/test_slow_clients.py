@@ -16,7 +16,7 @@ import trio
 import trio.testing
 from asgi import DEF, Served, looping, simulated_server, watched_streams
 from raw_http import HEAD_END, request
-from scripted import ScriptedModel, priced, run
+from scripted import ScriptedModel, priced
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -101,16 +101,13 @@ def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly() -> None:
     with_slow_clients(test)
 
 
-def test_what_an_application_sends_at_once_may_be_read_slowly() -> None:
+async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clock: Any) -> None:
     whole = bytes(5 * RATE * STALLED_S)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(whole)(scope, receive, send)
 
-    async def test() -> None:
-        assert (await read_by(app, {}, rate=RATE)).heard.endswith(HEAD_END + whole)
-
-    run(test)
+    assert (await read_by(app, {}, rate=RATE)).heard.endswith(HEAD_END + whole)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

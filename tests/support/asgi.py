@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import json
 import re
@@ -497,6 +499,28 @@ def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedM
             await test(server)
 
     run(main)
+
+
+def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of an async function whose argument `server` is a server of its own.
+
+    Args:
+        pair: the models, or their scripts; by default `models()`. A model serves one run of a test only.
+        **options: see `served`.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        def run_with_server(*args: Any, **given: Any) -> None:
+            made = [each if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
+            simulated_server(lambda server: test(server, *args, **given), *made, **options)
+
+        functools.update_wrapper(run_with_server, test)
+        signature = inspect.signature(test)
+        fixtures = [each for name, each in signature.parameters.items() if name != "server"]
+        run_with_server.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        return run_with_server
+
+    return decorate
 
 
 def watched_streams(server: Served) -> list[tuple[Settings, Any]]:

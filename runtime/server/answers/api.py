@@ -1,4 +1,4 @@
-"""The interface of an API: how its requests become generations, and who makes its responses."""
+"""The interface of an API: how its requests become generations, and their tokens responses."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Choice:
     tokens: Sequence[Token] = ()
 
     def finish(self, tokens: Sequence[Token]) -> None:
-        """Keep all tokens, and the statistics as they are now, from which another thread may make the response."""
+        """Store all tokens and freeze the statistics, so that another thread can make the response."""
         self.tokens, statistics = tokens, self.statistics()
         self.statistics = lambda: statistics
 
@@ -188,7 +188,7 @@ B = TypeVar("B")
 
 @attrs.frozen
 class Answer:
-    """What a serializer needs of the generation that has begun.
+    """A generation that has begun, as its serializer sees it.
 
     Attributes:
         splitter: splits the tokens into parts; new.

@@ -85,7 +85,7 @@ class Thinking(Body):
 
 
 class Prediction(Body):
-    """A text that the answer may resemble, such as a file that is edited."""
+    """A predicted text, such as the file that is edited; the drafter drafts from it."""
 
     type: Literal["content"]
     content: Content

@@ -105,7 +105,7 @@ class TokenizerEndpoint(Generic[R]):
 
 @attrs.define
 class _Outcome:
-    """What became of a request, for metrics and access log.
+    """The outcome of a request, for metrics and access log.
 
     Attributes:
         model: the name of its model, once that is known.
@@ -208,7 +208,7 @@ class Endpoint(Generic[B]):
             outcome.is_sent = True
 
     async def _body_of(self, body: B, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
-        """The body of a response, whose generations are over."""
+        """The body of a response, once its generations have ended."""
         lengths = [(choice.statistics().prompt_tokens, len(choice.tokens)) for choice in choices]
         make = partial(self._api.whole, body, choices)
         return await encoded_aside(make, num_named_tokens(request, lengths), self._context.encoding, client)
@@ -222,7 +222,7 @@ class Endpoint(Generic[B]):
         number: int,
         before: Sequence[Choice],
     ) -> Choice:
-        """A choice whose generation has begun, the prompt's text of this number; `outcome` gets its stream.
+        """Begin the generation of a choice, answer `number` to its prompt; `outcome` gets its stream.
 
         Raises: OutriderError: it cannot begin.
         """

@@ -1,4 +1,4 @@
-"""What every request for a generation may say, in no API's form: settings, limits, and what the answer must be."""
+"""Requests for generations, independent of any API: settings, limits, and constraints on the answer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SchemaJson(Body):
 
 
 class StructuredOutputs(Body):
-    """What an answer must be, in vLLM's form: one of these."""
+    """A constraint on the answer, in vLLM's form; at most one field is set."""
 
     json_: _Schema | None = Field(None, alias="json")
     regex: str | None = None
@@ -93,7 +93,7 @@ class StructuredOutputs(Body):
 
 
 class ConstrainedRequest(GenerationBody):
-    """The fields of a request that say what the answer must be; at most one of them."""
+    """The fields that constrain the answer; a request has at most one of them."""
 
     response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
     json_schema: dict[str, Any] | bool | None = Field(None, description="llama.cpp's field: the answer matches it")
@@ -106,7 +106,7 @@ class ConstrainedRequest(GenerationBody):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the answer must be; None for any text."""
+        """The constraint on the answer; None for any text."""
         return next(self._constraints(), None)
 
     def check(self) -> None:
@@ -202,7 +202,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts, each of which has its answers."""
+        """Number of prompts; each gets `num_choices` answers."""
         return 1
 
     @property
@@ -212,7 +212,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_candidates(self) -> int:
-        """Number of texts of which the best are the answers to a prompt."""
+        """Number of texts to generate for a prompt; the best `num_choices` of them are its answers."""
         return self.num_choices
 
     @property
@@ -222,7 +222,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likewise for the tokens of the prompt."""
+        """As `num_logprobs`, for the tokens of the prompt."""
         return None
 
     @property

@@ -18,7 +18,7 @@ from runtime.server.errors import ErrorResponse
 
 
 class CachedBody(Body):
-    """What may mark the end of a prefix to cache; prefixes are cached here without marks."""
+    """An object that may mark the end of a prefix to cache. Here prefixes are cached without marks."""
 
     cache_control: NoEffect = None
 
@@ -78,7 +78,7 @@ class ToolUseBlock(CachedBody):
 
 
 class ToolResultBlock(CachedBody):
-    """What a called tool has returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str

@@ -129,7 +129,7 @@ async def serve(
 
 
 class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener whose connections have a place each; whoever handles a connection gives its place back."""
+    """A listener that takes a slot for each connection; the connection's handler frees it."""
 
     def __init__(self, listener: trio.SocketListener, slots: ConnectionSlots) -> None:
         # trio.serve_listeners looks at the socket when `accept` fails.

@@ -65,7 +65,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(SentBackItem):
-    """The reasoning before an earlier answer; what is encrypted or a summary is left out."""
+    """The reasoning before an earlier answer; summaries and encrypted content are left out."""
 
     type: Literal["reasoning"]
     summary: SentBack = None
@@ -83,7 +83,7 @@ class FunctionCallItem(SentBackItem):
 
 
 class FunctionOutputItem(SentBackItem):
-    """What a called function has returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -289,7 +289,7 @@ class ParsedRequest:
 
 
 def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
-    """Parse and validate the body of a request, and find what it continues.
+    """Parse and validate the body of a request, and look up the response that it continues.
 
     Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
     """
