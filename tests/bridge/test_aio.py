@@ -248,7 +248,7 @@ async def test_a_prompt_belongs_to_its_stream_from_the_call_on() -> None:
 )
 @in_asyncio
 async def test_an_error_in_opening_comes_out_as_itself(
-    arguments: tuple[Any], options: dict[str, Any], kind: type[Exception], run: Run
+    arguments: tuple[Any], options: dict[str, Any], kind: type[Exception]
 ) -> None:
     with pytest.raises(kind):
         async with runtime.aio.open(*arguments, **options):
