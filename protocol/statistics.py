@@ -7,6 +7,7 @@ cancellation made useless) shows in the busy fractions only.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -55,6 +56,8 @@ class Statistics:
             reading the prompt, and went on alone until the drafter had caught up.
         accepted_stale, rejected_stale: accepted and rejected tokens that a trained drafter had drafted ahead without
             hidden states of the target that came before they were proposed.
+        accepted_by_position, proposed_by_position: `accepted` and `proposed` by place in the proposal, as long as the
+            longest one. The first of `proposed_by_position` is the number of proposals.
         acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
         fresh_acceptance, stale_acceptance: the same for the tokens that were not stale in this sense, all of those of a
             draft model among them; and for those that were. None if none was proposed.
@@ -105,6 +108,8 @@ class Statistics:
     longest_wait_seconds: float
     accepted_stale: int
     rejected_stale: int
+    accepted_by_position: tuple[int, ...]
+    proposed_by_position: tuple[int, ...]
     acceptance_rate: float | None
     fresh_acceptance: float | None
     stale_acceptance: float | None
@@ -141,6 +146,7 @@ class Counts:
     """Counters that only grow, and that can be added up over streams; see `Statistics`.
 
     Attributes:
+        accepted_at, proposed_at: accepted and judged tokens by place in the proposal, from 0 on.
         pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
     """
 
@@ -151,6 +157,8 @@ class Counts:
     rejected: int = 0
     accepted_stale: int = 0
     rejected_stale: int = 0
+    accepted_at: Counter[int] = attrs.field(factory=Counter)
+    proposed_at: Counter[int] = attrs.field(factory=Counter)
     bonus: int = 0
     rounds: int = 0
     n1_rounds: int = 0
@@ -184,8 +192,11 @@ class Counts:
         if index < commit.num_from_draft:
             self.accepted += 1
             self.accepted_stale += index < commit.num_stale
+            self.accepted_at[index] += 1
+            self.proposed_at[index] += 1
         else:
             self.rejected += commit.num_rejected
+            self.proposed_at.update(range(index, index + commit.num_rejected))
             self.rejected_stale += max(0, commit.num_stale - commit.num_from_draft)
             self.bonus += commit.bonus
 
@@ -239,6 +250,8 @@ class Counts:
         statistics = Statistics(
             **shared,
             proposed=proposed,
+            accepted_by_position=tuple(self.accepted_at[place] for place in sorted(self.proposed_at)),
+            proposed_by_position=tuple(self.proposed_at[place] for place in sorted(self.proposed_at)),
             acceptance_rate=_share(self.accepted, proposed),
             fresh_acceptance=_share(self.accepted - self.accepted_stale, proposed - proposed_stale),
             stale_acceptance=_share(self.accepted_stale, proposed_stale),

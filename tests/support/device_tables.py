@@ -12,8 +12,17 @@ Table = tuple[tuple[int, float], ...]
 
 
 def tables(path: Path) -> dict[str, Table]:
-    """The tables of one file by model, "target" or "draft": pairs (width, time), for the shortest text measured."""
-    prices: dict[str, Any] = json.loads(path.read_text())
+    """The first tables of a file by model, "target" or "draft": pairs (width, time), for the shortest text measured."""
+    return all_tables(path)[0]
+
+
+def all_tables(path: Path) -> list[dict[str, Table]]:
+    """All that a file has: one price table, or a report of `outrider selftest --report` with several."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return [_by_model(prices) for prices in found.get("price_tables", [found])]
+
+
+def _by_model(prices: dict[str, Any]) -> dict[str, Table]:
     length = str(prices["text_lengths"][0])
     return {role: tuple(zip(prices["widths"], times[length], strict=True)) for role, times in prices["seconds"].items()}
 
