@@ -225,11 +225,11 @@ class Counts:
     def snapshot(
         self,
         *,
-        elapsed: float,
-        generation_seconds: float,
+        elapsed: float = 0.0,
+        generation_seconds: float = 0.0,
         num_untimed: int = 0,
-        time_to_first_token: float | None,
-        peak_memory: int,
+        time_to_first_token: float | None = None,
+        peak_memory: int = 0,
         estimates: Estimates,
         lookahead: int | Literal["auto"] | None = 0,
     ) -> Statistics:

@@ -18,7 +18,6 @@ from runtime.loading.model_spec import ModelSpec
 from runtime.measuring.report_files import DeviceReport, check_report, local_paths
 from runtime.measuring.reports import check_plot, save_plot
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
-from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
@@ -255,8 +254,7 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """
     if models.draft is None:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
-    if (plot := check_plot(arguments.plot, PLOT_FORMATS)) is not None:
-        check_place("plot", plot)
+    plot = check_plot(arguments.plot, PLOT_FORMATS)
     written = check_report(arguments.report)
     if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(

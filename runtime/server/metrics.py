@@ -77,7 +77,6 @@ class Metrics:
 
         Args:
             models: their statistics are read when the metrics are requested.
-            is_draining: returns whether the server takes no new requests.
         """
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)

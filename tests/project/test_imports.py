@@ -19,6 +19,7 @@ PACKAGES = ("protocol", "actors", "runtime")
 ORDER = (
     {"terminal"},
     {"loading"},
+    {"remote"},
     {"ranks"},
     {"generation"},
     {"tracing"},
@@ -316,7 +317,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/mlx/layer_evaluation.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
-        "runtime/ranks/draft_process.py",  # the program of another process
+        "runtime/remote/draft_process.py",  # the program of another process
         "actors/workers/core_sharing.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process

@@ -16,7 +16,8 @@ from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import Chat, ChatMessage, checked_tools
-from runtime.server.answers.request import Ids, MaxTokens, Objects, Request
+from runtime.server.answers.request import MaxTokens, Objects, Request
+from runtime.server.answers.setting_fields import Ids
 from runtime.server.errors import ErrorResponse
 
 # Most answers of one request, to all of its prompts.
