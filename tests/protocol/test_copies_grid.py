@@ -1,0 +1,33 @@
+"""Copies beside a draft model, with the pass times of real devices: never much slower than without, whatever the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from device_tables import FILES
+from fixed_lookaheads import auto
+from test_device_prices import scenarios
+
+from actors.drafters.drafter import DrafterSession
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.simulation import run_simulation
+
+NUM_TOKENS = 600
+
+
+def speed(scenario: Scenario, *, copies: bool) -> float:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not copies:
+            monkeypatch.setattr(DrafterSession, "copies", False)
+        return run_simulation(scenario, num_tokens=NUM_TOKENS, make_policy=auto).speed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_copies_are_nowhere_much_slower_than_none_in_a_text_that_repeats_nothing(path: Path) -> None:
+    ratios = {
+        (scenario.acceptance, scenario.cost_ratio): speed(scenario, copies=True) / speed(scenario, copies=False)
+        for scenario in scenarios(path)
+    }
+    assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.98} == {}
