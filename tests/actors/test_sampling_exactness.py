@@ -236,18 +236,19 @@ def copy_at_a_fixed_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
 @pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
-def test_under_rejection_texts_have_the_targets_distribution_whatever_is_copied_beside_a_drafter(
-    lookahead: Any, undo: Any, monkeypatch: pytest.MonkeyPatch
+def test_texts_have_the_targets_distribution_whatever_is_copied_beside_a_drafter(
+    lookahead: Any, undo: Any, acceptance: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_at_a_fixed_lookahead(monkeypatch)
     sampled = partial(sample, 2 * NUM_SESSIONS, target(undo=undo), drafter(), prompt=QUOTABLE, max_tokens=6)
-    tokens = run(lambda: sampled(lookahead=lookahead, draft_part=0.1))
+    tokens = run(lambda: sampled(lookahead=lookahead, draft_part=0.1, acceptance=acceptance))
     texts = [ids(text) for text in tokens]
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
     assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
     drafters = Counter(token.drafted_by for text in tokens for token in text)
-    assert lookahead == "auto" or min(drafters["model"], drafters["copy"]) > 100
+    assert lookahead == "auto" or min(drafters["model"], drafters["copy"]) > 50
 
 
 @pytest.mark.slow

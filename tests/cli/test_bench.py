@@ -521,8 +521,8 @@ def test_json_has_all_that_was_measured(saved, capsys):
     for row in said["rows"]:
         assert " ".join(sorted(row)) == (
             "acceptance copy_acceptance draft draft_busy engine estimates failure fresh_acceptance high hit_rate limit "
-            "lookahead low median model_acceptance name num_texts of_limit same_texts speeds stale_acceptance target_busy "
-            "tokens_per_round vs_best_speculative vs_plain"
+            "lookahead low median model_acceptance name num_texts of_limit same_texts speeds stale_acceptance "
+            "target_busy tokens_per_round vs_best_speculative vs_plain"
         )
         assert row["vs_plain"] == row["median"] / said["rows"][0]["median"]
         assert (row["same_texts"], row["num_texts"]) == (2, 2)
