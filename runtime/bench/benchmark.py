@@ -19,7 +19,7 @@ from protocol.settings import settings_from
 from protocol.validation import check_integer, check_number, must_be, validator
 from protocol.wording import Message
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
-from runtime.bench.prompt_files import BenchPrompt, bench_prompt
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_sources import Source, caches_of
 from runtime.measuring.contest import Contest, Step
@@ -55,9 +55,7 @@ class Plan:
             same way.
     """
 
-    prompts: tuple[BenchPrompt, ...] = attrs.field(
-        default=DEMO_PROMPTS, converter=lambda prompts: tuple(map(bench_prompt, prompts))
-    )
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
     max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
     repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
     cooldown: float = attrs.field(default=0.0, validator=validator(check_number, 0))
@@ -194,7 +192,7 @@ class Benchmark(ABC, Generic[P]):
             )
             self.about = models.circumstances
             has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
-            first_turns = [bench_prompt(prompt).at(0, (), has_template=has_template) for prompt in plan.prompts]
+            first_turns = [prompt.at(0, (), has_template=has_template) for prompt in plan.prompts]
             prompts: Prompts = models.encoded(first_turns, plan.max_tokens)
             runner = ContenderRunner(models)
             self._note_models(models)

@@ -7,7 +7,7 @@ A line that is a JSON object may have the fields of Spec-Bench (Xia et al. 2024,
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ class BenchPrompt:
         return [*messages, {"role": "user", "content": self.turns[turn]}]
 
 
-def bench_prompt(prompt: Any) -> BenchPrompt:
-    """A prompt as `Plan.prompts` takes it: of this class already, or a text or token ids."""
-    return prompt if isinstance(prompt, BenchPrompt) else BenchPrompt((prompt,))
+def bench_prompts(prompts: Iterable[BenchPrompt | str | Sequence[int]]) -> tuple[BenchPrompt, ...]:
+    """Prompts, of which some are texts or token ids."""
+    return tuple([prompt if isinstance(prompt, BenchPrompt) else BenchPrompt((prompt,)) for prompt in prompts])
 
 
 def read_prompts(file: str) -> list[BenchPrompt]:
