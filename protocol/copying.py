@@ -13,7 +13,6 @@ matches of any length, but in Python it takes ten times the memory and more time
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -92,11 +91,6 @@ class CopyIndex:
         """Tokens of the text, without the reference."""
         return len(self._tokens) - self.num_reference
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the index takes."""
-        return sum(sys.getsizeof(each) for each in (self._tokens, *self._last, *self._earlier))
-
     def append_reference(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end of the reference; only while the text is empty."""
         if len(self):
@@ -138,7 +132,7 @@ class CopyIndex:
             t8, t7, t6, t5, t4, t3, t2, t1 = t7, t6, t5, t4, t3, t2, t1, token
             end += 1
 
-    def lookup(self, num_tokens: int, suffix: Sequence[int] | None = None, *, shortest: int = 1) -> Iterator[Copied]:
+    def lookup(self, num_tokens: int, *, shortest: int = 1) -> Iterator[Copied]:
         """What followed most often where the text's longest suffix occurred before, token by token.
 
         Of tokens that followed as often, the one that came last is taken. If a continuation reaches the end of the
@@ -146,28 +140,25 @@ class CopyIndex:
 
         Args:
             num_tokens: how many tokens are wanted.
-            suffix: the last tokens of another text, for which this one is a reference; None for this text's own.
             shortest: the fewest tokens that make a match, >= 1.
 
-        Returns: as many tokens as are wanted, or fewer at the end of a reference; none if nothing was found.
+        Returns: as many tokens as are wanted; none if nothing was found.
         """
         text = self._tokens
-        length, ends = self._occurrences(text[-MAX_MATCH:] if suffix is None else array("I", suffix[-MAX_MATCH:]))
+        length, ends = self._occurrences(text[-MAX_MATCH:])
         if num_tokens < 1 or length < shortest:
             return
         pieces = [text[end : end + num_tokens] for end in ends]
-        for piece in pieces if suffix is None else ():
+        for piece in pieces:
             while len(piece) < num_tokens:
                 piece.extend(piece[: num_tokens - len(piece)])
         for place in range(num_tokens):
-            tokens = [piece[place] for piece in pieces if len(piece) > place]
-            if not tokens:
-                return
+            tokens = [piece[place] for piece in pieces]
             # The newest comes first, and so does a token that is as frequent as another.
             token = tokens[0] if len(tokens) == 1 else Counter(tokens).most_common(1)[0][0]
             yield Copied(token, length + place, tokens.count(token), len(tokens))
             if len(pieces) > 1:
-                pieces = [piece for piece in pieces if len(piece) > place and piece[place] == token]
+                pieces = [piece for piece in pieces if piece[place] == token]
 
     def _occurrences(self, suffix: array[int]) -> tuple[int, list[int]]:
         """The length of the longest match, and where it ended, newest first; (0, []) without one."""
