@@ -55,7 +55,7 @@ class LoadDrafter:
 
     Attributes:
         version: of this protocol.
-        target, draft: what to load, as `runtime.ranks.draft_process` says it; None where the other end knows.
+        target, draft: what to load, as `runtime.remote.draft_process` says it; None where the other end knows.
         vocab_size: width of the target's logits.
         cache_options: of the drafter's caches, by name.
         options: of `open` that the drafter works by, by name.

@@ -7,6 +7,7 @@ cancellation made useless) shows in the busy fractions only.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -56,6 +57,8 @@ class Statistics:
         accepted_stale, rejected_stale: accepted and rejected tokens that a trained drafter had drafted ahead without
             hidden states of the target that came before they were proposed.
         accepted_copied, rejected_copied: accepted and rejected tokens that were copied from earlier in the text.
+        accepted_by_position, proposed_by_position: `accepted` and `proposed` by place in the proposal, as long as the
+            longest one. The first of `proposed_by_position` is the number of proposals.
         acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
         copy_acceptance, model_acceptance: the same for the tokens that were copied, and for those of the draft model or
             trained drafter. None if none was proposed.
@@ -110,6 +113,8 @@ class Statistics:
     rejected_stale: int
     accepted_copied: int
     rejected_copied: int
+    accepted_by_position: tuple[int, ...]
+    proposed_by_position: tuple[int, ...]
     acceptance_rate: float | None
     copy_acceptance: float | None
     model_acceptance: float | None
@@ -150,6 +155,7 @@ class Counts:
     """Counters that only grow, and that can be added up over streams; see `Statistics`.
 
     Attributes:
+        accepted_at, proposed_at: accepted and judged tokens by place in the proposal, from 0 on.
         pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
     """
 
@@ -162,6 +168,8 @@ class Counts:
     rejected_stale: int = 0
     accepted_copied: int = 0
     rejected_copied: int = 0
+    accepted_at: Counter[int] = attrs.field(factory=Counter)
+    proposed_at: Counter[int] = attrs.field(factory=Counter)
     bonus: int = 0
     rounds: int = 0
     n1_rounds: int = 0
@@ -196,8 +204,11 @@ class Counts:
             self.accepted += 1
             self.accepted_stale += index < commit.num_stale
             self.accepted_copied += commit.drafted_by(index) == "copy"
+            self.accepted_at[index] += 1
+            self.proposed_at[index] += 1
         else:
             self.rejected += commit.num_rejected
+            self.proposed_at.update(range(index, index + commit.num_rejected))
             self.rejected_stale += max(0, commit.num_stale - commit.num_from_draft)
             if commit.num_rejected:
                 self.rejected_copied += sum(commit.copied[commit.num_from_draft :])
@@ -228,11 +239,11 @@ class Counts:
     def snapshot(
         self,
         *,
-        elapsed: float,
-        generation_seconds: float,
+        elapsed: float = 0.0,
+        generation_seconds: float = 0.0,
         num_untimed: int = 0,
-        time_to_first_token: float | None,
-        peak_memory: int,
+        time_to_first_token: float | None = None,
+        peak_memory: int = 0,
         estimates: Estimates,
         lookahead: int | Literal["auto"] | None = 0,
     ) -> Statistics:
@@ -257,6 +268,8 @@ class Counts:
         statistics = Statistics(
             **shared,
             proposed=proposed,
+            accepted_by_position=tuple(self.accepted_at[place] for place in sorted(self.proposed_at)),
+            proposed_by_position=tuple(self.proposed_at[place] for place in sorted(self.proposed_at)),
             acceptance_rate=_share(self.accepted, proposed),
             copy_acceptance=_share(self.accepted_copied, copied),
             model_acceptance=_share(accepted_by_model, proposed - copied),

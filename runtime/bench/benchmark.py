@@ -29,6 +29,9 @@ from runtime.measuring.reports import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+# A run that is slower by less may be noise.
+MIN_CLOCK = 0.9
+
 # Enough to leave something to time after the first round.
 MIN_TOKENS = 16
 
@@ -105,20 +108,24 @@ class Benchmark(ABC, Generic[P]):
         plan: what to measure.
         about: what it runs on.
         contest: the runs so far.
+        closing: the first counted run again, after all others; it shows whether the machine's clock has sunk.
         figures: of each row, for JSON and the table.
         with_prompts: whether the time of the prompts counts.
+        is_a_time: whether less is better in what is compared.
         prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
             of them, too.
     """
 
     figures: ClassVar[tuple[Figure, ...]]
     with_prompts: ClassVar[bool] = True
+    is_a_time: ClassVar[bool] = False
     prefix_cache_bytes: ClassVar[int] = 0
 
     def __init__(self, plan: P) -> None:
         self.plan = plan
         self.about = Circumstances()
         self.contest = self._contest()
+        self.closing: Run | None = None
 
     # --- what each benchmark decides --------------------------------------------------------------
 
@@ -173,7 +180,16 @@ class Benchmark(ABC, Generic[P]):
             "repeats": self.plan.repeats,
             "repeats_done": self.contest.repeats_done,
             "is_complete": self.contest.is_complete,
+            "clock": self._clock(),
         }
+
+    def _clock(self) -> float | None:
+        """The speed of the first contender at the end, over its median before; None where it did not run again."""
+        entry = next(iter(self.entries(self.contest.cases[:1])))
+        if self.closing is None:
+            return None
+        before, after = entry.spread.median, self.value([self.closing])
+        return ratio(before, after) if self.is_a_time else ratio(after, before)
 
     def _facts_of_models(self) -> dict[str, Any]:
         about = self.about
@@ -232,6 +248,16 @@ class Benchmark(ABC, Generic[P]):
                 self._note_failure(step, error)
             else:
                 self.contest.record(step, run)
+        first = self.contest.contenders[0]
+        if first not in self.contest.failures:
+            on_progress(f"closing: {first.name} again")
+            again = self._prompts_of(self.contest.cases[0], prompts)
+            try:
+                self.closing = await runner.run(
+                    first, again, plan.max_tokens, plan.temperature, with_prompts=self.with_prompts
+                )
+            except JobError as error:
+                raise plain_failed(error) from error.__cause__
 
     def _note_failure(self, step: Step[Contender, int], error: JobError) -> None:
         if step.contender == PLAIN:
@@ -343,6 +369,11 @@ def about_models(result: Record, num_texts: int | str) -> Iterator[tuple[str, st
 
 
 def failures(result: Record) -> Iterator[str]:
-    """Who cannot run, and why."""
+    """Who cannot run, and why; and whether the machine became slower."""
+    if result.clock is not None and result.clock < MIN_CLOCK:
+        yield (
+            f"The machine became slower meanwhile: at the end the first row had {result.clock:.2f} times its speed. "
+            "Compare nothing of this run with another one."
+        )
     for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
         yield f"{name} cannot run: {why}"

@@ -68,6 +68,7 @@ class StreamsPlan(Plan):
         prompts: one a stream; more streams than prompts begin again with the first prompt.
         streams: numbers of streams, each in [1, 256].
         lookaheads: lookaheads of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
+        kinds: of decoding on this runtime.
     """
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
@@ -79,6 +80,7 @@ class StreamsPlan(Plan):
         converter=without_repeats,
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
+    kinds: tuple[Kind, ...] = OUR_KINDS
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -90,7 +92,7 @@ class StreamsPlan(Plan):
     @property
     def contenders(self) -> tuple[Contender, ...]:
         """All contenders. For each lookahead, the baselines of "at once" come first."""
-        return (*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED)
+        return (*(streams_contender(kind, each) for each in self.lookaheads for kind in self.kinds), BATCHED)
 
 
 def _versus(kind: Kind) -> Callable[[Entry], float | None]:

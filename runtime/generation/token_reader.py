@@ -141,11 +141,7 @@ class TokenReader:
 
         Args:
             session: the state that the actors share with the reader.
-            text: decodes this generation; new.
-            answer: splits this generation; new.
-            clock: returns seconds.
             on_token: called for each token given, with its commit and its index there.
-            estimates: returns what the runtime has measured so far.
             calls: tells tool calls of this generation apart; new. None for a generation without tools.
         """
         self.session = session.opened.session
@@ -284,23 +280,20 @@ def _rest_of(commit: Commit, begin: int) -> Commit:
     )
 
 
+@attrs.define(eq=False)
 class Arrivals:
-    """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`."""
+    """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`.
 
-    def __init__(
-        self, session: Session, commits: trio.MemoryReceiveChannel[Commit], hang_up: Callable[[], None]
-    ) -> None:
-        """The commits of a session.
+    Attributes:
+        session: the state that the actors share with the reader.
+        commits: the channel on which they arrive.
+        hang_up: ends the session soon; callable from any thread, at any moment, more than once.
+    """
 
-        Args:
-            session: the state that the actors share with the reader.
-            commits: the channel on which they arrive.
-            hang_up: ends the session soon; callable from any thread, at any moment, more than once.
-        """
-        self._session = session
-        self._commits = commits
-        self._peeked: deque[Commit] = deque()  # taken from the channel, and not received yet
-        self.hang_up = hang_up
+    _session: Session
+    _commits: trio.MemoryReceiveChannel[Commit]
+    hang_up: Callable[[], None]
+    _peeked: deque[Commit] = attrs.field(init=False, factory=deque)  # taken from the channel, and not received yet
 
     @property
     def error(self) -> OutriderError:

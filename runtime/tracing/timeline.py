@@ -350,7 +350,6 @@ def _statistics(
         generation_seconds=last_s - first_s,
         num_untimed=len(commits[0][1].tokens) if commits else 0,
         time_to_first_token=first_s - opened.at if commits else None,
-        # Neither is in a trace, and the page shows neither.
-        peak_memory=0,
+        # Not in a trace, and the page does not show it.
         estimates=Prices().estimates(),
     )

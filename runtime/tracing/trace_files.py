@@ -15,7 +15,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import trio
@@ -99,9 +98,7 @@ class Recorder(ABC):
         return self
 
     @trio.lowlevel.enable_ki_protection
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_ending = True
         self._write_soon()
         interrupt: KeyboardInterrupt | None = None

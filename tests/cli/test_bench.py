@@ -35,6 +35,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
+from runtime.bench.benchmark import failures
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Run
 from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.bench.prompt_files import BUNDLED, BenchPrompt, read_prompts
@@ -194,6 +195,17 @@ def test_texts_are_compared_with_plain_decodings():
 def test_above_temperature_0_texts_are_not_compared():
     measured = scripted(plan=small(num_draft_tokens=(2,), lookaheads=("auto",), temperature=0.5))
     assert [row.same_texts for row in measured.result().rows] == [None, None, None]
+
+
+def test_plain_decoding_at_the_end_shows_whether_the_machine_became_slower():
+    measured = scripted()
+    assert measured.result().clock is None
+    for seconds, clock in ((4 / 3, 1.0), (2.0, 2 / 3)):
+        measured.closing = a_run(seconds)
+        result = measured.result()
+        assert result.clock == pytest.approx(clock)
+        said = any("at the end the first row had 0.67 times" in note for note in failures(result))
+        assert said == (clock < 0.9)
 
 
 def test_nothing_measured_is_no_figure_and_no_error():
@@ -505,7 +517,7 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
     assert "measured by outrider lookahead auto" in out
     assert "contention" in out
     if sys.platform == "linux":
-        assert f"linear algebra  {runtime.loading.blas.blas_in_use()}" in out
+        assert f"linear algebra {runtime.loading.blas.blas_in_use()}" in " ".join(out.split())
 
 
 def test_json_has_all_that_was_measured(saved, capsys):
@@ -514,7 +526,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert (out.count("\n"), err) == (1, "")
     said = json.loads(out)
     assert " ".join(sorted(said)) == (
-        "best_speculative categories draft dtypes is_complete machine max_tokens num_prompts num_ranks repeats "
+        "best_speculative categories clock draft dtypes is_complete machine max_tokens num_prompts num_ranks repeats "
         "repeats_done rows target temperature"
     )
     assert [row["name"] for row in said["rows"]] == [contender.name for contender in small().contenders]
@@ -527,6 +539,21 @@ def test_json_has_all_that_was_measured(saved, capsys):
         assert row["vs_plain"] == row["median"] / said["rows"][0]["median"]
         assert (row["same_texts"], row["num_texts"]) == (2, 2)
     assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
+
+
+def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
+    assert cli.main(arguments(saved, "--repeats", "1", "--report", str(tmp_path / "mine.md"))) == 0
+    said, page = json.loads((tmp_path / "mine.json").read_text()), (tmp_path / "mine.md").read_text()
+    assert [row["name"] for row in said["results"]["rows"]] == [contender.name for contender in small().contenders]
+    assert (said["kind"], said["results"]["target"]) == ("bench", "<path>")
+    assert said["results"]["clock"] > 0
+    assert {"processor", "memory", "system", "packages"} < said["machine"].keys()
+    assert said["versions"]["mlx"] in said["machine"]["packages"]
+    assert page.startswith(f"## outrider bench\n\n{said['contents']}\n")
+    assert "| outrider lookahead auto |" in page
+    for written in (page, json.dumps(said)):
+        assert not [secret for secret in (*saved, str(Path.home()), "s3cret", "w1 w2") if secret in written]
 
 
 def test_a_dtype_is_what_is_measured_in(saved, capsys):

@@ -18,8 +18,17 @@ Table = tuple[tuple[int, float], ...]
 
 
 def tables(path: Path) -> dict[str, Table]:
-    """The tables of one file by model, "target" or "draft": pairs (width, time), for the shortest text measured."""
-    prices: dict[str, Any] = json.loads(path.read_text())
+    """The first tables of a file by model, "target" or "draft": pairs (width, time), for the shortest text measured."""
+    return all_tables(path)[0]
+
+
+def all_tables(path: Path) -> list[dict[str, Table]]:
+    """All that a file has: one price table, or a report of `outrider selftest --report` with several."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return [_by_model(prices) for prices in found.get("price_tables", [found])]
+
+
+def _by_model(prices: dict[str, Any]) -> dict[str, Table]:
     length = str(prices["text_lengths"][0])
     return {role: tuple(zip(prices["widths"], times[length], strict=True)) for role, times in prices["seconds"].items()}
 
@@ -36,10 +45,10 @@ def with_more_rows(table: Table) -> Table:
 
 def scenarios(path: Path) -> Iterator[Scenario]:
     """Scenarios with the times of one file."""
-    of_file = tables(path)
-    target, draft = of_file["target"], of_file.get("draft", ())
-    for cost_ratio in (draft[0][1] / target[0][1],) if draft else COST_RATIOS:
-        for acceptance in ACCEPTANCES:
-            yield Scenario(
-                acceptance, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft
-            )
+    for table in all_tables(path):
+        target, draft = table["target"], table.get("draft", ())
+        for cost_ratio in (draft[0][1] / target[0][1],) if draft else COST_RATIOS:
+            for acceptance in ACCEPTANCES:
+                yield Scenario(
+                    acceptance, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft
+                )
