@@ -17,9 +17,9 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound, HFValidationError
 from tokenizers import Tokenizer
 
+from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
-from runtime.loading.trained_drafters import trained_drafter
 
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
@@ -81,7 +81,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         if vocabulary is None or candidate == directory or not 0 < (num_bytes := _num_bytes(candidate)) <= max_bytes:
             continue
         other = _config(candidate)
-        if other is None or "model_type" not in other or trained_drafter(other) is not None:
+        if other is None or "model_type" not in other or kind_of(other) is not None:
             continue
         if _agree(vocabulary, _vocabulary(candidate)):
             found.append(Suggestion(name, is_on_disk=True, is_checked=True, num_bytes=num_bytes))

@@ -220,7 +220,7 @@ async def _load(
 
 async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
     """Whether a drafter was trained for its target."""
-    return source == MTP or await folder_of_trained_drafter(worker, source) is not None
+    return str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None
 
 
 async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:

@@ -10,8 +10,9 @@ import pytest
 from sweeps import sweep
 
 import runtime
+from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.kinds.recognition import kind_of
 from runtime.loading import model_sources, trained_drafters
-from runtime.loading.trained_drafters import SUPPORTED, trained_drafter
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -31,7 +32,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 @sweep(("config", "kind"), CONFIGS)
 def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> None:
-    assert trained_drafter(config) == kind
+    assert kind_of(config) == kind
 
 
 @pytest.mark.parametrize(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in SUPPORTED])
@@ -41,8 +42,8 @@ async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str,
         async with runtime.open(runtime.DEMO_TARGET, draft=tmp_path):
             pass
     assert str(refusal.value) == (
-        f"draft '{tmp_path}' is a drafter trained for its target ({kind}), which cannot be used yet; give a small "
-        'language model of the same vocabulary, or "ngram"'
+        f"draft '{tmp_path}' is a drafter trained for its target ({kind}), which cannot be used; of such, EAGLE-3, "
+        'MTP, Medusa and DFlash can; or give a small language model of the same vocabulary, or "ngram"'
     )
 
 
@@ -118,4 +119,4 @@ async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, mon
     ],
 )
 def test_a_language_model_is_none(config: dict[str, Any]) -> None:
-    assert trained_drafter(config) is None
+    assert kind_of(config) is None

@@ -13,8 +13,7 @@ from architectures import VOCAB_SIZE, build
 from mlx.utils import tree_flatten
 from models import draw_weights
 
-from actors.trained import eagle3
-from actors.trained.kinds import dflash
+from actors.trained.kinds import dflash, eagle3
 from actors.trained.kinds.medusa import Medusa, MedusaConfig
 
 KINDS = ("eagle3", "medusa", "mtp", "dflash")

@@ -16,8 +16,9 @@ from sweeps import sweep
 from trained_drafters import BLOCK_SIZE, write_dflash
 
 import runtime
+from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.block_sequence import BlockSequence
-from actors.trained.kinds.dflash import DFlashReader, is_dflash, load_dflash, read_config
+from actors.trained.kinds.dflash import DFlashReader, load_dflash, read_config
 from actors.trained.kinds.target_parts import embedding_of, head_of
 from protocol.errors import ModelError, RewindError
 
@@ -36,7 +37,7 @@ def expected_of(case: Path) -> dict[str, mx.array]:
 
 def reader_of(case: Path) -> DFlashReader:
     expected = expected_of(case)
-    model, target_ids = load_dflash(case)
+    model, target_ids = load_dflash(DrafterFiles.read(case))
     own_head = None if target_ids is None else model.lm_head
     return DFlashReader(
         model,
@@ -55,7 +56,7 @@ def close(found: mx.array, expected: mx.array) -> bool:
 @sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
     expected, reader = expected_of(case), reader_of(case)
-    model, target_ids = load_dflash(case)
+    model, target_ids = load_dflash(DrafterFiles.read(case))
     num_blocks, num_foreseen, _ = expected["logits"].shape
     assert num_foreseen == reader.num_foreseen == model.config.num_foreseen
     cache = reader.make_cache()
@@ -78,13 +79,6 @@ def test_features_may_come_in_pieces() -> None:
     assert close(found, expected["logits"][9])
 
 
-def test_it_is_recognised_by_its_configuration() -> None:
-    assert is_dflash({"speculators_model_type": "dflash"})
-    assert is_dflash({"architectures": ["DFlashDraftModel"]})
-    assert is_dflash({"dflash_config": {}})
-    assert not is_dflash({"model_type": "qwen3", "architectures": None})
-
-
 def changed(case: Path, folder: Path, **changes: Any) -> Path:
     """A copy of a case with another configuration."""
     shutil.copytree(case, folder, dirs_exist_ok=True)
@@ -98,14 +92,14 @@ def changed(case: Path, folder: Path, **changes: Any) -> Path:
     [
         ({"mask_token_id": "absent"}, "has no 'mask_token_id'"),
         ({"mask_token_id": None}, "cannot be read"),
-        ({"aux_hidden_state_layer_ids": [1, 2]}, "do not fit"),
+        ({"aux_hidden_state_layer_ids": [1, 2]}, "is not what its configuration says"),
         ({"block_size": 1}, "must have 2 tokens or more"),
         ({"draft_vocab_size": 40}, "which is which"),
     ],
 )
 def test_what_cannot_be_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        load_dflash(changed(case_of("whole"), tmp_path, **changes))
+        load_dflash(DrafterFiles.read(changed(case_of("whole"), tmp_path, **changes)))
 
 
 def test_layers_that_are_not_known_are_refused() -> None:
@@ -126,12 +120,12 @@ def test_ids_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
     mx.save_safetensors(str(folder / "model.safetensors"), weights | {"d2t": weights["d2t"] + 60})
     with pytest.raises(ModelError, match="names ids that its target, with 96, does not have"):
-        load_dflash(folder)
+        load_dflash(DrafterFiles.read(folder))
 
 
 def test_a_folder_without_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
-        load_dflash(tmp_path)
+        load_dflash(DrafterFiles.read(tmp_path))
 
 
 # --- a text -------------------------------------------------------------------------------------------
@@ -282,9 +276,13 @@ async def test_what_is_drafted_after_a_miss_is_a_block_on_the_targets_features(t
     built = build("llama")
     folder = write_dflash(tmp_path, built)
     text, proposals = await fresh_proposals(folder, built, lookahead=3)
-    features = features_of(built, text, load_dflash(folder)[0].config.feature_layers)
+    features = features_of(built, text, load_dflash(DrafterFiles.read(folder))[0].config.feature_layers)
     reader = DFlashReader(
-        load_dflash(folder)[0], None, 64, embedding_of(built, "the drafter"), head_of(built, "the drafter")
+        load_dflash(DrafterFiles.read(folder))[0],
+        None,
+        64,
+        embedding_of(built, "the drafter"),
+        head_of(built, "the drafter"),
     )
     for position, tokens in proposals:
         cache = reader.make_cache()

@@ -12,9 +12,8 @@ those of the authors (https://github.com/z-lab/dflash) and of Speculators
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import attrs
@@ -26,8 +25,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from actors.trained.drafter_files import flatten_rope, read_weights, target_ids_of, widened
-from actors.trained.kinds.target_parts import Layer
+from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
+from actors.trained.kinds.attached import Attached, check_target
+from actors.trained.kinds.block_sequence import BlockSequence
+from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
 from protocol.errors import ModelError
 
 # Weights of the target that Speculators may have saved along.
@@ -99,12 +100,6 @@ class DFlashConfig:
     def num_foreseen(self) -> int:
         """How many tokens a block predicts."""
         return self.block_size - (0 if self.drafts_from_anchor else 1)
-
-
-def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of a DFlash drafter."""
-    names = (config.get("speculators_model_type"), *(config.get("architectures") or ()))
-    return "dflash_config" in config or any("dflash" in str(name).lower() for name in names)
 
 
 def read_config(config: Mapping[str, Any]) -> DFlashConfig:
@@ -354,25 +349,45 @@ class DFlashReader:
         return widened(logits, self._target_ids, self.vocab_size)
 
 
-def load_dflash(folder: Path) -> tuple[DFlash, mx.array | None]:
+def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
     """Load a drafter from a folder with `config.json` and safetensors.
 
     Returns: the drafter, and the target's id of each id of its reduced vocabulary, (draft_vocab_size,) int32; None for
         a whole one.
-    Raises: ModelError: a file is missing or damaged, or the weights do not fit the configuration.
+    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
     """
-    try:
-        config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
-    named = {name: value for name, value in read_weights(folder).items() if not name.startswith(_OF_TARGET)}
-    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, folder)
+    config = read_config(files.config)
+    named = {name: value for name, value in files.weights().items() if not name.startswith(_OF_TARGET)}
+    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, files.folder)
     if target_ids is None:
-        named.pop("lm_head.weight", None)  # the target's
+        named = {name: value for name, value in named.items() if not name.startswith("lm_head.")}  # the target's
     model = DFlash(config)
-    try:
-        model.load_weights(list(named.items()))
-    except ValueError as error:
-        raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
-    mx.eval(model.state, *(() if target_ids is None else (target_ids,)))
+    files.fill(model, named)
     return model, target_ids
+
+
+def attach_dflash(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
+    """Load a drafter and attach it to its target.
+
+    Raises: ModelError: it cannot be loaded, or was made for another target.
+    """
+    model, target_ids = load_dflash(files)
+    config = model.config
+    num_layers, named = len(target.layers), files.named
+    if config.num_target_layers not in (None, num_layers):
+        raise ModelError(
+            f"{named} was made for a target with {config.num_target_layers} layers, and this one has {num_layers}"
+        )
+    check_feature_layers(config.feature_layers, num_layers)
+    known = max(config.vocab_size, config.mask_token_id + 1)
+    check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=known)
+    head = head_of(target, named) if target_ids is None else model.lm_head
+    reader = DFlashReader(model, target_ids, target_vocab_size, embedding_of(target, named), head)
+    return Attached(
+        config.feature_layers,
+        target_vocab_size,
+        partial(BlockSequence, reader),
+        model,
+        config.draft_vocab_size,
+        () if target_ids is None else (target_ids,),
+    )
