@@ -9,7 +9,7 @@ import attrs
 from huggingface_hub import hf_hub_download, snapshot_download
 
 from actors.trained.kinds.attach import SUPPORTED
-from actors.trained.kinds.recognition import kind_of
+from actors.trained.kinds.recognition import kind_of, nearest_to
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown_path
 from runtime.loading.model_spec import ModelSpec
@@ -55,9 +55,8 @@ def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
         return None
     if kind not in SUPPORTED:
         raise ModelError(
-            f"draft {str(spec)!r} is a drafter trained for its target ({kind}), which cannot be used; of such, "
-            f"{', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]} can; or give a small language model of the same "
-            'vocabulary, or "ngram"'
+            f"draft {str(spec)!r} is a drafter trained for its target, of the kind {kind}, which cannot be used; "
+            f'nearest to it is {nearest_to(kind)}; or draft with "ngram"'
         )
     check_of_weights(spec, kind)
     return kind

@@ -5,7 +5,7 @@
 * `eagle3`: a layer on hidden states of several of the target's.
 * `mtp`: the layer that a target's own files bring.
 * `medusa`: heads on the target's last hidden state, one for each position. `head_sequence` is a text of them.
-* `dflash`: a block of tokens in one pass. `block_sequence` is a text of it.
+* `dflash`: a block of tokens in one pass. `block_sequence` is a text of it, `block_heads` what DFlash 2 and DSpark add.
 * `torch_file`: reads the files of `torch.save`.
 * `target_parts`: a target's embedding, final norm and head, which drafters share.
 

@@ -23,6 +23,8 @@ _KINDS: dict[str, Callable[[DrafterFiles, Module, int], Attached]] = {
     "MTP": attach_mtp,
     "Medusa": attach_medusa,
     "DFlash": attach_dflash,
+    "DFlash 2": attach_dflash,
+    "DSpark": attach_dflash,
 }
 SUPPORTED = tuple(_KINDS)
 
@@ -53,7 +55,7 @@ def attach(
     kind = "MTP" if is_targets_own else kind_of(files.config)
     if kind not in _KINDS:
         raise ModelError(
-            f"{named} is {f'a drafter of the kind {kind}' if kind else 'no trained drafter'}; those of the kinds "
-            f"{', '.join(_KINDS)} can be used"
+            f"{named} is no trained drafter of a kind that can be used ({', '.join(_KINDS)}), but "
+            f"{kind or 'none at all'}"
         )
     return _KINDS[kind](files, target, target_vocab_size)

@@ -40,6 +40,22 @@ _KEYS = {
 # Kinds that others are told apart from by a key: their names alone do not say which it is.
 _REFINED = {"EAGLE-3": {"P-EAGLE"}, "DFlash": {"DSpark", "DFlash 2"}}
 
+# What is nearest to a kind that cannot be used.
+_NEAREST = {
+    "EAGLE": "an EAGLE-3 drafter of the same target",
+    "P-EAGLE": "an EAGLE-3 drafter of the same target",
+    "Hydra": "Medusa's heads for the same target",
+    "MLP speculator": "Medusa's heads for the same target",
+    "Gemma 4's assistant": "a smaller Gemma 4",
+    "Muse Glimmer's assistant": "a DFlash drafter of the same target",
+    "Speculators' mtp": 'the layer in the files of the original model ("mtp"), or in a folder as mlx-vlm writes it',
+}
+
+
+def nearest_to(kind: str) -> str:
+    """What can be used in place of a kind that cannot, for messages."""
+    return _NEAREST.get(kind, "a small language model of the same vocabulary")
+
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """The kind of trained drafter that a config.json describes, such as "EAGLE-3"; None for a language model.
