@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 import trio
 from architectures import VOCAB_SIZE
-from distributions import SIGNIFICANCE, pooled_p_value, random_price
+from distributions import DRAWING_RULES, SIGNIFICANCE, pooled_p_value, random_price
 from drafted_runtime import NUM_TOKENS, PROMPTS, check_seeded, drafted
 from models import greedy, prompt_of
 from scripted import ids, run
@@ -209,7 +209,9 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
         async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
 
             async def generate(seed: int) -> None:
-                completion = await rt.generate(prompt, lookahead=2, acceptance="rejection", seed=seed, **asked)
+                completion = await rt.generate(
+                    prompt, lookahead=2, acceptance=DRAWING_RULES[seed % 2], seed=seed, **asked
+                )
                 found[seed] = completion.tokens
 
             for first in range(0, num_sessions, 8):
