@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,11 +41,16 @@ class TrainedDrafter(FeedsEach):
 
         Args, Raises: as `attach`.
         """
+        self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
         self._attached = attach(
             folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize
         )
         self.feature_layers = self._attached.feature_layers
         self.vocab_size = self._attached.vocab_size
+
+    def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
+        """The same drafter, loaded once more and quantised; see `attach`."""
+        return self._load(quantize=settings)
 
     def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
         return self._attached.open_sequence()
