@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
 import attrs
+import trio
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
@@ -15,9 +16,10 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError, PromptError
 from protocol.open_options import OpenOptions
 from protocol.settings import settings_from
-from protocol.validation import check_integer, must_be, validator
+from protocol.validation import check_integer, check_number, must_be, validator
 from protocol.wording import Message
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_sources import Source, caches_of
 from runtime.measuring.contest import Contest, Step
@@ -46,18 +48,20 @@ class Plan:
     Raises: SettingsError, PromptError: something is out of its range.
 
     Attributes:
-        prompts: texts or sequences of token ids; at least one.
+        prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
         max_tokens: number of tokens to generate for each prompt, >= 16; nothing ends a text earlier.
         repeats: number of times that each contender runs everything, >= 1.
+        cooldown: seconds of rest before each run, >= 0: a machine that is hot may be slower, without a warning.
         temperature: >= 0; 0 is greedy.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
         rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
             same way.
     """
 
-    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
     max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
     repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
+    cooldown: float = attrs.field(default=0.0, validator=validator(check_number, 0))
     temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
     dtype: str | None = attrs.field(default=None)
     rewind: str = "auto"
@@ -203,16 +207,23 @@ class Benchmark(ABC, Generic[P]):
                 stack, target, drafts, plan.cache_options, dtype=plan.dtype, group=group, on_progress=on_progress
             )
             self.about = models.circumstances
-            prompts = models.encoded(plan.prompts, plan.max_tokens)
+            has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
+            first_turns = [prompt.at(0, (), has_template=has_template) for prompt in plan.prompts]
+            prompts: Prompts = models.encoded(first_turns, plan.max_tokens)
             runner = ContenderRunner(models)
             self._note_models(models)
             await runner.open_runtimes(stack, self.contest.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
+            prompts = await self._encoded(runner, models, prompts)
             await self._prepare(runner, prompts, on_progress)
             await self._run(runner, prompts, on_progress)
         return self.result()
 
     def _note_models(self, models: LoadedModels) -> None:
         """Called once the models are loaded, before the contest begins."""
+
+    async def _encoded(self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts) -> Prompts:
+        """The prompts as token ids; here the first turns alone."""
+        return first_turns
 
     async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
         """Called before the contest begins."""
@@ -227,6 +238,7 @@ class Benchmark(ABC, Generic[P]):
             repeat = "" if step.repeat is None else f"repeat {step.repeat + 1} of {plan.repeats}, "
             when = f"{repeat}{self._described(step.case)}" if repeat else "warming up"
             on_progress(f"{when}: {step.contender.name} ({step.progress})")
+            await trio.sleep(plan.cooldown)
             case, is_timed_from_call = self._prompts_of(step.case, prompts), self.with_prompts
             try:
                 run = await runner.run(

@@ -36,6 +36,7 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
@@ -70,7 +71,7 @@ class StreamsPlan(Plan):
         kinds: of decoding on this runtime.
     """
 
-    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=STREAM_PROMPTS, converter=tuple)
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
     streams: tuple[int, ...] = attrs.field(
         default=(1, 2, 4, 8, 16), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
     )

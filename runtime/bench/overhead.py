@@ -15,6 +15,7 @@ from protocol.validation import check_integers, validator
 from runtime.bench.benchmark import FAILURE, Benchmark, Plan, Progress, failures, spread_figures, without_repeats
 from runtime.bench.contenders import BATCHED, Contender, Prompts, Run
 from runtime.bench.many_streams import MAX_STREAMS
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, ratio, table_of, total
@@ -47,7 +48,7 @@ class OverheadPlan(Plan):
         streams: numbers of streams at once, each in [1, 256].
     """
 
-    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=PROMPTS, init=False)
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=PROMPTS, converter=bench_prompts, init=False)
     max_tokens: int = attrs.field(default=128, validator=attrs.fields(Plan).max_tokens.validator)
     streams: tuple[int, ...] = attrs.field(
         default=(1, 4, 16, 64), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import SettingsError
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import Models
 from runtime.loading.model_spec import ModelSpec
@@ -42,11 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
-        help="file of texts to continue: a JSON list (FILE.json) or one a line (default: some code)",
+        help="file of prompts: a JSON list of texts (FILE.json), or a line each: a text, or an object with prompt, "
+        'messages or turns, and category, as in Spec-Bench and SPEED-Bench; "bundled" for 40 edits, quotes and free '
+        "texts (default: some code)",
     )
     for names, metavar, default, text in (
         (("-m", "--max-tokens"), "N", "96", "tokens to generate for each prompt"),
         (("--repeats",), "N", "3", "number of runs of each contender and prompt"),
+        (("--cooldown",), "SECONDS", "0", "rest before each run: a hot machine may be slower, without a warning"),
         (("-t", "--temperature"), "T", "0", "sampling temperature; 0 is greedy"),
     ):
         what.add_argument(
@@ -138,6 +140,7 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
     from runtime.bench.many_streams import ManyStreams, StreamsPlan
     from runtime.bench.one_stream import OneStream, OneStreamPlan
     from runtime.bench.overhead import Overhead, OverheadPlan
+    from runtime.bench.prompt_files import read_prompts
     from runtime.bench.shapes import PROMPTS
 
     streams: dict[str, Any] = {} if arguments.streams is None else {"streams": _list(arguments.streams)}
@@ -150,7 +153,7 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
     if arguments.prompt is not None:
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
-        given["prompts"] = read_prompts(Path(arguments.prompts))
+        given["prompts"] = read_prompts(arguments.prompts)
     if arguments.shape is not None:
         given = {"prompts": PROMPTS if streams else PROMPTS[:3]} | given | {"dtype": None}
     if not streams:
@@ -209,23 +212,6 @@ def _check_for_overhead(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name, None) is not None:
             flag = "lookahead" if name == "lookaheads" else name.replace("_", "-")
             raise SettingsError(f"--{flag} does not go with --overhead, which decodes its own prompts; leave it out")
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts in a file.
-
-    Raises: PromptError: the file cannot be read, or has no prompt.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise PromptError(f"cannot read prompts from {path}: {error}") from error
-    if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
-        raise PromptError(f"{path} must hold a JSON list of texts")
-    if not found:
-        raise PromptError(f"there is no prompt in {path}; give one a line")
-    return found
 
 
 def check_for_ranks(arguments: argparse.Namespace) -> None:

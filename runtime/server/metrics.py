@@ -37,6 +37,8 @@ _COUNTERS = (
         "accepted_stale",
     ),
     ("stale_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_stale"),
+    ("copied_accepted_tokens", "Accepted tokens that were copied from earlier in their text", "accepted_copied"),
+    ("copied_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_copied"),
     ("rounds", "Verify passes that gave a token", "rounds"),
     ("lookahead_hits", "Verdicts whose text had been drafted for", "lookahead_hits"),
     ("lookahead_misses", "Verdicts whose text had not", "lookahead_misses"),

@@ -6,30 +6,15 @@ without times of a draft model stands for several.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from device_tables import FILES, all_tables
+from device_tables import FILES, scenarios
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
 
-from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
 NUM_TOKENS = 600
-ACCEPTANCES = (0.3, 0.6, 0.9)
-COST_RATIOS = (0.05, 0.2)
-
-
-def scenarios(path: Path) -> Iterator[Scenario]:
-    """Scenarios with the times of one file."""
-    for table in all_tables(path):
-        target, draft = table["target"], table.get("draft", ())
-        for cost_ratio in (draft[0][1] / target[0][1],) if draft else COST_RATIOS:
-            for acceptance in ACCEPTANCES:
-                yield Scenario(
-                    acceptance, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft
-                )
 
 
 @pytest.mark.slow

@@ -61,6 +61,20 @@ def judged(accepted: int, rejected: int = 0) -> dict[str, Any]:
 # --- tokens ---------------------------------------------------------------------------------------
 
 
+def test_what_was_copied_counts_apart_from_what_a_model_has_drafted():
+    copied = (True, True, False, False, True)
+    counts = given_all(
+        commit(4, 5, 6, 9, num_from_draft=3, num_rejected=2, copied=copied),
+        commit(7, num_from_draft=1, copied=(True, True), finish_reason="stop"),  # the rest was not judged
+    )
+    assert (counts.accepted, counts.accepted_copied, counts.rejected, counts.rejected_copied) == (4, 3, 2, 1)
+    statistics = snapshot(counts)
+    assert (statistics.copy_acceptance, statistics.model_acceptance) == (3 / 4, 1 / 2)
+    assert statistics.acceptance_rate == 4 / 6
+    assert statistics.fresh_acceptance == statistics.model_acceptance
+    assert "3 of them copied" in repr(statistics)
+
+
 def test_a_rejection_counts_what_stood_and_what_fell():
     counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3))
     assert counts == Counts(generated_tokens=3, rounds=1, **judged(2, 3))

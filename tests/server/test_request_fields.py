@@ -144,7 +144,7 @@ def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
 def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_reasoning() -> None:
     tokenizer = calling_tokenizer()
     ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
-    tokens = [Token(id, tokenizer.decode([id]), i, from_draft=False) for i, id in enumerate(ids)]
+    tokens = [Token(id, tokenizer.decode([id]), i, drafted_by=None) for i, id in enumerate(ids)]
 
     def shown(**fields: Any) -> str:
         request = ChatRequest.model_validate({**HELLO, **fields})

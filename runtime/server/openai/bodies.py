@@ -51,6 +51,8 @@ class Usage(TypedDict):
     total_tokens: int
     proposed_tokens: int
     accepted_tokens: int
+    accepted_copied_tokens: int
+    rejected_copied_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
 
@@ -75,11 +77,12 @@ class Timings(TypedDict):
 
 
 class SpeculationToken(TypedDict):
-    """A token, and whether the drafter had proposed it."""
+    """A token, and who had proposed it: see `runtime.Token`."""
 
     id: int
     text: str
     from_draft: bool
+    drafted_by: Literal["model", "copy"] | None
     is_thinking: bool
 
 
@@ -92,6 +95,8 @@ class SpeculationStatistics(TypedDict):
     generated_tokens: int
     proposed: int
     accepted: int
+    accepted_copied: int
+    rejected_copied: int
     acceptance_rate: float | None
     rows_per_pass: float | None
     generation_tps: float | None

@@ -56,6 +56,8 @@ def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timel
         "generated_tokens": statistics.generated_tokens,
         "proposed": statistics.proposed,
         "accepted": statistics.accepted,
+        "accepted_copied": statistics.accepted_copied,
+        "rejected_copied": statistics.rejected_copied,
         "acceptance_rate": statistics.acceptance_rate,
         "rows_per_pass": statistics.rows_per_pass,
         "generation_tps": statistics.generation_tps,
@@ -64,7 +66,13 @@ def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timel
     }
     return {
         "tokens": [
-            {"id": token.id, "text": token.text, "from_draft": token.from_draft, "is_thinking": token.is_thinking}
+            {
+                "id": token.id,
+                "text": token.text,
+                "from_draft": token.from_draft,
+                "drafted_by": token.drafted_by,
+                "is_thinking": token.is_thinking,
+            }
             for token in tokens
         ],
         "statistics": so_far,
@@ -220,6 +228,8 @@ class ChunkSerializer(Serializer):
             "total_tokens": num_prompt_tokens + statistics.generated_tokens,
             "proposed_tokens": statistics.proposed,
             "accepted_tokens": statistics.accepted,
+            "accepted_copied_tokens": statistics.accepted_copied,
+            "rejected_copied_tokens": statistics.rejected_copied,
             "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens if counts_prompt else 0},
             "completion_tokens_details": {
                 "reasoning_tokens": self._num_reasoning_tokens,
