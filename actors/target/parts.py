@@ -71,11 +71,6 @@ class Part:
         if self.ready.reach:
             self.proposal = self.proposal.cut(num_drafted)
 
-    def pass_over(self) -> None:
-        """Note that a pass has left it out, so that the next one must not."""
-        if not self.ready.was_passed_over:
-            self.ready = attrs.evolve(self.ready, was_passed_over=True)
-
     @property
     def feeds_drafted(self) -> bool:
         """Whether drafted tokens are fed, if the cache can drop them again."""
@@ -119,7 +114,7 @@ class Part:
         return ProposedRows(seed, proposal.start, self.feed.num_logits, drafted, proposal.probs[: len(drafted)])
 
 
-def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
+def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
     """The next part of a text whose drafter has proposed, or does not."""
     sequence, state, failure = session.sequence, session.state, session.round_failure
     assert sequence is not None
@@ -133,14 +128,16 @@ def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
     if failure is not None and (one_by_one := failure.one_by_one) is not None:
         plan = session.cached_tokens.plan(state.committed, one_by_one.accepted)
         ready, is_drafted = ReadyRound(len(plan.feed)), bool(proposal.tokens)
-        return Part(session, sequence, plan, one_by_one.left, ready, now_s, history, one_by_one=is_drafted, alone=alone)
+        return Part(
+            session, sequence, plan, one_by_one.left, ready, since_s, history, one_by_one=is_drafted, alone=alone
+        )
     plan = session.cached_tokens.plan(state.committed)
     settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
     # A cache that could not have undone the last pass most likely cannot undo this one.
     feeds_drafts = not settle and not session.was_single_step
     num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_drafts and not proposal.reach else 0)
     ready = ReadyRound(num_needed, proposal.reach if feeds_drafts else ())
-    part = Part(session, sequence, plan, proposal, ready, now_s, history, settle, alone=alone)
+    part = Part(session, sequence, plan, proposal, ready, since_s, history, settle, alone=alone)
     part.alone = alone or (part.feeds_drafted and session.suspects is not None)
     return part
 
@@ -209,13 +206,12 @@ def verdict_so_far(one_by_one: OneByOne, num_accepted: int, token: int | None = 
 
 def is_plain(session: TargetSession) -> bool:
     """Whether the next round of a text is one token of the target's own."""
-    state, sequence = session.state, session.sequence
-    assert sequence is not None
+    state = session.state
     return (
         state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
         and state.outstanding is None
         and session.round_failure is None
-        and not has_lost_tokens(session, sequence)
+        and not has_lost_tokens(session)
     )
 
 
@@ -226,8 +222,10 @@ def stays_plain(session: TargetSession) -> bool:
     return rests_on and (state.remaining is None or state.remaining > 1)
 
 
-def has_lost_tokens(session: TargetSession, sequence: CachedSequence) -> bool:
+def has_lost_tokens(session: TargetSession) -> bool:
     """Whether a text must be read again, since a pass that it shared has failed."""
+    sequence = session.sequence
+    assert sequence is not None
     if sequence.length < len(session.cached_tokens):
         session.reads_again = len(session.state.committed) > 1 or bool(session.accepted)
         session.plain_row = None  # it may be ahead in the cache that is lost

@@ -677,7 +677,7 @@ class Simulation:
 def watch_sessions(runtime: Runtime, worker: ComparingWorker) -> None:
     """Have the target of a runtime without sessions keep its sessions where its worker sees them."""
     target = runtime._target
-    target._sessions = target.drafter._sessions = target._rounds._sessions = worker.sessions  # type: ignore[assignment]
+    target._sessions = target.drafter._sessions = worker.sessions  # type: ignore[assignment]
 
 
 @asynccontextmanager
