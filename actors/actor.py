@@ -21,6 +21,7 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
 from protocol.messages import Close, Features, Message
 from protocol.open_options import PREFIX_CACHE_BYTES
+from protocol.pass_price import PassPrice
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
@@ -270,6 +271,7 @@ class ModelActor(Actor[S]):
         on_event: Callable[[Event], None],
         prices: Prices,
         *,
+        pass_price: PassPrice,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """As `Actor`, and:
@@ -277,11 +279,12 @@ class ModelActor(Actor[S]):
         Args:
             model: lives on the worker's thread.
             worker: does the forward passes of all sessions.
+            pass_price: of the model's passes.
             prefix_cache_bytes: bound of the prefix cache.
         """
         super().__init__(on_event, prices, worker.clock)
         self.model, self.worker = model, worker
-        self.chunk_size = PrefillChunkSize()
+        self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
         self._prompt_readings = PromptReadings()

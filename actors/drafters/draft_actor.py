@@ -84,7 +84,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             max_batch: most sessions that share one pass, >= 1.
             max_drawn_from: see `DraftSteps`.
         """
-        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
+        super().__init__(
+            model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes
+        )
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy

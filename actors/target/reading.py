@@ -76,7 +76,9 @@ class Reading:
         if self._num_shared() == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]
-        indices = read_together([each.num_to_read for each in fitting], self._chunk_size(), self._model.widest_row)
+        indices = read_together(
+            [each.num_to_read for each in fitting], self._chunk_size.most_together, self._model.widest_row
+        )
         return [fitting[index] for index in indices[: self._num_shared()]]
 
     async def _read_chunk(self, session: TargetSession) -> None:

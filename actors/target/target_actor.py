@@ -67,7 +67,9 @@ class TargetActor(ModelActor[TargetSession]):
             target_queue: shows the drafter which passes wait and run here.
             max_batch: most sessions that share one pass, >= 1.
         """
-        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
+        super().__init__(
+            model, worker, on_event, prices, pass_price=prices.verify, prefix_cache_bytes=prefix_cache_bytes
+        )
         self._on_failure = on_failure
         self._target_queue = target_queue
         self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
