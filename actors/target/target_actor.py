@@ -215,11 +215,11 @@ class TargetActor(ModelActor[TargetSession]):
         now_s = self.worker.clock()
         until_s = self._time_out(now_s)
         self._take_in()
-        if self._ready and not all(turn.is_plain for turn in self._ready.values()):
+        for session in self._parts:
+            if has_lost_tokens(session):
+                self._ready[session] = attrs.evolve(self._ready[session], reads_again=True)
+        if self._parts:
             self._set_num_texts()
-            for session, turn in self._ready.items():
-                if not turn.is_plain and has_lost_tokens(session):
-                    self._ready[session] = attrs.evolve(turn, reads_again=True)
         view = TargetView(
             list(self._ready.values()),
             [self._expected(session) for session in self._waiting],
@@ -288,7 +288,7 @@ class TargetActor(ModelActor[TargetSession]):
         elif was_divided:
             self._num_divided, self._max_divided = 0, min(2 * self._max_divided, MAX_DIVIDED)
         for session in texts:
-            self._take(session)
+            del self._ready[session]
         going_on = dict.fromkeys(await self._jobs.run_plain_pass(texts, goes_ahead=goes_ahead))
         if len(going_on) < len(texts):
             for session in texts:

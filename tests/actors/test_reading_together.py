@@ -34,7 +34,7 @@ def prompt_passes(events: list[Any]) -> list[Span]:
 
 @sweep("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"])
 async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefillChunkSize, "__call__", lambda _: 128)  # whatever was measured
+    monkeypatch.setattr(PrefillChunkSize, "_next", lambda _: (128, 0.0))  # whatever was measured
     model, prompts = build(name), prompts_of(6, 20)
     events: list[Any] = []
     async with runtime.open((model, None), trace=events.append) as rt:
