@@ -258,8 +258,7 @@ class TargetView:
     @property
     def all_are_plain(self) -> bool:
         """Whether all texts that can go on do so without drafts."""
-        # Lists, since a generator is resumed for each of many texts.
-        return not any([each.awaits_drafter for each in self.expected]) and all([turn.is_plain for turn in self.turns])
+        return not any(each.awaits_drafter for each in self.expected) and all(turn.is_plain for turn in self.turns)
 
 
 @attrs.frozen
@@ -285,7 +284,7 @@ def next_pass(view: TargetView) -> NextJob:
     """Decide what the target does next. It waits only if no text is ready, or for no longer than `MAX_WAIT` and
     `PATIENCE_FOR_ALL` say, and never while there are prompts to read.
     """
-    if view.has_prompts and not any([turn.is_due for turn in view.turns]):
+    if view.has_prompts and not any(turn.is_due for turn in view.turns):
         return NextJob("prompts")
     job = _next_round(view)
     return NextJob("prompts") if job.kind == "wait" and view.has_prompts else job

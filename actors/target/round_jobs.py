@@ -125,7 +125,7 @@ class RoundJobs:
         sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.state.opened
         assert sequence is not None
         self._begin_job([session])
-        to_feed = (*session.state.committed, *session.accepted)[:-1]
+        to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
             await prefill_committed(self._worker, sequence, cached_tokens, opened, to_feed, self._chunk_size)
             session.reads_again = len(cached_tokens) < len(to_feed)
@@ -324,7 +324,7 @@ class RoundJobs:
                 except Exception as error:  # of any kind: it ends this text, and the others go on
                     self.fail(session, error)
             elif not isinstance(part.error, CacheLostError):
-                self.fail(session, job_error(job, part.error))
+                self._apply_or_fail(session, job_error(job, part.error))
 
     def _apply(self, session: TargetSession, verdict: Verdict) -> None:
         """Commit the tokens of a verdict, and begin the next round."""
@@ -378,14 +378,21 @@ class RoundJobs:
                 failure.suspects, failure.has_failed = None if with_drafts else suspects, True
 
     def _failed_alone(self, part: Part, error: JobError) -> None:
-        session, failure = part.session, part.session.round_failure
+        session = part.session
         # Errors of ours would be the same without drafted tokens.
         if part.feeds_drafted and not isinstance(error.__cause__, OutriderError):
             session.suspects = Suspects(0, _ignore)
             session.drafts.fail()
             session.round_failure = RoundFailure(OneByOne(part.proposal))
-        elif failure is not None and failure.one_by_one is not None and session.accepted:
-            self._apply(session, verdict_so_far(failure.one_by_one, len(session.accepted)))
+        else:
+            self._apply_or_fail(session, error)
+        self._look_at(session)
+
+    def _apply_or_fail(self, session: TargetSession, error: Exception) -> None:
+        """End a text whose part in a pass has failed; but first commit the drafted tokens that are accepted by now."""
+        failure = session.round_failure
+        if failure is not None and failure.one_by_one is not None and session.fed_drafted:
+            self._apply(session, verdict_so_far(failure.one_by_one))
         else:
             self.fail(session, error)
 
