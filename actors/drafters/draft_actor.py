@@ -157,12 +157,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, need: Need) -> None:
-        opened, sequence, cached_tokens = session.shared.opened, session.sequence, session.cached_tokens
+        sequence = session.sequence
         if sequence is None:
             await self._open_sequence(session)
             session.hand_over_features()
         elif not session.has_read_prompt:
-            await prefill_chunk(self.worker, sequence, cached_tokens, opened, self.chunk_size)
+            await prefill_chunk(self.worker, session, self.chunk_size)
         elif session.reading is not None:
             await self._hand_on(session)
         elif not session.is_indexed:
@@ -172,8 +172,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._catch_up(session, sequence)
         else:
             # The last token is left to the draft step, which needs the logits.
-            committed = session.state.committed[:-1]
-            await prefill_committed(self.worker, sequence, cached_tokens, opened, committed, self.chunk_size)
+            await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
 
     async def _let_go(self, session: DraftSession) -> None:
         try:

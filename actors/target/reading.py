@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from actors.model import CachedSequence, Model
-from actors.prefill import can_read_together, next_chunk
-from actors.target.scoring import next_scored_chunk
+from actors.prefill import can_read_together, prefill_chunk
+from actors.target.scoring import score_chunk
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
@@ -82,25 +82,13 @@ class Reading:
         return [fitting[index] for index in indices[: self._num_shared()]]
 
     async def _read_chunk(self, session: TargetSession) -> None:
-        sequence, opened = session.sequence, session.shared.opened
-        assert sequence is not None
-        scores = len(session.cached_tokens) >= opened.num_read
-        chunk_size = self._score_size if scores else self._chunk_size
-        call: Callable[[], Any]
-        if scores:
-            vocab_size = self._model.vocab_size
-            plan, call = next_scored_chunk(sequence, session.cached_tokens, opened, chunk_size, vocab_size)
-        else:
-            chunk = next_chunk(sequence, session.cached_tokens, opened, chunk_size)
-            plan, call = chunk.plan, partial(chunk.feed, sequence)
-        job: Job[Any] = Job("prefill", call, session.id, len(plan.feed))
         try:
-            session.shared.scores += await self._worker.run(job) or ()
+            if len(session.cached_tokens) < session.shared.opened.num_read:
+                await prefill_chunk(self._worker, session, self._chunk_size)
+            else:
+                await score_chunk(self._worker, session, self._score_size, self._model.vocab_size)
         except JobError as error:
             session.failure = error
-            return
-        chunk_size.observe(job.num_tokens, job.seconds)
-        session.cached_tokens.follow(plan)
 
     async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
         plans = [

@@ -122,13 +122,11 @@ class RoundJobs:
 
     async def read_again(self, session: TargetSession) -> None:
         """Feed some of what a cache has lost of its text, in one pass of bounded size."""
-        sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.state.opened
-        assert sequence is not None
         self._begin_job([session])
         to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
-            await prefill_committed(self._worker, sequence, cached_tokens, opened, to_feed, self._chunk_size)
-            session.reads_again = len(cached_tokens) < len(to_feed)
+            await prefill_committed(self._worker, session, to_feed, self._chunk_size)
+            session.reads_again = len(session.cached_tokens) < len(to_feed)
         except JobError as error:
             self.fail(session, error)
         finally:
