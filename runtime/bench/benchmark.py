@@ -238,12 +238,8 @@ class Benchmark(ABC, Generic[P]):
             repeat = "" if step.repeat is None else f"repeat {step.repeat + 1} of {plan.repeats}, "
             when = f"{repeat}{self._described(step.case)}" if repeat else "warming up"
             on_progress(f"{when}: {step.contender.name} ({step.progress})")
-            await trio.sleep(plan.cooldown)
-            case, is_timed_from_call = self._prompts_of(step.case, prompts), self.with_prompts
             try:
-                run = await runner.run(
-                    step.contender, case, plan.max_tokens, plan.temperature, with_prompts=is_timed_from_call
-                )
+                run = await self._run_one(runner, step.contender, self._prompts_of(step.case, prompts))
             except JobError as error:
                 self._note_failure(step, error)
             else:
@@ -251,13 +247,16 @@ class Benchmark(ABC, Generic[P]):
         first = self.contest.contenders[0]
         if first not in self.contest.failures:
             on_progress(f"closing: {first.name} again")
-            again = self._prompts_of(self.contest.cases[0], prompts)
             try:
-                self.closing = await runner.run(
-                    first, again, plan.max_tokens, plan.temperature, with_prompts=self.with_prompts
-                )
+                self.closing = await self._run_one(runner, first, self._prompts_of(self.contest.cases[0], prompts))
             except JobError as error:
                 raise plain_failed(error) from error.__cause__
+
+    async def _run_one(self, runner: ContenderRunner, contender: Contender, prompts: Prompts) -> Run:
+        """Have a contender run one case, after a rest."""
+        plan = self.plan
+        await trio.sleep(plan.cooldown)
+        return await runner.run(contender, prompts, plan.max_tokens, plan.temperature, with_prompts=self.with_prompts)
 
     def _note_failure(self, step: Step[Contender, int], error: JobError) -> None:
         if step.contender == PLAIN:

@@ -84,6 +84,13 @@ The report has neither paths nor prompts, and says what it has. Attach it to an 
         action="store_true",
         help="only the checks that matter most and the speeds, in about three minutes",
     )
+    parser.add_argument(
+        "--cooldown",
+        metavar="SECONDS",
+        type=float,
+        default=0.0,
+        help="rest before each timed run: a hot machine may be slower, without a warning (default: 0)",
+    )
     parser.add_argument("--report", metavar="FILE", help="write FILE.json and FILE.md, to attach to an issue")
     parser.add_argument("--json", metavar="FILE", dest="report", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
@@ -98,6 +105,7 @@ def selftest(arguments: argparse.Namespace) -> int:
     from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)
+    check_number("--cooldown", arguments.cooldown, 0)
     check_environment()
     path = check_report(arguments.report)
     models = models_of(arguments)
@@ -109,6 +117,7 @@ def selftest(arguments: argparse.Namespace) -> int:
         "draft": draft,
         "seconds": QUICK_S if arguments.quick else SECONDS_A_MINUTE * arguments.minutes,
         "is_quick": arguments.quick,
+        "cooldown": arguments.cooldown,
         "device": models.device,
     }
     with_own_models = (target, draft) != (str(DEMO_TARGET), str(DEMO_DRAFT))

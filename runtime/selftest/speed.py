@@ -139,7 +139,11 @@ def python(subject: Subject) -> Finding:
 def many_streams(subject: Subject) -> Finding:
     """Tokens per second of several streams at once, against mlx-lm's `BatchGenerator`."""
     plan = StreamsPlan(
-        max_tokens=max(32, subject.max_tokens // 2), repeats=2, streams=NUMBERS_OF_STREAMS, kinds=("at once",)
+        max_tokens=max(32, subject.max_tokens // 2),
+        repeats=2,
+        cooldown=subject.cooldown,
+        streams=NUMBERS_OF_STREAMS,
+        kinds=("at once",),
     )
     result = trio.run(ManyStreams(plan).measure, subject.target, subject.draft)
     speeds = {f"{row.streams} streams, {row.name}": row.median for row in result.rows}
@@ -160,7 +164,7 @@ def shape(subject: Subject) -> Finding:
     mx.eval(target, draft)
     named = attrs.evolve(subject, target=target.source_name, draft=draft.source_name)
     tables = _price_tables({"target": target, "draft": draft}, _device_name(), named)
-    plan = _plan(prompts=PROMPTS[:2], max_tokens=subject.max_tokens)
+    plan = _plan(subject, prompts=PROMPTS[:2], max_tokens=subject.max_tokens)
     result = trio.run(OneStream(plan).measure, (target, None), (draft, None))
     return Finding(
         "passed",
@@ -185,13 +189,14 @@ def overlap(subject: Subject) -> Finding:
 
 def speeds(subject: Subject) -> Finding:
     """Tokens per second: mlx-lm plain and speculative, Outrider plain and with "auto"."""
-    plan = _plan(max_tokens=max(32, subject.max_tokens))
+    plan = _plan(subject, max_tokens=max(32, subject.max_tokens))
     result = trio.run(OneStream(plan).measure, subject.target, subject.draft)
     return Finding("passed", _against_plain(result), _figures(result))
 
 
-def _plan(**given: Any) -> OneStreamPlan:
-    return OneStreamPlan(repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto"), **given)
+def _plan(subject: Subject, **given: Any) -> OneStreamPlan:
+    rest = subject.cooldown
+    return OneStreamPlan(repeats=2, cooldown=rest, num_draft_tokens=(2, 4), lookaheads=(0, "auto"), **given)
 
 
 def _figures(result: Record) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Subject:
         max_tokens: length of a text, >= 1.
         shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
         is_quick: whether less is measured.
+        cooldown: seconds of rest before each timed run, >= 0.
     """
 
     target: str = str(DEMO_TARGET)
@@ -39,6 +40,7 @@ class Subject:
     max_tokens: int = 64
     shape: str | None = None
     is_quick: bool = False
+    cooldown: float = 0.0
 
     @property
     def pair_name(self) -> str:

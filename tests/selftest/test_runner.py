@@ -297,6 +297,7 @@ def test_nothing_else_is_checked_where_the_models_do_not_load(
         (["--draft", "ngram"], "needs a draft model"),
         (["--minutes", "0"], "--minutes must be a finite number above 0"),
         (["--report", "/"], "is a directory"),
+        (["--cooldown", "-1"], "--cooldown must be a finite number of at least 0"),
         (["--json", "/nowhere/at/all.json"], "in no directory that exists"),
     ],
 )
