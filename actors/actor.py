@@ -338,6 +338,7 @@ class ModelActor(Actor[S]):
         session.awaits, session.read_prompt = None, read
         self._look_at(session)
 
+    @trio.lowlevel.enable_ki_protection
     async def _bring_back(self, session: S, store: PrefixStore) -> None:
         """Wait for what is stored of a session's prompt, in a task of its own: files are read meanwhile."""
         opened = session.shared.opened

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from protocol.pass_price import MAX_SURPRISE
 from protocol.prices import Mean
 
 # The sizes that are tried, in tokens: powers of two between these.
@@ -45,7 +46,10 @@ class PrefillChunkSize:
         """Add the measurement of a pass: it counts for the nearest size, if there is one so small."""
         size = 1 << max(0, round(math.log2(max(1, num_tokens))))
         if MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS:
-            self._seconds_per_token.setdefault(size, Mean(memory=8.0)).observe(seconds / num_tokens)
+            mean = self._seconds_per_token.setdefault(size, Mean(memory=8.0))
+            known = mean.value if mean.is_known else self._expected_s(PRIOR_TOKENS) / PRIOR_TOKENS
+            price = seconds / num_tokens
+            mean.observe(min(price, MAX_SURPRISE * known) if known > 0.0 else price)
             self._num_passes += 1
             if self._num_passes % RETRY_PASSES == 0:
                 # A larger size may have been slow only once, because the machine did something else.

@@ -10,13 +10,17 @@ from functools import partial
 from typing import Any
 
 from actors.model import CachedSequence, Model
-from actors.prefill import can_read_together, prefill_chunk
+from actors.prefill import can_read_together, prefill_chunk, tokens_per_pass
 from actors.target.scoring import score_chunk
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.prefill_chunks import PrefillChunkSize, read_together
 from protocol.trace import Share
+
+# A prompt that was begun is read to its end before others if it takes at most so many further chunks: only prompts that
+# were not begun can be read together.
+MAX_CHUNKS_IN_A_ROW = 4
 
 
 class Reading:
@@ -63,12 +67,18 @@ class Reading:
         An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
         alone.
 
-        Returns: the sessions whose prompts were read; they are not among `prompts` any more.
+        Returns: the sessions whose prompts were read. What is left of one is read behind the others, if it is long.
         """
         chosen = self._chosen()
         for session in chosen:
             del self.prompts[session]
-        await (self._read_chunk(chosen[0]) if len(chosen) == 1 else self._read_whole(chosen))
+        if len(chosen) > 1:
+            await self._read_whole(chosen)
+            return chosen
+        (session,) = chosen
+        await self._read_chunk(session)
+        if _is_auto(session) and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
+            self.prompts = {session: None, **self.prompts}
         return chosen
 
     def _chosen(self) -> list[TargetSession]:
@@ -126,3 +136,8 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Seq
 def _can_share(session: TargetSession) -> bool:
     assert session.sequence is not None
     return not session.reads_alone and can_read_together(session.sequence, session.shared.opened)
+
+
+def _is_auto(session: TargetSession) -> bool:
+    assert session.sequence is not None
+    return tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"
