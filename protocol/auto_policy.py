@@ -83,7 +83,9 @@ class AutoPolicy:
     def _proposal(self, view: PolicyView) -> list[Node] | None:
         chain = view.tree.chain()[: view.max_proposal]
         if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
-            return chain[:UNPRICED_LOOKAHEAD]
+            # As far as a drafter has come by itself, but no long copy at an unknown price.
+            num_drafted = next((place for place, node in enumerate(chain) if _is_copied(node)), len(chain))
+            return chain[: max(UNPRICED_LOOKAHEAD, num_drafted)]
         num_ready = self._num_worthwhile(chain)
         gain = sum([node.reach for node in chain[:num_ready]])
         gain -= self.prices.rate * self.prices.verify_extra_s(num_ready)
