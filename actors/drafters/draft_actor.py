@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import outcome
-import trio
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
@@ -20,16 +19,14 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
-from actors.prompt_sharing import ReadPrompt
 from actors.session import Session
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.backoff import SharingLimit
-from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy
@@ -45,6 +42,8 @@ from protocol.trace import Event
 MAX_ROWS = 32
 # A drafter is ready with at most this many unread committed tokens, which its next draft step reads.
 MAX_BEHIND_WHEN_READY = 8
+# What has been copied is read once it is this many tokens.
+MAX_UNREAD = 128
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
 
@@ -87,7 +86,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             max_batch: most sessions that share one pass, >= 1.
             max_drawn_from: see `DraftSteps`.
         """
-        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
+        super().__init__(
+            model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes
+        )
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
@@ -132,6 +133,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready:
             if session.num_behind > MAX_BEHIND_WHEN_READY:
                 return Need.READ
+            if session.copies:
+                session.copy()
             self._say_ready(session)
             self._begin_turn(session)
         if sequence.length < len(session.cached_tokens):
@@ -141,34 +144,17 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.reads_again = session.reads_again and session.num_behind > MAX_BEHIND_WHEN_READY
         if session.reads_again:
             return Need.READ
-        if session.state.phase is SessionPhase.RESTING:
+        if session.only_copies or session.state.phase is SessionPhase.RESTING:
             # Asked once: the answer has its price.
             if not session.catches_up:
                 num_rounds, session.num_uncounted = session.num_uncounted, 0
                 session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
             return Need.READ if session.catches_up else None
         session.catches_up = False
+        if session.num_behind > MAX_UNREAD:
+            return Need.READ
         session.node = self._next_expansion(session)
         return None if session.node is None else Need.DRAFT
-
-    def _may_open(self, session: DraftSession) -> bool:
-        """Whether nothing is waited for that its text could begin with."""
-        opened = session.shared.opened
-        if not opened.settings.reuse_prefix or session.read_prompt is not None:
-            return True
-        if session.reading is None and opened.num_read > 0:
-            if session.awaits is None:
-                session.awaits = self._prompt_readings.under_way(opened, beside_another=True)
-                if session.awaits is not None:
-                    session.awaits.wait_for(session, partial(self._prompt_was_read, session))
-            if session.awaits is not None:
-                return False
-            session.reading = self._prompt_readings.begin(opened, beside_another=True)
-        return not self._unwanted(session)
-
-    def _prompt_was_read(self, session: DraftSession, read: ReadPrompt | None) -> None:
-        session.awaits, session.read_prompt = None, read
-        self._look_at(session)
 
     @property
     def _limits(self) -> tuple[int, int]:
@@ -177,18 +163,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, need: Need) -> None:
-        opened, sequence, cached_tokens = session.shared.opened, session.sequence, session.cached_tokens
+        sequence = session.sequence
         if sequence is None:
-            hit = await self.worker.run(self._opening(opened, beside_another=True, read=session.read_prompt))
-            session.read_prompt, session.sequence = None, hit.sequence
-            cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
+            await self._open_sequence(session)
             session.hand_over_features()
-            if session.reading is not None and hit.sequence.fork_point is None:
-                session.end_reading()
         elif not session.has_read_prompt:
-            await prefill_chunk(self.worker, sequence, cached_tokens, opened, self.chunk_size)
+            await prefill_chunk(self.worker, session, self.chunk_size)
         elif session.reading is not None:
-            await self._hand_on(session, sequence)
+            await self._hand_on(session)
         elif not session.is_indexed:
             await self._index(session)
         elif session.catches_up and not session.reads_again:
@@ -196,23 +178,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._catch_up(session, sequence)
         else:
             # The last token is left to the draft step, which needs the logits.
-            committed = session.state.committed[:-1]
-            await prefill_committed(self.worker, sequence, cached_tokens, opened, committed, self.chunk_size)
+            await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
 
     async def _let_go(self, session: DraftSession) -> None:
         try:
-            if session.sequence is not None:
-                with trio.CancelScope(shield=True):
-                    await self.worker.run(self._putting_away(session, beside_another=True))
+            await self._put_away(session)
         except JobError as error:
             self._fail(session, error)
         finally:
-            if session.awaits is not None:
-                session.awaits.wait_no_more(session)
             await super()._let_go(session)
-            for other in self._sessions.values():
-                if other.sequence is None:  # it may have waited for what this one has put away
-                    self._changed[other] = None
 
     async def _draft(self, sessions: Sequence[DraftSession]) -> None:
         """Draft after each session's node, and on down the drafter's own choices, as far as their policies foresee."""
@@ -442,7 +416,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target; or all, if it may go now."""
         if session.is_leaving:
             self._withdraw(session)
-        if session.state.phase is SessionPhase.PROPOSING and session.policy.should_rest():
+        if session.state.phase is not SessionPhase.PROPOSING:
+            return
+        rests = session.only_copies or session.policy.should_rest()
+        session.only_copies = rests and session.num_idle_rounds <= MAX_IDLE_ROUNDS
+        if rests and not session.only_copies:
             self._rest(session)
         else:
             self._propose(session)
@@ -496,8 +474,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if was_resting:
             session.num_uncounted += session.state.round - round_before
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
-            if is_near_end and session.policy.should_rest_on(session.num_behind):
-                self._rest(session)
+            if is_near_end:
+                if session.has_worthwhile_copy(self.worker.clock()):
+                    session.only_copies, session.num_idle_rounds = True, 0
+                elif session.policy.should_rest_on(session.num_behind):
+                    self._rest(session)
+        elif session.only_copies:
+            session.num_uncounted += 1
+            if session.state.round % self.rest_rounds == 0:
+                session.only_copies = session.policy.should_rest_on(session.num_behind)
         else:
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))

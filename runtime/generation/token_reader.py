@@ -15,7 +15,7 @@ from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.prices import Estimates
 from protocol.reprs import brief
 from protocol.scores import TopLogprob
-from protocol.session_state import Commit, FinishReason
+from protocol.session_state import Commit, Drafter, FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
@@ -35,7 +35,8 @@ class Token:
             tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token has no text.
             Text that may be the beginning of a stop string is withheld until it is known not to be one.
         index: 0 for the first generated token.
-        from_draft: whether the drafter had proposed it.
+        drafted_by: "model" if a draft model or trained drafter had proposed it, "copy" if it was copied from earlier in
+            the text, None if it is the target's own.
         finish_reason: None where the text goes on; "stop" at an end-of-text or stop token, or where a stop string is
             complete; "length" where `max_tokens` or the context is used up.
         stop_reason: the stop string, or the id among `stop_tokens`, that ended the text. None where the text goes on,
@@ -52,7 +53,7 @@ class Token:
     id: int
     text: str
     index: int
-    from_draft: bool
+    drafted_by: Drafter | None
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
@@ -62,12 +63,17 @@ class Token:
     events: tuple[AnswerEvent, ...] = ()
 
     @property
+    def from_draft(self) -> bool:
+        """Whether it had been proposed."""
+        return self.drafted_by is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether the model has ended the text with this token, an end-of-text or stop token."""
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     def __repr__(self) -> str:
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "from_draft": self.from_draft}
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "drafted_by": self.drafted_by}
         for name in ("finish_reason", "stop_reason", "logprob"):
             if getattr(self, name) is not None:
                 told[name] = getattr(self, name)
@@ -205,7 +211,7 @@ class TokenReader:
             id=commit.tokens[index],
             text=text,
             index=self.num_given,
-            from_draft=index < commit.num_from_draft,
+            drafted_by=commit.drafted_by(index),
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
@@ -269,6 +275,7 @@ def _rest_of(commit: Commit, begin: int) -> Commit:
         start=commit.start + begin,
         tokens=commit.tokens[begin:],
         num_from_draft=max(0, commit.num_from_draft - begin),
+        copied=commit.copied[begin:],
         likelihoods=commit.likelihoods[begin:],
     )
 

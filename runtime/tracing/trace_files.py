@@ -320,6 +320,7 @@ class ChromeTrace:
     def _counted(self, verdict: Instant) -> Iterator[dict[str, Any]]:
         commit = verdict.commit
         assert commit is not None
+        num_copied = sum(commit.copied[: commit.num_from_draft])
         yield {
             "name": f"tokens a round, stream {self._lane(verdict.session) + 1}",
             "ph": "C",
@@ -327,7 +328,8 @@ class ChromeTrace:
             "pid": 1,
             "tid": _LANES["target"],
             "args": {
-                "accepted": commit.num_from_draft,
+                "accepted": commit.num_from_draft - num_copied,
+                "copied": num_copied,
                 "rejected": commit.num_rejected,
                 "target's own": len(commit.tokens) - commit.num_from_draft,
             },

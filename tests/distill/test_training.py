@@ -10,7 +10,7 @@ import pytest
 from architectures import VOCAB_SIZE, build
 from sweeps import sweep
 
-from actors.trained.eagle3 import Eagle3, read_config
+from actors.trained.kinds.eagle3 import Eagle3, read_config
 from runtime.distill.training import NUM_STEPS, Training, acceptance_of
 
 DRAFT_IDS = mx.arange(0, VOCAB_SIZE, 2)

@@ -144,7 +144,7 @@ def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
 def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_reasoning() -> None:
     tokenizer = calling_tokenizer()
     ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
-    tokens = [Token(id, tokenizer.decode([id]), i, from_draft=False) for i, id in enumerate(ids)]
+    tokens = [Token(id, tokenizer.decode([id]), i, drafted_by=None) for i, id in enumerate(ids)]
 
     def shown(**fields: Any) -> str:
         request = ChatRequest.model_validate({**HELLO, **fields})
@@ -289,6 +289,32 @@ async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: S
     options["include_usage"] = False
     answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
     assert all("usage" not in event for event in answer.events)
+
+
+@BOTH
+def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(path: str, body: Any) -> None:
+    async def test(server: Served) -> None:
+        seen = watched_streams(server)
+        for options in (None, {"include_usage": True}):
+            asked = {**body, "max_tokens": 20, "lookahead": 3}
+            streamed = await server.ask(path, {**asked, "stream": True, "stream_options": options})
+            *chunks, last = streamed.events
+            assert not any("timings" in chunk for chunk in chunks)
+            whole = (await server.ask(path, asked)).json
+            for timings, (_, stream) in zip((last["timings"], whole["timings"]), seen[-2:], strict=True):
+                s = stream.statistics()
+                assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (s.prompt_tokens, 20)
+                assert (timings["draft_n"], timings["draft_n_accepted"]) == (s.proposed, s.accepted)
+                assert timings["predicted_per_second"] == s.generation_tps
+                assert timings["predicted_ms"] == pytest.approx(20 * timings["predicted_per_token_ms"])
+                assert timings["prompt_ms"] == pytest.approx(
+                    1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0
+                )
+        for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
+            assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
+        assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
+
+    simulated_server(test)
 
 
 @BOTH

@@ -150,7 +150,7 @@ def test_log_probabilities_are_there_where_the_answer_begins_in_reasoning_that_t
     serializer = ResponseSerializer(parsed, Answer("x", letters, splitter, watch=lambda id: None), ResponseStore(1, 1))  # type: ignore[arg-type, return-value]
     texts, statistics = list("yes"), cast(Any, None)
     tokens = [
-        Token(letters.encode(text)[0], text, i, from_draft=False, logprob=-1.0, is_thinking=True)
+        Token(letters.encode(text)[0], text, i, drafted_by=None, logprob=-1.0, is_thinking=True)
         for i, text in enumerate(texts)
     ]
     deltas = [json.loads(event.data) for event in serializer.events(tokens, statistics)]

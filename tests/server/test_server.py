@@ -888,6 +888,9 @@ def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_re
     first, second, one = (figures_after(requests) for requests in (asked[:1], asked[1:], asked))
     assert first.keys() == second.keys() == one.keys()
     assert one["outrider_stale_rejected_tokens_total", MODEL] == 0 < one["outrider_accepted_tokens_total", MODEL]
+    by_position = [n for key, n in one.items() if key[0] == "outrider_spec_decode_num_accepted_tokens_per_pos_total"]
+    assert by_position == sorted(by_position, reverse=True)
+    assert sum(by_position) == one["outrider_accepted_tokens_total", MODEL]
     for key, n in one.items():
         times = 2 if key[0] in of_each_server else 1
         assert first[key] + second[key] == pytest.approx(times * n), key
