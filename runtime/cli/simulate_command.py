@@ -191,11 +191,7 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
     if missing := [flag(name) for name in needed if name not in given]:
         shape = "; --shape gives the last two" if {"--layers", "--hidden-size"} <= set(missing) else ""
         raise SettingsError(f"--ranks needs {', '.join(missing)}, too{shape}")
-    ranks = []
-    for part in arguments.ranks.split(","):
-        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_RANKS:
-            raise must_be("ranks", f"whole numbers between 1 and {MAX_RANKS}, separated by commas", arguments.ranks)
-        ranks.append(int(part))
+    ranks = _numbers("ranks", arguments.ranks, MAX_RANKS)
     return ranks, Sharding(ranks[0], **given)
 
 
@@ -231,14 +227,13 @@ def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
     """The lookaheads in a list such as "1,2,4", sorted, without repeats."""
     if text is None:
         return default
-    values = set()
-    for part in text.split(","):
-        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_LOOKAHEAD:
-            raise must_be(
-                "lookahead",
-                f"whole numbers between 1 and {MAX_LOOKAHEAD}, separated by commas",
-                text,
-                "plain decoding and the automatic lookahead are always included",
-            )
-        values.add(int(part))
-    return sorted(values)
+    remedy = "plain decoding and the automatic lookahead are always included"
+    return sorted(set(_numbers("lookahead", text, MAX_LOOKAHEAD, remedy)))
+
+
+def _numbers(name: str, text: str, most: int, remedy: str | None = None) -> list[int]:
+    """The numbers, from 1 to `most`, in a list such as "1,2,4"."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= most for part in parts):
+        raise must_be(name, f"whole numbers between 1 and {most}, separated by commas", text, remedy)
+    return [int(part) for part in parts]
