@@ -6,6 +6,7 @@ Each file in `device_prices` has the figures of the check "prices" in a report o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +26,9 @@ def scenarios(path: Path) -> Iterator[Scenario]:
     """Scenarios with the times of one file."""
     of_file = tables(path)
     target, draft = of_file["target"], of_file.get("draft", ())
-    for cost_ratio in (draft[0][1] / target[0][1],) if draft else COST_RATIOS:
-        for acceptance in ACCEPTANCES:
-            yield Scenario(
-                acceptance, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft
-            )
+    cost_ratios = (draft[0][1] / target[0][1],) if draft else COST_RATIOS
+    for acceptance, cost_ratio in zip(ACCEPTANCES, itertools.cycle(cost_ratios)):
+        yield Scenario(acceptance, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft)
 
 
 @pytest.mark.slow
