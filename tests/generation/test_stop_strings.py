@@ -267,8 +267,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+@pytest.mark.parametrize(("lookahead", "sampling"), [(0, {}), (3, {"temperature": 1.0, "seed": 5}), ("auto", {})])
 async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: Any, sampling: Any) -> None:
     """For each token, a string that is completed by it: within the token, across tokens, and across rounds."""
     settings = {"max_tokens": 24, "lookahead": lookahead, **sampling}
@@ -311,7 +310,7 @@ async def test_a_stream_that_is_broken_off_has_the_rest_of_its_text_in_its_tail(
     async with runtime.open(*tiny_pair()) as rt:
         whole = await rt.generate(PROMPT, max_tokens=24)
         stops = [whole.text[i : i + 3] + "☂" for i in range(len(whole.text))]
-        for num_given in range(1, 13):
+        for num_given in range(1, 13, 2):
 
             @runtime.stateless
             def fails(tokens: mx.array, logits: mx.array, length: int = len(PROMPT) + num_given) -> mx.array:
@@ -415,8 +414,8 @@ async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pa
     async with runtime.open(*demo_pair) as rt:
         settings: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
         whole = await rt.generate(prompt, **settings)
-        for lookahead in (0, 3, "auto"):
-            for stop in ("\n\n", whole.text[11:14], whole.text[-4:]):
+        for lookahead in (0, 3):
+            for stop in ("\n\n", whole.text[11:14]):
                 completion = await rt.generate(prompt, lookahead=lookahead, stop=stop, **settings)
                 check(completion, demo().decode, ids(whole.tokens), [stop])
 
@@ -537,7 +536,7 @@ def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, look
         names = ("generated_tokens", "proposed", "accepted", "rejected", "bonus", "rounds", "replayed_tokens")
         return [getattr(generated, name) for name in names]
 
-    for num_tokens in range(1, 15):
+    for num_tokens in range(1, 15, 3):
         by_token = run(lambda n=num_tokens: counts(stop_tokens=[TOKENS[n - 1]]))
         for length in (1, 4):
             stop = TEXT[max(0, num_tokens - length) : num_tokens]

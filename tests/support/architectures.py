@@ -615,6 +615,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+# All cache kinds; of the models that can always be trimmed, two with fewer and more caches than layers, and one like
+# most.
+OF_ALL_CACHES = [name for name, architecture in ARCHITECTURES.items() if architecture.kinds != (KV,)]
+OF_ALL_CACHES += ["afm7", "nanbeige", "qwen3"]
+
 # Architectures that can be built anywhere, but run with Metal only.
 FOR_METAL: dict[str, Architecture] = {
     "bitnet": _of(KV),
