@@ -421,7 +421,7 @@ json_trees = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(
     description=json_trees
     | st.fixed_dictionaries(

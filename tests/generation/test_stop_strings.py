@@ -77,7 +77,7 @@ SOME_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), SOME_STOPS)
-@settings(deadline=None, derandomize=True, max_examples=600)
+@settings(deadline=None, derandomize=True, max_examples=200)
 def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher, given_text, text = StopMatcher(stops), "", ""
     beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
@@ -153,7 +153,7 @@ STOPS = st.lists(st.text("aab é🙂中\u0301\ufffd", min_size=1, max_size=4), m
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.sets(st.integers(0, 3), max_size=1))
-@settings(deadline=None, derandomize=True, max_examples=1500)
+@settings(deadline=None, derandomize=True, max_examples=300)
 def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
     tokens: list[int], stops: list[str], ends: set[int]
 ) -> None:
@@ -164,7 +164,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.data())
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=160)
 def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
     tokens: list[int], stops: list[str], data: st.DataObject
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time() -> 
     emoji = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
     words = [[vocabulary[word]] for word in ("▁the", "▁cat", "▁sat", "s", "▁")]
 
-    @settings(deadline=None, derandomize=True, max_examples=200)
+    @settings(deadline=None, derandomize=True, max_examples=100)
     @given(
         st.lists(st.sampled_from([emoji, *words]), min_size=1, max_size=8),
         st.lists(st.sampled_from(["the", "e c", "ts", "s🙂", "🙂", " ", "🙂🙂", "at s"]), min_size=1, max_size=3),
@@ -291,7 +291,7 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: 
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=16), st.lists(st.text("abc🙂中é", min_size=1, max_size=3)))
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int], stops: list[str]) -> None:
     text, given_text = GrowingText(byte_level(), opened(stops)), ""
     assert text.tail == ""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.pass_plan import MIN_GAIN_OF_DIVIDING, PassPlan, ReadyRound, best_number, plan_pass
 
-deterministic = settings(derandomize=True, deadline=None, max_examples=300)
+deterministic = settings(derandomize=True, deadline=None, max_examples=120)
 
 
 def line(slope: float) -> Callable[[int], float]:

@@ -15,7 +15,7 @@ from sweeps import sweep
 from protocol.errors import ProtocolError
 from protocol.prompt_lookup import MAX_NGRAM, MIN_NGRAM, Found, PromptLookup, prior
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=300)
+deterministic = settings(deadline=None, derandomize=True, max_examples=120)
 
 
 def index_of(text: Iterable[int], **bounds: int) -> PromptLookup:
