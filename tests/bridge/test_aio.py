@@ -47,11 +47,15 @@ Run = Callable[[Main], Any]
 
 
 UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
+# For tests of what crosses threads: waiting, cancelling, leaving. Others run on asyncio's own loop.
+on_both_loops = pytest.mark.parametrize(
+    "loop_factory", [pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP], indirect=True
+)
 
 
-@pytest.fixture(params=[pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP])
+@pytest.fixture
 def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    return request.param
+    return getattr(request, "param", asyncio.new_event_loop)
 
 
 @pytest.fixture
@@ -488,6 +492,7 @@ WAYS = [
 ]
 
 
+@on_both_loops
 @pytest.mark.parametrize(
     ("when", "way"),
     # During prefill no token was given yet, so there is no loop body to break out of.
@@ -514,6 +519,7 @@ def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: W
     run(main)
 
 
+@on_both_loops
 def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
     trace, held = Trace(), BlockingModel(target())
 
@@ -539,6 +545,7 @@ def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
 # --- leaving --------------------------------------------------------------------------------------
 
 
+@on_both_loops
 def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(run: Run) -> None:
     async def main() -> None:
         async with opened() as rt:
@@ -560,6 +567,7 @@ def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(run: R
     run(main)
 
 
+@on_both_loops
 def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: Run) -> None:
     held = BlockingModel(target())
 
@@ -587,6 +595,7 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
     run(main)
 
 
+@on_both_loops
 def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
     held = BlockingModel(target())
     held.block()  # opening runs forward passes to time the models
@@ -626,6 +635,7 @@ def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
     run(main)
 
 
+@on_both_loops
 def test_ctrl_c_ends_everything(run: Run) -> None:
     held = BlockingModel(target())
 
@@ -676,6 +686,7 @@ def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there
 # --- without a block ------------------------------------------------------------------------------
 
 
+@on_both_loops
 def test_a_runtime_that_was_awaited_works_until_it_is_closed(run: Run) -> None:
     async def main() -> None:
         rt = await opened()
@@ -702,6 +713,7 @@ def test_closing_within_the_block_is_leaving_it(run: Run) -> None:
     run(main)
 
 
+@on_both_loops
 def test_a_cancelled_closing_goes_on_to_the_end(run: Run) -> None:
     held = BlockingModel(target())
 
@@ -813,6 +825,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
 # --- the loop, and what crosses threads -----------------------------------------------------------
 
 
+@on_both_loops
 @pytest.mark.parametrize("after", [0, 2, 7])
 def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
     held = BlockingModel(target())
@@ -844,6 +857,7 @@ def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> N
     assert num_turns == 100
 
 
+@on_both_loops
 def test_a_slow_consumer_slows_the_models(run: Run) -> None:
     trace = Trace()
 
@@ -893,6 +907,7 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
     run(main)
 
 
+@on_both_loops
 @pytest.mark.slow
 def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream(run: Run) -> None:
     async def main() -> None:
@@ -933,6 +948,7 @@ async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
         yield token.id
 
 
+@on_both_loops
 def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) -> None:
     async def main() -> None:
         async with opened() as rt:
@@ -987,6 +1003,7 @@ def test_many_prompts_of_which_one_will_not_do(run: Run) -> None:
     run(main)
 
 
+@on_both_loops
 @pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
 def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
     held = BlockingModel(target())
@@ -1023,6 +1040,7 @@ def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
     run(main)
 
 
+@on_both_loops
 def test_leaving_the_runtime_tells_who_waits_for_many(run: Run) -> None:
     async def main() -> None:
         async with opened() as rt:
@@ -1174,6 +1192,7 @@ def test_what_cannot_be_saved_or_loaded_is_said(run: Run, tmp_path: Path) -> Non
     run(main)
 
 
+@on_both_loops
 def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(run: Run, tmp_path: Path) -> None:
     async def main() -> None:
         async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
