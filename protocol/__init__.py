@@ -14,7 +14,7 @@ Messages and state of a session:
 
 Acceptance of drafted tokens:
 
-* `acceptance`: the rules match and rejection.
+* `acceptance`: the rules match, rejection and block.
 * `randomness`: every random number of a session, as a function of seed, purpose, position and text.
 
 Drafting:

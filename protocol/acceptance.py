@@ -15,6 +15,12 @@ min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residu
 full acceptance a *bonus* token is drawn from p. Each token is an exact sample of p, whatever q is, if d was really
 drawn from q. The acceptance rate is 1 - TV.
 
+**block** (Sun et al. 2024, arXiv 2403.10444, algorithm 2): the drafted tokens are judged jointly. Whether a prefix is
+accepted depends on the tokens after it, too, and no fewer are accepted on average than under the rejection rule. Each
+token is an exact sample of p under the same condition. The recovered token never is the drafted one: a drafted token to
+which the residual gives anything has a weight of 1 (`prefix_weights`), with which it is accepted. So what was drafted
+beyond it is not proposed again, as it must not be, since it has been looked at.
+
 Logits come here after processors and filters, which remove a token by -inf, and before the temperature.
 
 A judgement is lazy until it is read. So the judgements of all texts of a pass are evaluated together, in one
@@ -34,7 +40,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Distribution, Likelihood, Sparse
 from protocol.randomness import Purpose, keys_for
 
-Rule = Literal["match", "rejection"]
+Rule = Literal["match", "rejection", "block"]
 
 # (seed, absolute position) of each row of some logits, which may be of several texts.
 Decisions = Sequence[tuple[int, int]]
@@ -63,10 +69,9 @@ class ProposedRows:
         start: absolute position of the first drafted token.
         num_rows: k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token.
         drafted: (k,) drafted tokens.
-        draft_probs: under the rejection rule, for each drafted token the distribution that it was drawn from: (W,) with
+        draft_probs: unless the rule is match, for each drafted token the distribution that it was drawn from: (W,) with
             W <= V, entries beyond W being zero, or a `Sparse` one. None for a token that was not drawn but determined
-            by the text before it: then q is 1 at that token and 0 elsewhere, so that it is accepted with probability
-            p(d), and the recovered token is another one.
+            by the text before it: then q is 1 at that token and 0 elsewhere.
     """
 
     seed: int
@@ -83,7 +88,7 @@ class ProposedRows:
                 f"{num_drafted} drafted tokens need {num_drafted} or {num_drafted + 1} rows of logits, at least one, "
                 f"got {self.num_rows}"
             )
-        if rule == "rejection" and len(self.draft_probs) != num_drafted:
+        if rule != "match" and len(self.draft_probs) != num_drafted:
             raise ProtocolError(f"{num_drafted} drafted tokens need as many distributions, got {len(self.draft_probs)}")
 
     @property
@@ -113,7 +118,9 @@ def judge(
     proposed: Sequence[ProposedRows],
     rule: Rule,
     temperature: float,
+    *,
     chosen: mx.array | None = None,
+    sound: mx.array | None = None,
 ) -> LazyJudgements:
     """Judge the proposals of several texts, as one set of array operations; each is judged as it is alone.
 
@@ -121,14 +128,20 @@ def judge(
         logits: (R, V) the target's, of one text after the other.
         proposed: the texts.
         rule: of all of them.
-        temperature: of all of them, >= 0, or > 0 under the rejection rule.
+        temperature: of all of them, >= 0; > 0 under the rejection and block rules.
         chosen: (R,) under the match rule, the target's choices, if a user's sampler has made them.
+        sound: (R,) whether a token can be chosen from the row; None if it can from all. At most the tokens before a
+            text's first unsound row are accepted under the block rule; under the others, it is the caller who cuts.
 
     Raises: ProtocolError: see `ProposedRows.check`.
     """
     for each in proposed:
         each.check(rule)
-    return (_by_match if rule == "match" else _by_rejection)(logits, proposed, temperature, chosen)
+    if rule == "match":
+        return _by_match(logits, proposed, temperature, chosen)
+    return _by_drawing(
+        logits, proposed, rule, temperature, mx.ones(logits.shape[:1], mx.bool_) if sound is None else sound
+    )
 
 
 @attrs.frozen
@@ -247,8 +260,8 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
 
     Args:
         logits: (n, V) of any texts.
-        rule: of all of them: `choices` under the match rule, bonus tokens under the rejection rule.
-        temperature: of all of them, >= 0, or > 0 under the rejection rule.
+        rule: of all of them: `choices` under the match rule, bonus tokens under the others.
+        temperature: of all of them, >= 0; > 0 under the rejection and block rules.
         decisions: of each row.
 
     Returns: (n,) ids, lazy; each is what it is for its text alone.
@@ -378,20 +391,59 @@ def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 
 
-def _by_rejection(
-    logits: mx.array, proposed: Sequence[ProposedRows], temperature: float, _: mx.array | None
+def prefix_weights(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
+    """The probability that at least the tokens up to each one are accepted under the block rule, given those tokens.
+
+    It is w_i = min(1, w_{i-1} p_i/q_i) with w_0 = 1, a random walk of logarithms that is reflected at 0.
+
+    Args:
+        target_probs, draft_probs: (…, k) as for `count_accepted`.
+
+    Returns: (…, k), lazy.
+    Source: Sun et al. 2024, arXiv 2403.10444, equation 4.
+    """
+    walk = mx.cumsum(mx.log(target_probs) - mx.log(draft_probs), axis=-1)
+    return mx.exp(walk - mx.maximum(mx.cummax(walk, axis=-1), 0))
+
+
+def count_accepted_jointly(weights: mx.array, left: mx.array, uniforms: mx.array, valid: mx.array) -> mx.array:
+    """How many tokens of each of some proposals are accepted under the block rule.
+
+    Args:
+        weights: (…, k) of the tokens; see `prefix_weights`.
+        left: (…, k) for each token, the sum of the residual max(0, w p - q) at the next token, w being its weight.
+        uniforms: (…, k) draws in [0, 1).
+        valid: (…, k) whether the token is to be judged; once False, False for all after it.
+
+    Returns: (…) int in [0, k], lazy.
+    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2.
+    """
+    is_last = valid & ~mx.concatenate([valid[..., 1:], mx.zeros_like(valid[..., :1])], axis=-1)
+    # With w = 1 and nothing left, the next token is accepted for sure.
+    accept = mx.where(is_last | (weights == 1), weights, left / mx.maximum(left + 1 - weights, 1e-30))
+    ends = mx.arange(1, weights.shape[-1] + 1)
+    return mx.where(valid & (uniforms < accept), ends, 0).max(axis=-1)
+
+
+def _by_drawing(
+    logits: mx.array, proposed: Sequence[ProposedRows], rule: Rule, temperature: float, sound: mx.array
 ) -> LazyJudgements:
+    """The judgements under the rejection rule, or the block rule."""
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
-    num_accepted, q = mx.zeros((len(proposed),), mx.int32), None
+    num_accepted, q, weight = mx.zeros((len(proposed),), mx.int32), None, None
     if longest := max(len(each.drafted) for each in proposed):
         q = _draft_rows(proposed, begins, like=p)
-        num_accepted = _count_accepted_of(proposed, begins, longest, p, q)
+        padded = _Padded.of(proposed, begins, longest)
+        if rule == "rejection":
+            num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms(Purpose.ACCEPT))
+        else:
+            num_accepted, weight = _judged_jointly(proposed, padded, p, q, sound)
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
     keys = keys_for(Purpose.RECOVER, [decision for each in proposed for decision in each.decisions])[row]
-    left = p[row] if q is None else residual(p[row], q[row])
+    left = p[row] if q is None else residual(p[row] if weight is None else weight[:, None] * p[row], q[row])
     # As `draw`: the largest sum of log-probability and noise.
     tokens = mx.argmax(mx.log(left) + _gumbel(keys, left.shape[1]), axis=-1)
 
@@ -405,23 +457,67 @@ def _by_rejection(
     return LazyJudgements((num_accepted, tokens), read)
 
 
-def _count_accepted_of(
-    proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int, p: mx.array, q: mx.array
-) -> mx.array:
-    """(texts,) lengths of the accepted prefixes; lazy."""
-    # Proposals are filled up to the longest, by tokens that are rejected.
-    rows, tokens, exist, decisions = [], [], [], []
-    for each, begin in zip(proposed, begins, strict=True):
-        missing = longest - len(each.drafted)
-        rows.append([*range(begin, begin + len(each.drafted)), *[begin] * missing])
-        tokens.append([*each.drafted, *[0] * missing])
-        exist.append([True] * len(each.drafted) + [False] * missing)
-        decisions += [(each.seed, each.start + i) for i in range(longest)]
-    row, token = mx.array(rows), mx.array(tokens)
-    keys = keys_for(Purpose.ACCEPT, decisions)
-    uniforms = mx.vmap(lambda key: mx.random.uniform(key=key))(keys).reshape(row.shape)
-    # Where nothing was drafted, a probability of 0 accepts nothing.
-    return count_accepted(mx.where(mx.array(exist), p[row, token], 0.0), q[row, token], uniforms)
+def _judged_jointly(
+    proposed: Sequence[ProposedRows], padded: _Padded, p: mx.array, q: mx.array, sound: mx.array
+) -> tuple[mx.array, mx.array]:
+    """(texts,) numbers of accepted tokens, and (texts,) the weights of the accepted prefixes; lazy."""
+    valid = mx.cumprod((padded.exists & sound[padded.rows]).astype(mx.int32), axis=-1) == 1
+    of_target, of_draft = padded.probs(p, q)
+    weights = prefix_weights(mx.where(valid, of_target, 0.0), of_draft)
+    from_none = mx.concatenate([mx.ones_like(weights[:, :1]), weights], axis=-1)
+    before_rows = mx.concatenate([from_none[i, : each.num_rows] for i, each in enumerate(proposed)])
+    left = mx.maximum(before_rows[:, None] * p - q, 0).sum(axis=-1)
+    next_rows = mx.minimum(padded.rows + 1, p.shape[0] - 1)
+    num_accepted = count_accepted_jointly(weights, left[next_rows], padded.uniforms(Purpose.ACCEPT_BLOCK), valid)
+    return num_accepted, mx.take_along_axis(from_none, num_accepted[:, None], axis=-1)[:, 0]
+
+
+@attrs.frozen
+class _Padded:
+    """The drafted tokens of several texts, filled up to the longest proposal.
+
+    Attributes:
+        proposed: the texts.
+        rows: (texts, longest) the row of logits that each token is judged by.
+        tokens: (texts, longest) ids.
+        exists: (texts, longest) False where a text has been filled up.
+    """
+
+    proposed: Sequence[ProposedRows]
+    rows: mx.array
+    tokens: mx.array
+    exists: mx.array
+
+    @classmethod
+    def of(cls, proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int) -> _Padded:
+        rows, tokens, exists = [], [], []
+        for each, begin in zip(proposed, begins, strict=True):
+            num_drafted = len(each.drafted)
+            missing = longest - num_drafted
+            rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
+            tokens.append([*each.drafted, *[0] * missing])
+            exists.append([True] * num_drafted + [False] * missing)
+        return cls(proposed, mx.array(rows), mx.array(tokens), mx.array(exists))
+
+    def probs(self, p: mx.array, q: mx.array) -> tuple[mx.array, mx.array]:
+        """The tokens' probabilities under target and draft: 0 and 1 where a text was filled up, so that none of that is
+        accepted.
+        """
+        of_target, of_draft = p[self.rows, self.tokens], q[self.rows, self.tokens]
+        return mx.where(self.exists, of_target, 0.0), mx.where(self.exists, of_draft, 1.0)
+
+    def uniforms(self, purpose: Purpose) -> mx.array:
+        """(texts, longest) draws in [0, 1)."""
+        shape = self.rows.shape
+        # Under the block rule, a number has decided about tokens before its own. So the next round has others.
+        starts = [0 if purpose is Purpose.ACCEPT else each.start for each in self.proposed]
+        decisions = [
+            (each.seed, each.start + i, start)
+            for each, start in zip(self.proposed, starts, strict=True)
+            for i in range(shape[1])
+        ]
+        draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(purpose, decisions))
+        return draws.reshape(shape)
 
 
 def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like: mx.array) -> mx.array:

@@ -1,8 +1,8 @@
 """Leaving a session: what a drafter has drawn is judged before it goes.
 
-Under the rejection rule a text is exact only if it does not depend on a drawn token whether that token is proposed. A
-drafter may fail because of a token that it drew: when it reads that token, or because of what a logits processor makes
-of it. If it then took along what it had drawn, that token would be rarer in texts than the target says it.
+Unless the rule is match, a text is exact only if it does not depend on a drawn token whether that token is proposed.
+A drafter may fail because of a token that it drew: when it reads that token, or because of what a logits processor
+makes of it. If it then took along what it had drawn, that token would be rarer in texts than the target says it.
 
 So a drafter that has to leave drafts no more, but goes on deciding what to propose, when to rest, and what to drop, as
 if it had not failed, until verdicts have dropped all that it drew. Its withdrawal is made here and nowhere else.

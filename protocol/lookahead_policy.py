@@ -1,9 +1,9 @@
 """Lookahead policies: how far to draft ahead, when to send a proposal, and when not to speculate at all.
 
-A policy decides over a lookahead tree. Under the rejection rule its decisions may depend on the text before a token, on
-the distribution that the token was drawn from, and on time, but never on the drawn token itself. So a proposal consists
-of the drafter's own draws alone, and `reach` is computed from what any draw from that distribution may expect (see
-`actors.drafters.draft_actor`).
+A policy decides over a lookahead tree. Unless the rule is match, its decisions may depend on the text before a token,
+on the distribution that the token was drawn from, and on time, but never on the drawn token itself. So a proposal
+consists of the drafter's own draws alone, and `reach` is computed from what any draw from that distribution may
+expect (see `actors.drafters.draft_actor`).
 """
 
 from __future__ import annotations

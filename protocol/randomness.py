@@ -28,6 +28,7 @@ class Purpose(enum.IntEnum):
     ACCEPT = 3  # the uniform number that decides whether a drafted token is accepted
     RECOVER = 4  # a token drawn from the residual, or the bonus token
     XTC = 5  # whether XTC removes the top choices, for target and draft alike
+    ACCEPT_BLOCK = 6  # the uniform numbers that decide how many drafted tokens are accepted, if they are judged jointly
 
 
 def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.array:
@@ -44,16 +45,16 @@ def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.ar
     return mx.random.key(_number(seed, purpose, position, trail))
 
 
-def keys_for(purpose: Purpose, decisions: Sequence[tuple[int, int]]) -> mx.array:
+def keys_for(purpose: Purpose, decisions: Sequence[tuple[int, int] | tuple[int, int, int]]) -> mx.array:
     """The keys of several decisions, each of which `key_for` would give alone.
 
     Args:
         purpose: what the keys are for.
-        decisions: (seed, position) of each.
+        decisions: (seed, position) of each, or (seed, position, trail).
 
     Returns: (n, 2), for `mx.vmap`.
     """
-    numbers = [_number(seed, purpose, position) for seed, position in decisions]
+    numbers = [_number(seed, purpose, *place) for seed, *place in decisions]
     return mx.array([[number >> 32, number & 0xFFFFFFFF] for number in numbers], dtype=mx.uint32)
 
 

@@ -19,7 +19,7 @@ from protocol.reprs import brief, shown
 from protocol.validation import check_flag, check_integer, check_number, is_integer, is_number, must_be, validator
 from protocol.wording import Message
 
-Acceptance = Literal["auto", "match", "rejection"]
+Acceptance = Literal["auto", "match", "rejection", "block"]
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
@@ -42,7 +42,7 @@ _LARGEST = sys.float_info.max
 
 def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, str) or value not in get_args(Acceptance):
-        raise must_be(attribute.name, '"auto", "match" or "rejection"', value)
+        raise must_be(attribute.name, '"auto", "match", "rejection" or "block"', value)
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
@@ -219,8 +219,8 @@ class Settings:
         prefill_step_size: prompt tokens per forward pass during prefill, >= 1; "auto" for as many as were measured to
             be cheap, in at most 0.2 s. (Where the text depends on it, as with `kv_bits`: 2048.) Between two passes a
             cancellation takes effect, and other streams have their turn.
-        acceptance: rule for drafted tokens: "match", "rejection", or "auto", which is match at temperature 0 or with a
-            seed, else rejection. At temperature 0 the two rules are the same.
+        acceptance: rule for drafted tokens: "match", "rejection", "block", or "auto", which is match at temperature 0
+            or with a seed, else block. At temperature 0 all rules are the same.
         lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
         prediction: ids of a text that the answer may resemble, such as a file that is edited. Prompt lookup drafts from
             it, as from the prompt; a drafter that has a model does so after a miss, with `lookahead="auto"`. It changes
@@ -380,10 +380,11 @@ class Settings:
             raise SettingsError(
                 f"a sampler chooses by itself, so {', '.join(void)} would do nothing; leave out one or the other"
             )
-        if self.acceptance == "rejection":
+        if self.acceptance in ("rejection", "block"):
             raise SettingsError(
-                'a sampler says what it chooses and not how likely that was, so acceptance="rejection" cannot judge by '
-                'it; leave it at "auto", or use temperature and the filters'
+                "a sampler says what it chooses and not how likely that was, so "
+                f'acceptance="{self.acceptance}" cannot judge by it; leave it at "auto", or use '
+                "temperature and the filters"
             )
 
     def __repr__(self) -> str:
@@ -393,12 +394,12 @@ class Settings:
         return brief("Settings", told)
 
     @property
-    def rule(self) -> Literal["match", "rejection"]:
+    def rule(self) -> Literal["match", "rejection", "block"]:
         """The acceptance rule in force, with "auto" resolved."""
         if self.temperature == 0:
             return "match"
         if self.acceptance == "auto":
-            return "rejection" if self.seed is None else "match"
+            return "block" if self.seed is None else "match"
         return self.acceptance
 
     @property

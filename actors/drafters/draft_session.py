@@ -192,8 +192,7 @@ class DraftSession(DrafterSession):
         for guess in dropped if by_match else ():
             self.policy.calibration.observe_dropped(guess, guess.token == commit.tokens[0])
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
-            # Under the rejection rule, a draw that was not judged may differ from the committed token and would have
-            # been accepted all the same.
+            # A draw that was not judged may differ from the committed token and would have been accepted all the same.
             if by_match or guess.rank != 0 or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
 

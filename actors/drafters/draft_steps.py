@@ -84,7 +84,7 @@ class DraftSteps:
         num_guesses: guesses wanted from each step, >= 1: the drafter's choice, and the likeliest other tokens.
         clock: returns seconds.
         chains: see `DraftActor`.
-        max_drawn_from: under the rejection rule, a token is drawn from so many of the likeliest ones; None for all. The
+        max_drawn_from: unless the rule is match, a token is drawn from so many of the likeliest ones; None for all. The
             rule is exact for any distribution that the token was really drawn from, and a distribution may have to
             travel.
     """
@@ -187,7 +187,7 @@ class DraftSteps:
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
         chosen = self.shared.logits_pipeline.sample(logits)
-        if self.max_drawn_from is not None and self.shared.opened.settings.rule == "rejection":
+        if self.max_drawn_from is not None and self.shared.opened.settings.rule != "match":
             logits = likeliest_only(logits, self.max_drawn_from)
         lazy = guesses(
             logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
@@ -203,7 +203,7 @@ class DraftSteps:
 
     def _may_chain(self) -> bool:
         """Whether a step may be launched before the choice that it starts from is read back."""
-        # Under the rejection rule, the random key depends on the text before; some processors depend on it, too. A
+        # Unless the rule is match, the random key depends on the text before; some processors depend on it, too. A
         # user's sampler is called with evaluated arrays.
         logits_pipeline = self.shared.logits_pipeline
         if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:

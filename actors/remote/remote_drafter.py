@@ -250,7 +250,7 @@ class RemoteDrafter:
     def _check(self, session: _Relayed, proposal: Proposal) -> None:
         """Raises: ProtocolError: what is proposed cannot be judged."""
         tokens, probs, size = proposal.tokens, proposal.probs, self._target_vocab_size
-        is_drawn = session.state.opened.settings.rule == "rejection" and bool(tokens)
+        is_drawn = session.state.opened.settings.rule != "match" and bool(tokens)
         widths = [each.size for each in probs if each is not None]
         if (
             len(tokens) > MAX_LOOKAHEAD

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import attrs
+import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, Feed, RewindMode
 from actors.sampling.logits_pipeline import TokenHistory
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
-from protocol.acceptance import ProposedRows
+from protocol.acceptance import Judgement, ProposedRows
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Features, Likelihood, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
@@ -31,8 +32,8 @@ class Part:
         history: of the text, for the rows of the proposal.
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
-        one_by_one: whether no drafted tokens are fed, and the round goes on with the rest of the proposal if the first
-            one is accepted.
+        one_by_one: whether the proposal is judged one token a pass; see `OneByOne`.
+        earlier: (n, V) rows of its earlier passes, under the block rule; None if there are none.
         alone: whether it has a pass for itself.
 
     Set by the pass, on the model's thread:
@@ -42,6 +43,9 @@ class Part:
         error: what concerns this text alone; the rest is not set then.
         num_accepted, token: the judgement; see `Judgement`.
         length: tokens that are cached afterwards.
+        can_go_on: whether another pass of `one_by_one` could be undone as well.
+        goes_on: whether the next token is judged in another pass.
+        rows: the rows by which the proposal is judged so far, if another pass needs them.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
         features: of the tokens that were fed and accepted, if they are recorded.
     """
@@ -55,6 +59,7 @@ class Part:
     history: TokenHistory
     settle: bool = False
     one_by_one: bool = False
+    earlier: mx.array | None = None
     alone: bool = False
     feed: Feed | None = None
     drafted: tuple[int, ...] = ()
@@ -63,6 +68,9 @@ class Part:
     num_accepted: int = 0
     token: int | None = None
     length: int = 0
+    can_go_on: bool = True
+    goes_on: bool = False
+    rows: mx.array | None = None
     likelihoods: tuple[Likelihood, ...] = ()
     features: Features | None = None
 
@@ -80,6 +88,16 @@ class Part:
     def feeds_drafted(self) -> bool:
         """Whether drafted tokens are fed, if the cache can drop them again."""
         return bool(self.proposal.tokens) and not self.settle and not self.one_by_one
+
+    @property
+    def judges_jointly(self) -> bool:
+        """Whether what each pass of `one_by_one` finds counts together with what the others find."""
+        return self.one_by_one and self.session.shared.opened.settings.rule == "block"
+
+    @property
+    def num_earlier(self) -> int:
+        """The rows of earlier passes."""
+        return 0 if self.earlier is None else self.earlier.shape[0]
 
     @property
     def num_tokens(self) -> int:
@@ -103,8 +121,14 @@ class Part:
         self.single_step = bool(drafted) and (
             not self.feeds_drafted or self.sequence.prepare(width, self.proposal.start) is RewindMode.SINGLE
         )
+        if self.judges_jointly:
+            rewind_mode = self.sequence.prepare(len(self.plan.feed), self.proposal.start)
+            self.can_go_on = rewind_mode is not RewindMode.SINGLE
         if self.single_step:
-            self.drafted, self.feed = drafted[:1], Feed(self.sequence, self.plan.feed, 1, self.alone)
+            self.drafted, self.feed = (
+                drafted[: self.num_earlier + 1],
+                Feed(self.sequence, self.plan.feed, 1, self.alone),
+            )
         else:
             self.drafted = drafted
             self.feed = Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted), self.alone)
@@ -116,7 +140,8 @@ class Part:
         assert self.feed is not None
         drafted, proposal = self.drafted, self.proposal
         seed = self.session.shared.opened.seed
-        return ProposedRows(seed, proposal.start, self.feed.num_logits, drafted, proposal.probs[: len(drafted)])
+        num_rows = self.num_earlier + self.feed.num_logits
+        return ProposedRows(seed, proposal.start, num_rows, drafted, proposal.probs[: len(drafted)])
 
 
 def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
@@ -131,9 +156,12 @@ def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
     )
     alone = failure is not None and failure.goes_alone
     if failure is not None and (one_by_one := failure.one_by_one) is not None:
-        plan = session.cached_tokens.plan(state.committed, one_by_one.accepted)
-        ready, is_drafted = ReadyRound(len(plan.feed)), bool(proposal.tokens)
-        return Part(session, sequence, plan, one_by_one.left, ready, now_s, history, one_by_one=is_drafted, alone=alone)
+        plan = session.cached_tokens.plan(state.committed, one_by_one.fed)
+        part = Part(session, sequence, plan, one_by_one.left, ReadyRound(len(plan.feed)), now_s, history, alone=alone)
+        part.one_by_one = bool(proposal.tokens)
+        if part.judges_jointly:
+            part.proposal, part.earlier = proposal, one_by_one.rows
+        return part
     plan = session.cached_tokens.plan(state.committed)
     settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
     # A cache that could not have undone the last pass most likely cannot undo this one.
@@ -154,6 +182,8 @@ def verdict_of(part: Part, on_rewind: Callable[[TargetSession, int], None]) -> V
     session, plan, failure = part.session, part.plan, part.session.round_failure
     if part.one_by_one and failure is not None and failure.one_by_one is not None:
         session.cached_tokens.follow(plan)
+        if len(session.cached_tokens) > part.length:
+            session.cached_tokens.rewind(part.length)
         return _verdict_one_by_one(failure.one_by_one, part)
     proposal = part.proposal
     session.was_single_step = part.single_step and not part.settle
@@ -180,26 +210,27 @@ def verdict_of(part: Part, on_rewind: Callable[[TargetSession, int], None]) -> V
 
 def _verdict_one_by_one(one_by_one: OneByOne, part: Part) -> Verdict | None:
     """The verdict, if the tokens are judged; None if the next one is to be."""
-    one_by_one.likelihoods += part.likelihoods
-    one_by_one.features = part.features
-    num_accepted = len(one_by_one.accepted) + part.num_accepted
+    if part.judges_jointly:
+        one_by_one.judgement, one_by_one.likelihoods = Judgement(part.num_accepted, part.token), part.likelihoods
+    else:
+        one_by_one.judgement = Judgement(one_by_one.num_fed + part.num_accepted, part.token)
+        one_by_one.likelihoods += part.likelihoods
+    one_by_one.features, one_by_one.rows = part.features, part.rows
     one_by_one.advance()
-    if part.token is None and one_by_one.left.tokens:
-        return None
-    return verdict_so_far(one_by_one, num_accepted, part.token)
+    return None if part.goes_on else verdict_so_far(one_by_one)
 
 
-def verdict_so_far(one_by_one: OneByOne, num_accepted: int, token: int | None = None) -> Verdict:
+def verdict_so_far(one_by_one: OneByOne) -> Verdict:
     """The verdict of a proposal of which some tokens were judged."""
-    proposal = one_by_one.proposal
+    proposal, judgement = one_by_one.proposal, one_by_one.judgement
     return Verdict(
         proposal.session,
         proposal.round,
         proposal.start,
-        num_accepted,
-        token,
+        judgement.num_accepted,
+        judgement.token,
         likelihoods=one_by_one.likelihoods,
-        num_judged=len(proposal.tokens) - len(one_by_one.left.tokens),
+        num_judged=one_by_one.num_fed,
         features=one_by_one.features,
     )
 
@@ -229,7 +260,7 @@ def stays_plain(session: TargetSession) -> bool:
 def has_lost_tokens(session: TargetSession, sequence: CachedSequence) -> bool:
     """Whether a text must be read again, since a pass that it shared has failed."""
     if sequence.length < len(session.cached_tokens):
-        session.reads_again = len(session.state.committed) > 1 or bool(session.accepted)
+        session.reads_again = len(session.state.committed) > 1 or bool(session.fed_drafted)
         session.plain_row = None  # it may be ahead in the cache that is lost
         session.cached_tokens.rewind(sequence.length)
     return session.reads_again

@@ -138,7 +138,7 @@ class RoundJobs:
     async def read_again(self, session: TargetSession, sequence: CachedSequence) -> None:
         """Feed some of what a cache has lost of its text, in one pass of bounded size."""
         self._begin_job([session])
-        to_feed = (*session.state.committed, *session.accepted)[:-1]
+        to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
             await prefill_committed(
                 self._worker, sequence, session.cached_tokens, session.state.opened, to_feed, self._chunk_size
@@ -348,7 +348,7 @@ class RoundJobs:
                 except Exception as error:  # of any kind: it ends this text, and the others go on
                     self.fail(session, error)
             elif not isinstance(part.error, CacheLostError):
-                self.fail(session, job_error(job, part.error))
+                self._apply_or_fail(session, job_error(job, part.error))
             self._look_at(session)
 
     def _apply(self, session: TargetSession, verdict: Verdict) -> None:
@@ -404,17 +404,23 @@ class RoundJobs:
             self._look_at(session)
 
     def _failed_alone(self, part: Part, error: JobError) -> None:
-        session, failure = part.session, part.session.round_failure
+        session = part.session
         # Errors of ours would be the same without drafted tokens.
         if part.feeds_drafted and not isinstance(error.__cause__, OutriderError):
             session.suspects = Suspects(0, _ignore)
             session.drafts.fail()
             session.round_failure = RoundFailure(OneByOne(part.proposal))
-        elif failure is not None and failure.one_by_one is not None and session.accepted:
-            self._apply(session, verdict_so_far(failure.one_by_one, len(session.accepted)))
+        else:
+            self._apply_or_fail(session, error)
+        self._look_at(session)
+
+    def _apply_or_fail(self, session: TargetSession, error: Exception) -> None:
+        """End a text whose part in a pass has failed; but first commit the drafted tokens that are accepted by now."""
+        failure = session.round_failure
+        if failure is not None and failure.one_by_one is not None and session.fed_drafted:
+            self._apply(session, verdict_so_far(failure.one_by_one))
         else:
             self.fail(session, error)
-        self._look_at(session)
 
     def _acquit(self, part: Part) -> None:
         """Note that a pass has not failed, after one that has."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import attrs
+import mlx.core as mx
 import trio
 
 from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.plain_rows import PlainRow
 from actors.workers.suspects import Suspects
+from protocol.acceptance import Judgement
 from protocol.backoff import Backoff
 from protocol.errors import ProtocolError
 from protocol.messages import Features, Likelihood, Message, Proposal, Ready, Rest, Verdict, Withdraw
@@ -40,26 +44,36 @@ class OneByOne:
 
     A pass that fails here fails in plain decoding, too. Under the rejection rule, no token may be left out for what it
     is, or it would become rarer. Here all tokens are judged, as in one pass, until one is rejected, or a pass fails
-    because of those before.
+    because of those before. Under the block rule, which judges tokens jointly, all are fed.
 
     Attributes:
         proposal: all of it.
         left: the part that was not judged yet.
+        rows: under the block rule, (n, V) processed logits by which the n tokens before that part are judged jointly;
+            None before the first.
+        judgement: of the tokens that were judged. Those that are accepted may be fewer than were fed under the block
+            rule; under the others, they are those that were fed.
         likelihoods, features: of the tokens that were judged, as in `Verdict`.
         seconds: of the passes so far.
     """
 
     proposal: Proposal
     left: Proposal = attrs.field(init=False, default=attrs.Factory(lambda self: self.proposal, takes_self=True))
+    rows: mx.array | None = None
+    judgement: Judgement = attrs.field(factory=partial(Judgement, 0, None))
     likelihoods: tuple[Likelihood, ...] = ()
     features: Features | None = None
     seconds: float = 0.0
 
     @property
-    def accepted(self) -> tuple[int, ...]:
-        """The drafted tokens that were accepted so far."""
-        tokens = self.proposal.tokens
-        return tokens[: len(tokens) - len(self.left.tokens)]
+    def num_fed(self) -> int:
+        """The tokens that were judged so far, all of which are fed before the next one is judged."""
+        return len(self.proposal.tokens) - len(self.left.tokens)
+
+    @property
+    def fed(self) -> tuple[int, ...]:
+        """Those tokens."""
+        return self.proposal.tokens[: self.num_fed]
 
     def advance(self) -> None:
         """Go on after the first token that was left, which was judged."""
@@ -133,10 +147,12 @@ class TargetSession(ActorSession):
         self.reads_again = False
 
     @property
-    def accepted(self) -> tuple[int, ...]:
-        """Drafted tokens of the present round that are accepted, and will be committed with its verdict."""
+    def fed_drafted(self) -> tuple[int, ...]:
+        """Drafted tokens of the present round that were judged, each in a pass of its own, and stay in the cache until
+        its verdict.
+        """
         failure = self.round_failure
-        return () if failure is None or failure.one_by_one is None else failure.one_by_one.accepted
+        return () if failure is None or failure.one_by_one is None else failure.one_by_one.fed
 
     @property
     def seconds_per_token(self) -> float:

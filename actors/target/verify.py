@@ -13,7 +13,7 @@ from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import by_kind
 from actors.target.parts import Part
 from protocol.acceptance import Judgement, LazyJudgements, judge, likelihoods
-from protocol.errors import ProcessorError
+from protocol.errors import ProcessorError, RewindError
 
 
 def verify(model: Model, parts: Sequence[Part]) -> None:
@@ -54,14 +54,14 @@ def _groups(parts: Sequence[Part], logits: Sequence[mx.array]) -> list[_Group]:
         mx.eval(list(logits))
     groups = []
     for kind, indices in by_kind([part.session.shared.logits_pipeline for part in parts]).items():
-        if not isinstance(kind, int):
-            rows = [logits[index] for index in indices]
-            groups.append(_judged_together([parts[index] for index in indices], rows))
-            continue
-        try:
-            groups.append(_judged_alone(parts[kind], logits[kind]))
-        except Exception as error:  # of any kind: user code is run here
-            parts[kind].error = error
+        alone = [index for index in indices if isinstance(kind, int) or parts[index].earlier is not None]
+        if together := [index for index in indices if index not in alone]:
+            groups.append(_judged_together([parts[i] for i in together], [logits[i] for i in together]))
+        for index in alone:
+            try:
+                groups.append(_judged_alone(parts[index], logits[index]))
+            except Exception as error:  # of any kind: user code is run here
+                parts[index].error = error
     return groups
 
 
@@ -89,11 +89,12 @@ class _Group:
 
     def finish(self) -> None:
         """Read the judgements, and rewind the caches."""
-        soundness = self.logit_check.are_sound()
+        # The rows of earlier passes were sound.
+        soundness = [True] * self.parts[0].num_earlier + self.logit_check.are_sound()
         begin = 0
         for part, judgement in zip(self.parts, self.judgements.read(), strict=True):
             assert part.feed is not None
-            end = min(begin + part.feed.num_logits, len(soundness))
+            end = min(begin + part.num_earlier + part.feed.num_logits, len(soundness))
             num_sound = next((i for i, sound in enumerate(soundness[begin:end]) if not sound), end - begin)
             try:
                 if num_sound == 0:
@@ -110,8 +111,9 @@ def _judged_together(parts: Sequence[Part], logits: Sequence[mx.array]) -> _Grou
     shared = parts[0].session.shared
     settings = shared.opened.settings
     filtered = shared.logits_pipeline.filter(rows, 0)
-    judgements = judge(filtered, [part.proposed_rows for part in parts], settings.rule, settings.temperature)
-    return _Group(parts, rows, LogitCheck.of(rows, rows), judgements)
+    logit_check, proposed = LogitCheck.of(rows, rows), [part.proposed_rows for part in parts]
+    judgements = judge(filtered, proposed, settings.rule, settings.temperature, sound=logit_check.sound())
+    return _Group(parts, rows, logit_check, judgements)
 
 
 def _judged_alone(part: Part, logits: mx.array) -> _Group:
@@ -125,32 +127,56 @@ def _judged_alone(part: Part, logits: mx.array) -> _Group:
 
 
 def _processed(part: Part, logits: mx.array) -> _Group:
-    shared, start, num_rows = part.session.shared, part.proposal.start, logits.shape[0]
+    shared, start = part.session.shared, part.proposal.start
     settings, pipeline = shared.opened.settings, shared.logits_pipeline
-    processed = pipeline.process(logits, part.history, start)
+    processed = pipeline.process(logits, part.history, start + part.num_earlier)
+    logit_check = LogitCheck.of(logits, processed)
+    sound = logit_check.sound()
+    if part.earlier is not None:
+        processed = mx.concatenate([part.earlier, processed])
+        sound = mx.concatenate([mx.ones((part.num_earlier,), mx.bool_), sound])
+    num_rows = processed.shape[0]
     filtered = pipeline.filter(processed, start)
     chosen = pipeline.sample(filtered) if settings.rule == "match" else None
     proposed = part.proposed_rows
     drafted, probs = part.drafted[:num_rows], proposed.draft_probs[:num_rows]
     proposed = attrs.evolve(proposed, num_rows=num_rows, drafted=drafted, draft_probs=probs)
-    judgements = judge(filtered, [proposed], settings.rule, settings.temperature, chosen)
-    return _Group([part], processed, LogitCheck.of(logits, processed), judgements)
+    judgements = judge(filtered, [proposed], settings.rule, settings.temperature, chosen=chosen, sound=sound)
+    return _Group([part], processed, logit_check, judgements)
 
 
 def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.array, rows: slice) -> None:
     if judgement.num_accepted + (judgement.token is not None) > num_sound:
         judgement = Judgement(num_sound, None)
     start, num_accepted, token = part.proposal.start, judgement.num_accepted, judgement.token
+    num_rows, num_tokens = rows.stop - rows.start, len(part.proposal.tokens)
     # Without a row for the token that comes next, the next round feeds the one before it again.
-    num_fed = 0 if part.single_step else num_accepted - (token is None)
+    num_fed = num_accepted - (token is None)
+    if part.judges_jointly:
+        part.goes_on, part.rows = part.can_go_on and num_sound == num_rows < num_tokens, processed[rows]
+        num_fed = part.num_earlier if part.goes_on else min(num_fed, part.num_earlier)
+    elif part.single_step:
+        part.goes_on, num_fed = part.one_by_one and token is None and num_tokens > 1, 0
     tokens = part.drafted[:num_accepted] + (() if token is None else (token,))
-    part.drafted = part.drafted[: rows.stop - rows.start]
+    part.drafted = part.drafted[:num_rows]
     part.num_accepted, part.token = num_accepted, token
     if num_top := part.session.shared.opened.settings.logprobs:
         part.likelihoods = likelihoods(processed[rows], tokens, num_top)
     # Before the rewind: one to a checkpoint goes further back, and leaves accepted tokens to the next pass.
-    goes_on = part.one_by_one and token is None and len(part.proposal.tokens) > 1
     features = part.sequence.features
-    part.features = None if goes_on or features is None else features.take(start + num_fed)
-    part.length = part.sequence.rewind(start + num_fed)
-    part.sequence.check(part.length)
+    part.features = None if part.goes_on or features is None else features.take(start + num_fed)
+    part.length = _rewound(part, start + num_fed)
+
+
+def _rewound(part: Part, length: int) -> int:
+    """How many tokens are cached after the rewind."""
+    try:
+        length = part.sequence.rewind(length)
+    except RewindError:
+        if not part.judges_jointly:
+            raise
+        # There were several passes, and a row of a recurrent model goes back over the last one only. It is read again.
+        part.sequence.forget()
+        return length
+    part.sequence.check(length)
+    return length

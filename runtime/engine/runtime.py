@@ -419,7 +419,7 @@ class Runtime:
 
         A draft model that hangs is not waited for: its thread is left behind later, with a warning.
 
-        Streams that are under way continue undrafted, with the text that they would have had; under the rejection rule
+        Streams that are under way continue undrafted, with the text that they would have had; above temperature 0
         without a seed, with another sample of the same distribution.
 
         Cancellation: the drafter is detached in any case, after the draft step that is running; only the waiting ends.

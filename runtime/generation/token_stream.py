@@ -256,7 +256,7 @@ class TokenStream(StreamState, SingleConsumer):
         seed (also where none was asked for), and the caches of the target and the draft model; of a stream that is
         closed, what the prefix cache has kept of them (`reuse_prefix`). See `Conversation.save` for the file itself.
 
-        Under the match rule, the loaded stream gives the same text as this one. Under the rejection rule it does so
+        Under the match rule, the loaded stream gives the same text as this one. Under the others it does so
         where the rounds are the same: where nothing is drafted, or with a lookahead that is a number, caches that can
         be trimmed, and a drafter that is never late. Otherwise its text is another sample of the same distribution.
 

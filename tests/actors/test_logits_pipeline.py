@@ -199,7 +199,7 @@ async def test_at_temperature_zero_filters_do_nothing() -> None:
     assert ids(completion.tokens) == plain(TARGET)
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
 async def test_where_one_token_is_left_it_comes_at_any_temperature_by_either_rule(acceptance: Any) -> None:
     settings: dict[str, Any] = {"temperature": 1.5, "top_k": 1, "seed": 3, "acceptance": acceptance}
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
@@ -503,7 +503,7 @@ async def test_log_probabilities_are_those_of_plain_decoding(build: Any, lookahe
         )
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
 async def test_log_probabilities_are_from_before_filters_and_temperature(acceptance: Any) -> None:
     sampled: dict[str, Any] = {"temperature": 1.3, "top_k": 3, "seed": 1, "acceptance": acceptance}
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:

@@ -132,7 +132,7 @@ class TooMuch(ScriptedModel):
 
 
 @sweep("max_batch", [1, 8])
-@sweep("acceptance", ["match", "rejection"])
+@sweep("acceptance", ["match", "rejection", "block"])
 def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(max_batch: int, acceptance: str) -> None:
     def wrong(history: Sequence[int]) -> list[float]:
         return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)

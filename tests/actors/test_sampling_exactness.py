@@ -13,10 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
 import mlx.core as mx
 import pytest
 import trio
-from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, outcomes, p_value, pooled_p_value, random_price
+from distributions import (
+    DRAFT,
+    DRAWING_RULES,
+    PROMPT,
+    SIGNIFICANCE,
+    TARGET,
+    outcomes,
+    p_value,
+    pooled_p_value,
+    random_price,
+)
 from other_vocabularies import TranslatedScript
 from scripted import (
     ScriptedModel,
@@ -31,6 +42,11 @@ from scripted import (
 )
 from sweeps import sweep
 
+from actors.model import Feed, feed_each
+from actors.target import round_jobs
+from actors.target.parts import Part
+from actors.target.target_session import OneByOne
+from protocol.messages import Proposal
 from protocol.vocabulary_map import VocabularyMap
 from runtime import Token, stateless
 
@@ -79,7 +95,6 @@ async def sample(
 
     The mean duration of a draft step is `draft_part` of a target pass.
     """
-    settings = {"temperature": 1.0, "acceptance": "rejection", **settings}
     texts: dict[int, tuple[Token, ...]] = {}
     seeds = iter(range(num_sessions))
     price, draft_price = random_price(price_seed), random_price(price_seed + 1, draft_part)
@@ -87,7 +102,8 @@ async def sample(
 
         async def work() -> None:
             for seed in seeds:
-                texts[seed] = (await simulation.runtime.generate(prompt, seed=seed, **settings)).tokens
+                asked = {"temperature": 1.0, "acceptance": DRAWING_RULES[seed % 2], **settings}
+                texts[seed] = (await simulation.runtime.generate(prompt, seed=seed, **asked)).tokens
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
@@ -246,6 +262,60 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
     counts = Counter((token.id - last) % 4 for last, token in judged(tokens))
     assert counts.total() > 800
     assert p_value(counts, dict(enumerate(target_row))) > SIGNIFICANCE
+
+
+# --- passes that fail because of what is drafted --------------------------------------------------
+
+
+class Touchy(ScriptedModel):
+    """A model that fails at passes with a certain token among the drafted ones."""
+
+    bad_token = num_failures = 0
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        for feed in feeds:
+            if self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :]:
+                self.num_failures += 1
+                raise MemoryError("no room for this one")
+        return feed_each(feeds)
+
+
+def drop_what_was_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def emptied(proposal: Proposal) -> OneByOne:
+        return OneByOne(attrs.evolve(proposal, tokens=(), probs=(), reach=()))
+
+    monkeypatch.setattr(round_jobs, "OneByOne", emptied)
+
+
+def judge_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Part, "judges_jointly", False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("acceptance", "spoil"), [("rejection", drop_what_was_proposed), ("block", judge_each_by_itself)]
+)
+def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(
+    acceptance: str, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With these tables, the bias is great.
+    table, draft_table, bad_token = (
+        (TARGET, DRAFT, 1)
+        if acceptance == "rejection"
+        else (((0.87, 0.13), (0.79, 0.21)), ((0.68, 0.32), (0.22, 0.78)), 0)
+    )
+
+    def p_value_of_texts() -> float:
+        models = Touchy(markov(table), vocab_size=len(table)), drafter(draft_table)
+        models[0].bad_token = bad_token
+        asked = {"max_tokens": 5, "lookahead": 3, "acceptance": acceptance}
+        texts = [ids(text) for text in run(lambda: sample(600, *models, draft_part=0.1, **asked))]
+        assert models[0].num_failures > 100
+        return p_value(Counter(tuple(text[:3]) for text in texts), outcomes(table, 3))
+
+    assert p_value_of_texts() > SIGNIFICANCE
+    spoil(monkeypatch)
+    assert p_value_of_texts() < 1e-6
 
 
 # --- a drafter with another rule ------------------------------------------------------------------

@@ -222,6 +222,7 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.8, "seed": 3},
     "rejection": {"temperature": 0.8, "seed": 3, "acceptance": "rejection"},
+    "block": {"temperature": 0.8, "seed": 3, "acceptance": "block"},
     "processor": {"logits_processors": [louder], "repetition_penalty": 1.3},
     "logprobs": {"logprobs": 2},
     "stops": {"stop_tokens": list(range(0, VOCAB_SIZE, 31))},

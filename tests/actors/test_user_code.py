@@ -242,7 +242,7 @@ async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(cap
     assert "runtime.stateless" in caplog.text
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
 async def test_a_processor_that_fails_at_a_text_that_only_the_drafter_says_costs_no_token(acceptance: str) -> None:
     good = set(PROMPT + PLAIN)
     bad_texts = 0

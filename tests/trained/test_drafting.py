@@ -89,7 +89,7 @@ async def test_another_target_is_refused_with_what_differs(changes: dict[str, An
             raise AssertionError("should not be reached")
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+@pytest.mark.parametrize("acceptance", ["match", "block"])
 async def test_seeded_texts_repeat_and_by_match_are_the_targets(acceptance: Any, tmp_path: Path) -> None:
     built = build("llama")
     sampled: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 import trio
 from architectures import VOCAB_SIZE
-from distributions import SIGNIFICANCE, pooled_p_value, random_price
+from distributions import DRAWING_RULES, SIGNIFICANCE, pooled_p_value, random_price
 from drafted_runtime import NUM_TOKENS, PROMPTS, check_seeded, drafted
 from models import greedy, prompt_of
 from scripted import ids, run
@@ -210,7 +210,7 @@ def test_under_rejection_texts_have_the_targets_distribution(
         asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
         async with drafted(tmp_path, target, price=random_price(1)) as rt:
             return [
-                (await rt.generate(prompt, lookahead=3, acceptance="rejection", seed=seed, **asked)).tokens
+                (await rt.generate(prompt, lookahead=3, acceptance=DRAWING_RULES[seed % 2], seed=seed, **asked)).tokens
                 for seed in range(num_sessions)
             ]
 

@@ -223,7 +223,7 @@ class Request(ConstrainedRequest):
     lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["auto"] | None = Field(
         None, validation_alias=AliasChoices("lookahead", "num_draft_tokens"), description="also `num_draft_tokens`"
     )
-    acceptance: Literal["auto", "match", "rejection"] | None = None
+    acceptance: Literal["auto", "match", "rejection", "block"] | None = None
     cache_prompt: bool | None = Field(
         None, description="false: neither reuse what is cached of the prompt, nor keep it for later requests"
     )
