@@ -979,8 +979,11 @@ def test_many_prompts_are_completed_in_their_order_or_as_they_finish(run: Run) -
             assert await many == completions
 
             finished = {}
-            async for index, completion in rt.generate_many(iter(PROMPTS), max_tokens=12):
+            one_by_one = rt.generate_many(iter(PROMPTS), max_tokens=12)
+            async for index, completion in one_by_one:
                 finished[index] = ids(completion)
+            with pytest.raises(runtime.StreamBusyError, match="each is given once"):
+                await one_by_one
             assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
             assert await rt.generate_many([]) == []
 
