@@ -23,7 +23,7 @@ Drafting:
 * `lookahead_policy`: how far to draft ahead, when to send a proposal, when not to speculate; and the fixed lookahead.
 * `auto_policy`: the same by measured prices.
 * `draft_budget`: the policy's decisions for the next draft steps, made in advance.
-* `prompt_lookup`: drafting without a model, from earlier in the text.
+* `copying`: drafting without a model, by what followed the same tokens earlier in the text.
 * `calibration`: from the drafter's confidence to how often it is right.
 
 Prices and time:

@@ -11,9 +11,9 @@ import attrs
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import Node
+from protocol.lookahead_tree import Guess, Node
 from protocol.open_options import WorkAhead
-from protocol.prices import Prices
+from protocol.prices import Mean, Prices
 from protocol.settings import MAX_LOOKAHEAD
 
 # Tokens to propose before anything was measured.
@@ -33,6 +33,8 @@ MAX_EMPTY_PROPOSALS = 8
 # The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
 # later, in plainly decoded tokens.
 PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
+# Where more than this share of the recent proposals were copied, the measured rate says little of the drafter.
+MAX_COPIED_SHARE = 0.1
 # Rounds of a rest after which a distrust of the price model has faded to 1/e.
 TRUST_MEMORY_ROUNDS = 100.0
 # Committed tokens to catch up with at once: at first, and at most.
@@ -41,7 +43,7 @@ MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 
 @attrs.define
 class AutoPolicy:
-    """Four rules over measured prices.
+    """Five rules over measured prices.
 
     *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to come. The left side is the
     number of tokens to expect of them; the right side is the number of tokens that are decoded otherwise in the time
@@ -51,6 +53,8 @@ class AutoPolicy:
     step would run past the verdict, which then waits for a step that was of no use.
     *Use or refresh*: after a hit, what a trained drafter has drafted ahead is dropped if drafting anew, on the hidden
     states that the verdict has brought, promises more although the target waits for it.
+    *Copy or draft*: at each place of a proposal stands what promises more tokens from there on, a copy by the reach of
+    its own tokens, and a draft by what is usual. A copy is not delayed for a draft that promises less.
     *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
 
     Attributes:
@@ -67,51 +71,102 @@ class AutoPolicy:
     _probe_budget_s: float = 0.0  # target time that may be lost to catching up in a rest
     _min_catch_up: int = MIN_CATCH_UP  # committed tokens to wait for before catching up
     _num_empty_proposals: int = 0  # in a row
+    _copied_share: Mean = attrs.field(factory=lambda: Mean(memory=30.0))  # of the proposals
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
         nodes = self._proposal(view)
         if nodes is not None:
             self._num_empty_proposals = 0 if nodes else self._num_empty_proposals + 1
+            self._copied_share.observe(float(any(_is_copied(node) for node in nodes)))
         return nodes
 
     def _proposal(self, view: PolicyView) -> list[Node] | None:
         chain = view.tree.chain()[: view.max_proposal]
         if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
-            return chain
-        # If the chain was looked up, the drafter may still begin at the root.
-        may_begin = chain and view.is_open(view.tree.root)
-        end = view.tree.root if may_begin else view.growable()
-        reaches = [node.reach for node in chain]
-        num_ready = self._num_worthwhile(reaches)
-        gain = sum(reaches[:num_ready]) - self.prices.rate * self.prices.verify_extra_s(num_ready)
-        if end is not None and self._gain_by_drafting(view, end) > max(0.0, gain):
-            return None
-        return chain[:num_ready]
+            return chain[:UNPRICED_LOOKAHEAD]
+        num_ready = self._num_worthwhile(chain)
+        gain = sum([node.reach for node in chain[:num_ready]])
+        gain -= self.prices.rate * self.prices.verify_extra_s(num_ready)
+        _, gain_by_drafting = self._best_end(view)
+        return None if gain_by_drafting > max(0.0, gain) else chain[:num_ready]
 
-    def _num_worthwhile(self, reaches: Sequence[float]) -> int:
-        """How many drafted tokens to propose.
+    def worth_proposing(self, view: PolicyView) -> list[Node]:
+        """What would be proposed if nothing more were drafted."""
+        chain = view.tree.chain()[: view.max_proposal]
+        return chain[: self._num_worthwhile(chain)]
+
+    def _best_end(self, view: PolicyView) -> tuple[Node | None, float]:
+        """Where to draft so that a proposal gains most, after the chain or instead of a copy; and that gain."""
+        ends = [view.growable(), view.tree.root if view.is_open(view.tree.root) else None]
+        gains = [(end, self._gain_by_drafting(view, end)) for end in dict.fromkeys(ends) if end is not None]
+        return max(gains, key=lambda pair: pair[1], default=(None, 0.0))
+
+    def _num_worthwhile(self, chain: Sequence[Node]) -> int:
+        """How many tokens of a chain to propose.
 
         Whether a token is proposed depends on its reach and on the reaches before it, never on what was drafted after
         it: that depends on which token was drawn, and the rejection rule would not be exact. The tokens after it are
-        assumed to be as likely as tokens are on average. So a token that makes a pass much dearer is proposed if the
-        tokens after it may cost little.
+        assumed to be as likely as tokens are on average, but for a copy that goes on, which was not drawn. So a token
+        that makes a pass much dearer is proposed if the tokens after it may cost little.
         """
-        for length, reach in enumerate(reaches, 1):
-            if not self._is_worthwhile(length, reach):
-                return length - 1
-        return len(reaches)
+        costs = [0.0]  # of proposals of each length, in tokens
+        for length, node in enumerate(chain, 1):
+            expected, reach, longer, goes_on = 0.0, node.reach, length, _is_copied(node)
+            while True:
+                if longer == len(costs):
+                    costs.append(self.prices.rate * self.prices.verify_extra_s(longer))
+                expected += reach
+                if expected > costs[longer] - costs[length - 1]:
+                    break
+                goes_on = goes_on and longer < len(chain) and _is_copied(chain[longer])
+                reach = chain[longer].reach if goes_on else reach * self.calibration.mean_acceptance
+                longer += 1
+                if longer > MAX_LOOKAHEAD or reach < MIN_REACH:
+                    return length - 1
+        return len(chain)
 
-    def _is_worthwhile(self, length: int, reach: float) -> bool:
-        rate, without_s = self.prices.rate, self.prices.verify_extra_s(length - 1)
-        expected = 0.0
-        for longer in range(length, MAX_LOOKAHEAD + 1):
-            expected += reach
-            if expected > rate * (self.prices.verify_extra_s(longer) - without_s):
-                return True
+    def drafted(self, guesses: Iterable[Guess]) -> tuple[Guess, ...]:
+        """A drafter's guesses with the confidence that the calibration gives them, and their worth."""
+        further = self._expected_further()
+        return tuple([self._weighed(guess, guess.staleness, further) for guess in guesses])
+
+    def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
+        """Likewise the guesses of a copy, as many as might be proposed.
+
+        Args:
+            then_drafts: whether a drafter may go on where the copy ends.
+        """
+        reach, reaches, copied = 1.0, list[float](), list[Guess]()
+        for guess in guesses:
+            copied.append(self._weighed(guess, 0, 0.0))
+            reach *= copied[-1].confidence
+            reaches.append(reach)
+            if reach < MIN_REACH:
+                break
+        num_worthwhile, _ = self._best_length(reaches)
+        further = self._expected_further() if then_drafts and num_worthwhile == len(copied) else 0.0
+        for place in range(num_worthwhile - 1, -1, -1):
+            further = copied[place].confidence * (1.0 + further)
+            copied[place] = attrs.evolve(copied[place], worth=further)
+        return copied
+
+    def _weighed(self, guess: Guess, staleness: int, further: float) -> Guess:
+        confidence = self.calibration(guess.rank, guess.raw, staleness)
+        return attrs.evolve(guess, confidence=confidence, worth=confidence * (1.0 + further))
+
+    def _expected_further(self) -> float:
+        """Accepted tokens to expect of a drafter after a token that is accepted, if the target waits for its steps."""
+        best_gain = expected = further = 0.0
+        reach, step_s = 1.0, self.prices.draft_share_s(1, beside_target=False)
+        for length in range(1, MAX_LOOKAHEAD):
             reach *= self.calibration.mean_acceptance
             if reach < MIN_REACH:
                 break
-        return False
+            expected += reach
+            gain = expected - self.prices.rate * (self.prices.verify_extra_s(1 + length, than=1) + length * step_s)
+            if gain > best_gain:
+                best_gain, further = gain, expected
+        return further
 
     def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
         """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.
@@ -166,23 +221,22 @@ class AutoPolicy:
 
     def expansion(self, view: PolicyView) -> Node | None:
         if view.verdict_due_s is None:
-            root = view.tree.root
-            return root if view.is_open(root) else view.growable()
+            return self._best_end(view)[0]
         if not self.works_ahead:
             return None
         best, best_reach_per_s = None, 0.0
         for node in view.tree.frontier():
-            if node.reach < MIN_REACH:
+            if node.open_reach < MIN_REACH:
                 break
             if view.is_open(node):
                 step_s = self.prices.draft_share_s(view.num_to_feed(node), beside_target=True)
-                reach_per_s = node.reach / max(step_s, 1e-9)
+                reach_per_s = node.open_reach / max(step_s, 1e-9)
                 if reach_per_s > best_reach_per_s:
                     best, best_reach_per_s = node, reach_per_s
         if best is None:
             return None
         step_worth = self._step_worth(view, view.num_to_feed(best), view.verdict_due_s)
-        return best if step_worth(best.reach, view.now_s) else None
+        return best if step_worth(best.open_reach, view.now_s) else None
 
     def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float) -> StepWorth:
         step_s = self.prices.draft_share_s(1, beside_target=False)
@@ -203,8 +257,9 @@ class AutoPolicy:
         return self._best_length(itertools.takewhile(lambda reach: reach >= MIN_REACH, reaches))[0]
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
-        if not self.prices.is_known or node.children:
-            # Where tokens were looked up, the best token after the node may be one of those, not the drafter's choice.
+        expected_worth = self.calibration.mean_acceptance * (1.0 + self._expected_further())
+        if not self.prices.is_known or any(_worth(child) > expected_worth for child in node.children.values()):
+            # The best token after the node may be a copied one, not the drafter's choice.
             return EMPTY_BUDGET
         calibration = self.calibration.snapshot()
         num_drafted = view.tree.depth(node) + 1
@@ -242,11 +297,11 @@ class AutoPolicy:
         """The greatest reach of every other node that could be drafted after, per step of width 1."""
         step_s, best = max(self.prices.draft_share_s(1, beside_target=True), 1e-9), 0.0
         for other in view.tree.frontier():
-            if other.reach <= max(best, MIN_REACH):
+            if other.open_reach <= max(best, MIN_REACH):
                 break
             if other is not node and view.is_open(other):
                 other_step_s = max(self.prices.draft_share_s(view.num_to_feed(other), beside_target=True), step_s)
-                best = max(best, other.reach * step_s / other_step_s)
+                best = max(best, other.open_reach * step_s / other_step_s)
         return best
 
     def drops_stale(self, view: PolicyView) -> bool:
@@ -256,9 +311,9 @@ class AutoPolicy:
         their confidence, depend on which token was drawn, so the rejection rule forbids using them.
         """
         choice = view.tree.root.choice
-        if choice is None or choice.guess is None or not self.prices.is_known:
+        if choice is None or choice.best is None or not self.prices.is_known:
             return False
-        staleness, expected = choice.guess.staleness, self.calibration.expected
+        staleness, expected = choice.best.staleness, self.calibration.expected
         # A fresh draft is assumed to be wrong where the stale one is likely to be, but less often: by the ratio of the
         # mean error rates of fresh and stale drafts.
         error_ratio = min(1.0, (1.0 - expected(0)) / max(1.0 - expected(staleness), 1e-9))
@@ -309,10 +364,13 @@ class AutoPolicy:
         modelled_rate = prices.modelled_rate(calibration.mean_acceptance)
         if modelled_rate <= 0.0:
             return False
-        measured_share = min(1.0, prices.speculative_rate / modelled_rate)
+        speculative_rate = prices.speculative_rate
+        if self._copied_share.value > MAX_COPIED_SHARE:
+            speculative_rate = min(speculative_rate, calibration.trust * modelled_rate)
+        measured_share = min(1.0, speculative_rate / modelled_rate)
         calibration.trust += (measured_share - calibration.trust) / self._trust_memory
         # A few dozen rounds say little where the two rates are close, and the model says more.
-        rate = (prices.speculative_rate + 2 * calibration.trust * modelled_rate) / 3
+        rate = (speculative_rate + 2 * calibration.trust * modelled_rate) / 3
         if rate >= REST_BELOW * prices.plain_rate:
             return False
         calibration.trust = measured_share
@@ -357,6 +415,15 @@ class AutoPolicy:
         token_s = self._plain_token_s
         grown_s = self._probe_budget_s + num_rounds * PROBE_SHARE * token_s
         self._probe_budget_s = min(grown_s, MAX_PROBE_TOKENS * token_s)
+
+
+def _is_copied(node: Node) -> bool:
+    best = node.best
+    return best is not None and best.is_copied
+
+
+def _worth(node: Node) -> float:
+    return 0.0 if (best := node.best) is None else best.worth
 
 
 def policy_for(

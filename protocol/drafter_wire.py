@@ -35,7 +35,7 @@ from protocol.trace import Event
 from protocol.wire import MALFORMED, pack, unpack, whole
 
 # Both ends must speak the same version.
-VERSION = 1
+VERSION = 2
 # Tokens that a drafted one is drawn from under the rejection rule. The target needs all of the distribution, since the
 # recovered token comes from what it leaves of the target's.
 MAX_DRAWN_FROM = 1024
@@ -55,7 +55,7 @@ class LoadDrafter:
 
     Attributes:
         version: of this protocol.
-        target, draft: what to load, as `runtime.ranks.draft_process` says it; None where the other end knows.
+        target, draft: what to load, as `runtime.remote.draft_process` says it; None where the other end knows.
         vocab_size: width of the target's logits.
         cache_options: of the drafter's caches, by name.
         options: of `open` that the drafter works by, by name.

@@ -3,8 +3,8 @@
 The root is the last committed token. Every other node is a token that may come after its parent, and its `reach` is the
 modelled probability that the committed text will pass through it. Running the draft model on a node *expands* it: the
 model's choice comes after it, and its runners-up as *corrections*, in case the choice is rejected. Tokens that were
-looked up in the text may come after a node without any model. A verdict moves the root along the committed tokens and
-drops all other branches.
+copied from earlier in the text may come after the root without any model. A verdict moves the root along the committed
+tokens and drops all other branches.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from protocol.errors import ProtocolError
 from protocol.messages import Distribution
 from protocol.randomness import further
 
-# The rank of a guess that was looked up in the text.
-LOOKED_UP = -1
+# The rank of a guess that was copied; those below it are of copies, too (`protocol.copying.Copied.kind`).
+COPIED = -1
 # Stands for a token in the trail of a root that is drafted after anew; no token has this id.
 _ANEW = 1 << 32
 
@@ -31,12 +31,14 @@ class Guess:
         token: its id.
         confidence: modelled probability, in [0, 1], that the committed text has the token there.
         probs: the distribution that it was drawn from, as in a `Proposal`; None under the match rule, for a correction,
-            and for a token that was looked up.
-        rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `LOOKED_UP` for a
-            token that was looked up.
+            and for a token that was copied.
+        rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `COPIED` or less for
+            a token that was copied.
         raw: the drafter's own confidence, before calibration, in [0, 1].
         staleness: how many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for
             a drafter that reads none of the target's.
+        worth: tokens to expect of a proposal from this one on, itself included. Of a draw it must not depend on which
+            token was drawn, nor on what was drafted after it.
     """
 
     token: int
@@ -45,13 +47,20 @@ class Guess:
     rank: int = 0
     raw: float = 0.0
     staleness: int = 0
+    worth: float = attrs.Factory(lambda guess: guess.confidence, takes_self=True)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the token was copied."""
+        return self.rank <= COPIED
 
 
 class Node:
     """A token of the tree. The token and the distribution that it was drawn from never change.
 
     Attributes:
-        guess: the drafted token; None at a root that was not drafted.
+        guess: the drafter's; None if the token was copied only, and at a root that was not drafted.
+        copy: the same token as it was copied; None if it was not.
         token: its id.
         position: absolute position of the token in the text.
         trail: a hash of the text up to and including this token (see `protocol.randomness.further`); another one after
@@ -63,35 +72,51 @@ class Node:
         alive: False once a verdict has dropped it.
     """
 
-    __slots__ = ("alive", "children", "guess", "is_expanded", "parent", "position", "reach", "token", "trail")
+    __slots__ = ("alive", "children", "copy", "guess", "is_expanded", "parent", "position", "reach", "token", "trail")
 
-    def __init__(self, token: int, position: int, trail: int, parent: Node | None, guess: Guess | None) -> None:
+    def __init__(self, token: int, position: int, trail: int, parent: Node | None) -> None:
         self.token = token
         self.position = position
         self.trail = trail
         self.parent = parent
-        self.guess = guess
+        self.guess: Guess | None = None
+        self.copy: Guess | None = None
         self.children: dict[int, Node] = {}
         self.is_expanded = False
-        self.reach: float = parent.reach * guess.confidence if parent and guess else 1.0
+        self.reach = 1.0
         self.alive = True
 
     def __repr__(self) -> str:
         return f"Node(token={self.token}, position={self.position}, reach={self.reach:.3g})"
 
     @property
+    def best(self) -> Guess | None:
+        """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more.
+
+        Where both are the same token, that must not decide between them: under the rejection rule a draw is judged in
+        another way than a copy, and would be judged so more or less often than other draws.
+        """
+        guess, copy = self.guess, self.copy
+        return guess if copy is None or (guess is not None and guess.rank == 0 and guess.worth >= copy.worth) else copy
+
+    @property
     def choice(self) -> Node | None:
-        """The node that would be proposed after this one: the drafter's own choice, or a likelier looked-up token.
+        """The node that would be proposed after this one: the drafter's own choice, or a copied token worth more.
 
         The decision between the two must not depend on which token was drawn. It does not: under the rejection rule
-        the confidence of a draw is the same for every draw from its distribution.
+        the worth of a draw is the same for every draw from its distribution.
         """
-        best, best_confidence = None, -1.0
+        choice, most = None, (-1.0, False)
         for child in self.children.values():
-            guess = child.guess
-            if guess is not None and guess.rank <= 0 and guess.confidence > best_confidence:
-                best, best_confidence = child, guess.confidence
-        return best
+            best = child.best
+            if best is not None and best.rank <= 0 and (worth := (best.worth, best.rank == 0)) > most:
+                choice, most = child, worth
+        return choice
+
+    @property
+    def open_reach(self) -> float:
+        """The reach of a node that is not expanded, less that of what was copied after it, in [0, 1]."""
+        return max(0.0, self.reach - sum([child.reach for child in self.children.values()]))
 
 
 class LookaheadTree:
@@ -104,7 +129,7 @@ class LookaheadTree:
             last_token: the last committed token.
             position: its absolute position.
         """
-        self.root = Node(last_token, position, further(0, last_token), None, None)
+        self.root = Node(last_token, position, further(0, last_token), None)
 
     def expand(self, node: Node, *guesses: Guess) -> Node:
         """Put drafted tokens after a node, which the draft model has been run on.
@@ -116,31 +141,36 @@ class LookaheadTree:
             raise ProtocolError(f"{node!r} is no longer in the tree")
         for guess in guesses:
             known = node.children.get(guess.token)
-            if known is not None and (known.guess is None or known.guess.rank != LOOKED_UP):
+            if known is not None and known.guess is not None:
                 raise ProtocolError(f"{node!r} already has token {guess.token} after it")
         for guess in guesses:
-            known = node.children.get(guess.token)
-            if known is None:
-                self._add(node, guess)
-            elif guess.rank == 0 and known.guess is not None and guess.confidence > known.guess.confidence:
-                known.guess = guess  # the same token was looked up, and the draft model is more confident
-                self._rescale(known, node.reach * guess.confidence)
+            child = self._child(node, guess.token)
+            child.guess = guess
+            self._rescale(child)
         node.is_expanded = True
         return node.children[guesses[0].token]
 
-    def look_up(self, guesses: Sequence[Guess]) -> None:
-        """Put a chain of looked-up tokens after the root, which has no other children yet."""
+    def copy(self, guesses: Sequence[Guess]) -> None:
+        """Put a chain of copied tokens after the root, in place of what was copied before. What was drafted stays."""
+        for node in reversed(list(_below(self.root))):
+            node.copy = None
+            if node.parent is not None and node.guess is None and not (node.children or node.is_expanded):
+                del node.parent.children[node.token]
+                node.alive = False
         node = self.root
         for guess in guesses:
-            node = self._add(node, guess)
+            node = self._child(node, guess.token)
+            node.copy = guess
+        self._rescale(self.root)
 
-    def _add(self, node: Node, guess: Guess) -> Node:
-        child = Node(guess.token, node.position + 1, further(node.trail, guess.token), node, guess)
-        node.children[guess.token] = child
+    def _child(self, node: Node, token: int) -> Node:
+        child = node.children.get(token)
+        if child is None:
+            child = node.children[token] = Node(token, node.position + 1, further(node.trail, token), node)
         return child
 
     def outcomes(self, tokens: Sequence[int]) -> Iterator[tuple[int, Guess, bool]]:
-        """The guesses at committed tokens: (index of the token, guess, whether it was right)."""
+        """The drafter's guesses at committed tokens: (index of the token, guess, whether it was right)."""
         node: Node | None = self.root
         for index, token in enumerate(tokens):
             if node is None:
@@ -165,15 +195,15 @@ class LookaheadTree:
             node = node.children.get(token) if node else None
             trail = further(trail, token)
         if node is None:
-            self.root = Node(tokens[-1], old.position + len(tokens), trail, None, None)
+            self.root = Node(tokens[-1], old.position + len(tokens), trail, None)
         else:
             assert node.parent is not None
             del node.parent.children[node.token]
             self.root = node
-            self._rescale(node, 1.0)
+            node.parent = None
+            self._rescale(node)
         for dropped in _below(old):
             dropped.alive = False
-        self.root.parent = None
         return node is not None
 
     def drop_ahead(self) -> tuple[Guess, ...]:
@@ -182,7 +212,7 @@ class LookaheadTree:
         With the same numbers, a token that is drawn anew would resemble the dropped one, and so depend on how long the
         drafter is busy with what it had begun to draft after that.
 
-        Returns: the guesses at the token after the root.
+        Returns: the drafter's guesses at the token after the root.
         """
         guesses = tuple(child.guess for child in self.root.children.values() if child.guess is not None)
         for dropped in _below(self.root):
@@ -207,8 +237,8 @@ class LookaheadTree:
         return path
 
     def frontier(self) -> list[Node]:
-        """The nodes that the draft model has not been run on, likeliest first."""
-        return sorted((n for n in _below(self.root) if not n.is_expanded), key=lambda n: -n.reach)
+        """The nodes that the draft model has not been run on, those first that most likely need it."""
+        return sorted((n for n in _below(self.root) if not n.is_expanded), key=lambda n: -n.open_reach)
 
     def path(self, node: Node) -> list[int]:
         """The tokens from the root, excluded, to a node, included; empty for the root."""
@@ -228,15 +258,17 @@ class LookaheadTree:
         The target has given the hidden states of all tokens up to the root. A drafter that had them used none of its
         own for the node after the root, and one more for each node beyond that one.
         """
-        return node.guess is not None and node.guess.staleness >= max(1, self.depth(node))
+        best = node.best
+        return best is not None and best.staleness >= max(1, self.depth(node))
 
-    def _rescale(self, top: Node, reach: float) -> None:
-        """Set a node's reach, and compute the reach of all nodes below it again."""
-        top.reach = reach
+    def _rescale(self, top: Node) -> None:
+        """Compute the reach of a node and of all nodes below it again."""
         for node in _below(top):
-            for child in node.children.values():
-                assert child.guess is not None
-                child.reach = node.reach * child.guess.confidence
+            if node.parent is None:
+                node.reach = 1.0
+            else:
+                # What was neither drafted nor copied, but copied before and drafted after, is not expected.
+                node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
 
 
 def _below(node: Node) -> Iterator[Node]:

@@ -121,6 +121,7 @@ class Proposal:
             out tokens from the end that are not worth their time. Empty if it must not.
         num_stale: how many of the tokens, from the front, were drafted without hidden states of the target that have
             come since; see `LookaheadTree.is_stale`.
+        copied: for each token whether it was copied from earlier in the text; empty if none was.
     """
 
     session: int
@@ -130,10 +131,13 @@ class Proposal:
     probs: tuple[Distribution | None, ...] = attrs.field(default=(), eq=False, repr=False)
     reach: tuple[float, ...] = attrs.field(default=(), repr=False)
     num_stale: int = 0
+    copied: tuple[bool, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         _check_place(self.session, self.round, self.start)
         _tokens(self, attrs.fields(Proposal).tokens, self.tokens)
+        if self.copied and len(self.copied) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens were copied or not, got {len(self.copied)} answers")
         if self.probs and len(self.probs) != len(self.tokens):
             raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(self.probs)}")
         if self.reach and len(self.reach) != len(self.tokens):
@@ -149,6 +153,7 @@ class Proposal:
             probs=self.probs[:num_tokens],
             reach=self.reach[:num_tokens],
             num_stale=min(self.num_stale, num_tokens),
+            copied=self.copied[:num_tokens],
         )
 
     def without_first(self) -> Proposal:
@@ -160,6 +165,7 @@ class Proposal:
             probs=self.probs[1:],
             reach=self.reach[1:],
             num_stale=max(0, self.num_stale - 1),
+            copied=self.copied[1:],
         )
 
 

@@ -29,6 +29,7 @@ class Option:
         flags: further spellings of the flag. Those of one letter are shown, the others only accepted.
         aliases: its names in mlx-lm, vLLM, transformers, llama.cpp and their command lines.
         in_requests: whether a request to a server can set it.
+        fields: those of its aliases that are accepted as names of the field of a request, too.
         about: what it is, in one sentence: the first that the class's docstring has about it.
     """
 
@@ -37,14 +38,21 @@ class Option:
     flags: Sequence[str] = ()
     aliases: Sequence[str] = ()
     in_requests: bool = True
+    fields: Sequence[str] = ()
     about: str = ""
 
 
 def option(
-    form: str | None = None, group: str = "", *, flags: str = "", aliases: str = "", in_requests: bool = True
+    form: str | None = None,
+    group: str = "",
+    *,
+    flags: str = "",
+    aliases: str = "",
+    in_requests: bool = True,
+    fields: str = "",
 ) -> dict[str, Option]:
-    """The metadata of an option's field; see `Option`. Flags and aliases are separated by spaces."""
-    return {"option": Option(form, group, flags.split(), aliases.split(), in_requests)}
+    """The metadata of an option's field; see `Option`. Flags, aliases and fields are separated by spaces."""
+    return {"option": Option(form, group, flags.split(), aliases.split(), in_requests, fields.split())}
 
 
 def declared(declaration: T) -> T:
@@ -66,4 +74,5 @@ def options_of(declaration: type[attrs.AttrsInstance]) -> dict[str, Option]:
     return {
         field.name: attrs.evolve(field.metadata["option"], about=abouts.get(field.name, ""))
         for field in attrs.fields(declaration)
+        if "option" in field.metadata
     }

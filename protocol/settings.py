@@ -114,11 +114,10 @@ def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
             )
 
 
-def _repetition_penalty(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    check_number(attribute.name, value, 0, remedy="1 changes nothing", or_none="no penalty")
+def _check_repetition_penalty(name: str, value: Any, low: float) -> None:
+    check_number(name, value, low, remedy="1 changes nothing", or_none="no penalty")
     if value is not None and 0 < value < MIN_REPETITION_PENALTY:
-        bound = f"0 for no penalty, or at least {MIN_REPETITION_PENALTY}"
-        raise must_be(attribute.name, bound, value, "1 changes nothing")
+        raise must_be(name, f"0 for no penalty, or at least {MIN_REPETITION_PENALTY}", value, "1 changes nothing")
 
 
 def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -288,7 +287,7 @@ class Settings:
     seed: int | None = attrs.field(
         default=None,
         validator=_integer(0, MAX_SEED, or_none="a fresh seed"),
-        metadata=option("N", _BASIC, aliases="random_seed"),
+        metadata=option("N", _BASIC, aliases="random_seed", fields="random_seed"),
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
@@ -300,7 +299,7 @@ class Settings:
         default=(),
         converter=_tupled,
         validator=_ids,
-        metadata=option("IDS", _ENDS, aliases="eos_token_id stop_token_ids"),
+        metadata=option("IDS", _ENDS, aliases="eos_token_id stop_token_ids", fields="stop_token_ids"),
     )
     ignore_eos: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option("", _ENDS))
     logit_bias: Mapping[int, float] = attrs.field(
@@ -309,8 +308,8 @@ class Settings:
     repetition_penalty: float | None = attrs.field(
         default=None,
         converter=_real,
-        validator=_repetition_penalty,
-        metadata=option("X", _PENALTIES, flags="--repeat-penalty", aliases="repeat_penalty"),
+        validator=validator(_check_repetition_penalty, 0),
+        metadata=option("X", _PENALTIES, flags="--repeat-penalty", aliases="repeat_penalty", fields="repeat_penalty"),
     )
     repetition_context_size: int | None = attrs.field(
         default=20,
@@ -357,6 +356,7 @@ class Settings:
             flags="--num-draft-tokens",
             aliases="block_size draft_tokens draft_max gamma k num_assistant_tokens num_draft_tokens "
             "num_speculative_tokens spec_k spec_tokens speculative_num_draft_tokens",
+            fields="num_draft_tokens",
         ),
     )
     prediction: tuple[int, ...] = attrs.field(

@@ -7,6 +7,7 @@ cancellation made useless) shows in the busy fractions only.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
@@ -55,9 +56,14 @@ class Statistics:
             reading the prompt, and went on alone until the drafter had caught up.
         accepted_stale, rejected_stale: accepted and rejected tokens that a trained drafter had drafted ahead without
             hidden states of the target that came before they were proposed.
+        accepted_copied, rejected_copied: accepted and rejected tokens that were copied from earlier in the text.
+        accepted_by_position, proposed_by_position: `accepted` and `proposed` by place in the proposal, as long as the
+            longest one. The first of `proposed_by_position` is the number of proposals.
         acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
-        fresh_acceptance, stale_acceptance: the same for the tokens that were not stale in this sense, all of those of a
-            draft model among them; and for those that were. None if none was proposed.
+        copy_acceptance, model_acceptance: the same for the tokens that were copied, and for those of the draft model or
+            trained drafter. None if none was proposed.
+        fresh_acceptance, stale_acceptance: the same for the model's tokens that were not stale in this sense, and for
+            those that were.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
         prompt_tps: prompt tokens per second of the target's prefill.
         generation_tps: generated tokens per second, from the end of the first round to the last token. The tokens of
@@ -105,7 +111,13 @@ class Statistics:
     longest_wait_seconds: float
     accepted_stale: int
     rejected_stale: int
+    accepted_copied: int
+    rejected_copied: int
+    accepted_by_position: tuple[int, ...]
+    proposed_by_position: tuple[int, ...]
     acceptance_rate: float | None
+    copy_acceptance: float | None
+    model_acceptance: float | None
     fresh_acceptance: float | None
     stale_acceptance: float | None
     tokens_per_round: float
@@ -125,6 +137,8 @@ class Statistics:
             said.append(f"{self.generation_tps:.1f} tokens/s")
         if self.acceptance_rate is not None:
             said.append(f"{self.acceptance_rate:.0%} of {self.proposed} proposed accepted")
+            if self.copy_acceptance is not None:
+                said.append(f"{self.accepted_copied} of them copied")
         if self.time_to_first_token is not None:
             said.append(f"first token after {self.time_to_first_token:.3g} s")
         if self.rows_per_pass is not None and self.rows_per_pass > 1:
@@ -141,6 +155,7 @@ class Counts:
     """Counters that only grow, and that can be added up over streams; see `Statistics`.
 
     Attributes:
+        accepted_at, proposed_at: accepted and judged tokens by place in the proposal, from 0 on.
         pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
     """
 
@@ -151,6 +166,10 @@ class Counts:
     rejected: int = 0
     accepted_stale: int = 0
     rejected_stale: int = 0
+    accepted_copied: int = 0
+    rejected_copied: int = 0
+    accepted_at: Counter[int] = attrs.field(factory=Counter)
+    proposed_at: Counter[int] = attrs.field(factory=Counter)
     bonus: int = 0
     rounds: int = 0
     n1_rounds: int = 0
@@ -184,9 +203,15 @@ class Counts:
         if index < commit.num_from_draft:
             self.accepted += 1
             self.accepted_stale += index < commit.num_stale
+            self.accepted_copied += commit.drafted_by(index) == "copy"
+            self.accepted_at[index] += 1
+            self.proposed_at[index] += 1
         else:
             self.rejected += commit.num_rejected
+            self.proposed_at.update(range(index, index + commit.num_rejected))
             self.rejected_stale += max(0, commit.num_stale - commit.num_from_draft)
+            if commit.num_rejected:
+                self.rejected_copied += sum(commit.copied[commit.num_from_draft :])
             self.bonus += commit.bonus
 
     def take_part(self, num_rows: int, *, is_first: bool) -> None:
@@ -214,11 +239,11 @@ class Counts:
     def snapshot(
         self,
         *,
-        elapsed: float,
-        generation_seconds: float,
+        elapsed: float = 0.0,
+        generation_seconds: float = 0.0,
         num_untimed: int = 0,
-        time_to_first_token: float | None,
-        peak_memory: int,
+        time_to_first_token: float | None = None,
+        peak_memory: int = 0,
         estimates: Estimates,
         lookahead: int | Literal["auto"] | None = 0,
     ) -> Statistics:
@@ -233,14 +258,22 @@ class Counts:
             estimates: what the runtime has measured so far.
             lookahead: see `advise`.
         """
-        proposed, proposed_stale = self.accepted + self.rejected, self.accepted_stale + self.rejected_stale
+        proposed, copied = self.accepted + self.rejected, self.accepted_copied + self.rejected_copied
+        proposed_stale, accepted_by_model = (
+            self.accepted_stale + self.rejected_stale,
+            self.accepted - self.accepted_copied,
+        )
         num_timed = self.generated_tokens - num_untimed
         shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
         statistics = Statistics(
             **shared,
             proposed=proposed,
+            accepted_by_position=tuple(self.accepted_at[place] for place in sorted(self.proposed_at)),
+            proposed_by_position=tuple(self.proposed_at[place] for place in sorted(self.proposed_at)),
             acceptance_rate=_share(self.accepted, proposed),
-            fresh_acceptance=_share(self.accepted - self.accepted_stale, proposed - proposed_stale),
+            copy_acceptance=_share(self.accepted_copied, copied),
+            model_acceptance=_share(accepted_by_model, proposed - copied),
+            fresh_acceptance=_share(accepted_by_model - self.accepted_stale, proposed - copied - proposed_stale),
             stale_acceptance=_share(self.accepted_stale, proposed_stale),
             rows_per_pass=self.pass_rows / self.pass_shares if self.pass_shares else None,
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
@@ -300,9 +333,10 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
             f"lookahead={lookahead} decodes about {speed_up:.1f}× as fast as plain decoding would, by what the passes "
             'cost here; use lookahead="auto"'
         )
-    if s.acceptance_rate is not None and s.acceptance_rate < LOW_ACCEPTANCE and s.proposed >= MIN_PROPOSED:
+    num_of_model = s.proposed - s.accepted_copied - s.rejected_copied
+    if s.model_acceptance is not None and s.model_acceptance < LOW_ACCEPTANCE and num_of_model >= MIN_PROPOSED:
         yield (
-            f"only {s.acceptance_rate:.0%} of {s.proposed} drafted tokens were accepted; use a draft model that is "
+            f"only {s.model_acceptance:.0%} of {num_of_model} drafted tokens were accepted; use a draft model that is "
             "closer to the target, or was trained on such texts"
         )
     if s.n1_rounds > MAX_SHARE_OF_ROUNDS * s.rounds:

@@ -7,7 +7,7 @@ after a semicolon the remedy. A bool is not a number here: Python takes it for o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import attrs
@@ -144,13 +144,21 @@ def check_flag(name: str, value: Any) -> None:
         raise must_be(name, "True or False", value)
 
 
-def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
+@attrs.frozen
+class Check:
     """A validator of an attrs field: one of these checks, with its bounds and options."""
 
-    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        check(attribute.name, value, *bounds, **options)
+    check: Callable[..., None]
+    bounds: tuple[Any, ...]
+    options: Mapping[str, Any]
 
-    return validate
+    def __call__(self, _: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        self.check(attribute.name, value, *self.bounds, **self.options)
+
+
+def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
+    """A `Check`."""
+    return Check(check, bounds, options)
 
 
 def _is_integer_in(value: Any, low: int, high: int | None) -> bool:

@@ -160,57 +160,37 @@ __all__ = [
 # line handles Ctrl-C only from `runtime/__main__.py` on, which runs after this module. No module of this package may
 # have the name of a public function: importing it would replace the function.
 _MODULES = ("aio", "sync")
+# Public names by the module that has them.
 _HOMES = {
-    "Runtime": "runtime.engine.runtime",
-    "open": "runtime.engine.opening",
-    "keep_open": "runtime.engine.opening",
-    "stream": "runtime.engine.running",
-    "follow": "runtime.ranks.following",
-    "join_ranks": "actors.distributed.joining",
-    "RankGroup": "actors.distributed.rank_group",
-    "Completions": "runtime.generation.many_prompts",
-    "Grammar": "runtime.generation.grammar",
-    "Health": "runtime.engine.runtime",
-    "Completion": "runtime.generation.token_stream",
-    "Conversation": "runtime.generation.conversation",
-    "Token": "runtime.generation.token_reader",
-    "TokenStream": "runtime.generation.token_stream",
-    "TokenStreams": "runtime.generation.many_prompts",
-    "CallArguments": "runtime.generation.tool_calls.events",
-    "CallBegan": "runtime.generation.tool_calls.events",
-    "CallBroken": "runtime.generation.tool_calls.events",
-    "CallEnded": "runtime.generation.tool_calls.events",
-    "ReasoningPart": "runtime.generation.tool_calls.events",
-    "TextPart": "runtime.generation.tool_calls.events",
-    "ToolCall": "runtime.generation.tool_calls.events",
-    "generate_sync": "runtime.sync",
-    "open_sync": "runtime.sync",
-    "ReasoningTracker": "runtime.generation.reasoning",
-    "Commit": "protocol.session_state",
-    "Estimates": "protocol.prices",
-    "Likelihood": "protocol.messages",
-    "Score": "protocol.scores",
-    "ScoredToken": "protocol.scores",
-    "Statistics": "protocol.statistics",
-    "TopLogprob": "protocol.scores",
+    "actors.distributed.joining": "join_ranks",
+    "actors.distributed.rank_group": "RankGroup",
+    "protocol.messages": "Likelihood",
+    "protocol.prices": "Estimates",
+    "protocol.scores": "Score ScoredToken TopLogprob",
+    "protocol.session_state": "Commit",
+    "protocol.statistics": "Statistics",
+    "runtime.engine.opening": "keep_open open",
+    "runtime.engine.running": "stream",
+    "runtime.engine.runtime": "Health Runtime",
+    "runtime.generation.conversation": "Conversation",
+    "runtime.generation.grammar": "Grammar",
+    "runtime.generation.many_prompts": "Completions TokenStreams",
+    "runtime.generation.reasoning": "ReasoningTracker",
+    "runtime.generation.token_reader": "Token",
+    "runtime.generation.token_stream": "Completion TokenStream",
+    "runtime.generation.tool_calls.events": "CallArguments CallBegan CallBroken CallEnded ReasoningPart "
+    "TextPart ToolCall",
+    "runtime.ranks.following": "follow",
+    "runtime.sync": "generate_sync open_sync",
 }
-# Homes that do not import mlx.
+# Likewise, of modules that do not import mlx.
 _LIGHT_HOMES = {
-    "Checkpointed": "protocol.logits_processors",
-    "LogitsProcessor": "protocol.logits_processors",
-    "Stateless": "protocol.logits_processors",
-    "stateless": "protocol.logits_processors",
-    "Settings": "protocol.settings",
-    "Event": "protocol.trace",
-    "Instant": "protocol.trace",
-    "Share": "protocol.trace",
-    "Span": "protocol.trace",
-    "Suggestion": "runtime.doctor.draft_suggestions",
-    "suggest_draft": "runtime.doctor.draft_suggestions",
-    "ModelSpec": "runtime.loading.model_spec",
-    "DEMO_DRAFT": "runtime.loading.demo",
-    "DEMO_TARGET": "runtime.loading.demo",
-    "DEMO_TRAINED_DRAFT": "runtime.loading.demo",
+    "protocol.logits_processors": "Checkpointed LogitsProcessor Stateless stateless",
+    "protocol.settings": "Settings",
+    "protocol.trace": "Event Instant Share Span",
+    "runtime.doctor.draft_suggestions": "Suggestion suggest_draft",
+    "runtime.loading.demo": "DEMO_DRAFT DEMO_TARGET DEMO_TRAINED_DRAFT",
+    "runtime.loading.model_spec": "ModelSpec",
 }
 
 mlx_environment.tune()
@@ -232,19 +212,20 @@ def __getattr__(name: str) -> Any:
             stacklevel=2,
         )
         name = "keep_open"
-    if name in _LIGHT_HOMES:
-        home = _LIGHT_HOMES[name]
-    elif name in _HOMES or name in _MODULES:
+    if (home := _home(name, _LIGHT_HOMES)) is None:
+        if (home := _home(name, _HOMES)) is None and name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Imported by now if the environment names a BLAS. Otherwise there is nothing to check.
         if (loaded_blas := sys.modules.get("runtime.loading.blas")) is not None:
             loaded_blas.check_environment()
-        if name in _MODULES:
+        if home is None:
             return import_module(f"runtime.{name}")
-        home = _HOMES[name]
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(home), name)
     return value
+
+
+def _home(name: str, homes: dict[str, str]) -> str | None:
+    return next((home for home, names in homes.items() if name in names.split()), None)
 
 
 def _version() -> str:

@@ -20,7 +20,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
@@ -45,6 +45,8 @@ from protocol.trace import Event
 MAX_ROWS = 32
 # A drafter is ready with at most this many unread committed tokens, which its next draft step reads.
 MAX_BEHIND_WHEN_READY = 8
+# What has been copied is read once it is this many tokens.
+MAX_UNREAD = 128
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
 
@@ -132,6 +134,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready:
             if session.num_behind > MAX_BEHIND_WHEN_READY:
                 return Need.READ
+            if session.copies:
+                session.copy()
             self._say_ready(session)
             self._begin_turn(session)
         if sequence.length < len(session.cached_tokens):
@@ -141,13 +145,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.reads_again = session.reads_again and session.num_behind > MAX_BEHIND_WHEN_READY
         if session.reads_again:
             return Need.READ
-        if session.state.phase is SessionPhase.RESTING:
+        if session.only_copies or session.state.phase is SessionPhase.RESTING:
             # Asked once: the answer has its price.
             if not session.catches_up:
                 num_rounds, session.num_uncounted = session.num_uncounted, 0
                 session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
             return Need.READ if session.catches_up else None
         session.catches_up = False
+        if session.num_behind > MAX_UNREAD:
+            return Need.READ
         session.node = self._next_expansion(session)
         return None if session.node is None else Need.DRAFT
 
@@ -442,7 +448,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         """Begin the drafter's turn: propose, draft on, or leave some rounds to the target; or all, if it may go now."""
         if session.is_leaving:
             self._withdraw(session)
-        if session.state.phase is SessionPhase.PROPOSING and session.policy.should_rest():
+        if session.state.phase is not SessionPhase.PROPOSING:
+            return
+        rests = session.only_copies or session.policy.should_rest()
+        session.only_copies = rests and session.num_idle_rounds <= MAX_IDLE_ROUNDS
+        if rests and not session.only_copies:
             self._rest(session)
         else:
             self._propose(session)
@@ -496,8 +506,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if was_resting:
             session.num_uncounted += session.state.round - round_before
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
-            if is_near_end and session.policy.should_rest_on(session.num_behind):
-                self._rest(session)
+            if is_near_end:
+                if session.has_worthwhile_copy(self.worker.clock()):
+                    session.only_copies, session.num_idle_rounds = True, 0
+                elif session.policy.should_rest_on(session.num_behind):
+                    self._rest(session)
+        elif session.only_copies:
+            session.num_uncounted += 1
+            if session.state.round % self.rest_rounds == 0:
+                session.only_copies = session.policy.should_rest_on(session.num_behind)
         else:
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from actors.drafters.drafter import DrafterSession, FromTarget
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession, FromTarget
 from actors.drafters.shared_steps import DraftPart
 from actors.prompt_sharing import PromptReading, ReadPrompt
 from actors.session import Session
@@ -14,14 +14,10 @@ from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Features, Message, PromptFeatures, Proposal, Verdict
-from protocol.prompt_lookup import PromptLookup
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
-
-# Tokens that are looked up after a miss.
-LOOKUP_TOKENS = 8
 
 
 class DraftSession(DrafterSession):
@@ -30,6 +26,7 @@ class DraftSession(DrafterSession):
     Attributes:
         context_length: of the draft model; see `Model.context_length`.
         is_late: whether the drafter was ready, and the target has stopped waiting for a proposal.
+        only_copies: whether the model rests, since it does not pay, and nothing is proposed but what is copied.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
@@ -52,17 +49,14 @@ class DraftSession(DrafterSession):
         policy: Policy,
         on_message: Callable[[DraftSession, FromTarget], None],
     ) -> None:
-        opened = shared.opened
-        tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
-        if opened.num_resumed:  # draws depend on all generated tokens
-            tree.advance(opened.prompt[opened.num_prompt :])
-        # The index supplies a proposal after a miss, when nothing is drafted yet.
-        super().__init__(shared, policy, PromptLookup(), tree, on_message)
+        super().__init__(shared, policy, on_message, has_model=True)
+        self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
         self.is_late = False
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
         self.has_begun = self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.only_copies = False
         self.num_uncounted = 0
         self.awaits: PromptReading | None = None
         self.read_prompt: ReadPrompt | None = None
@@ -98,11 +92,6 @@ class DraftSession(DrafterSession):
     def awaits_features(self) -> bool:
         """Whether the target has not read the prompt, and the drafter reads what the target makes of it."""
         return self._reader is not None and self._reader.awaits_features
-
-    @property
-    def is_indexed(self) -> bool:
-        """See `DrafterSession.is_indexed`. Only "auto" looks tokens up."""
-        return not isinstance(self.policy, AutoPolicy) or super().is_indexed
 
     @property
     def works_ahead(self) -> bool:
@@ -154,6 +143,8 @@ class DraftSession(DrafterSession):
         """The node to draft after next, or None to do nothing until something changes."""
         if self.state.phase not in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) or not self.is_ready:
             return None
+        if self.only_copies:
+            return None
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
@@ -165,10 +156,18 @@ class DraftSession(DrafterSession):
         if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
         view = self.view(now_s, queue_slack_s)
-        if is_due or self.is_late or self.is_leaving:
+        if is_due or self.is_late or self.is_leaving or self.only_copies:
             view = attrs.evolve(view, can_expand=lambda _: False)
         nodes = self.policy.proposal(view)
-        return None if nodes is None and not is_due else self.proposal(nodes or [])
+        if nodes is None and not is_due:
+            return None
+        is_idle = not any(node.best is not None and node.best.is_copied for node in nodes or ())
+        self.num_idle_rounds = self.num_idle_rounds + 1 if is_idle else 0
+        return self.proposal(nodes or [])
+
+    def has_worthwhile_copy(self, now_s: float) -> bool:
+        """Whether a copy could be proposed now without the model."""
+        return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
 
     def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
         """Drop what was drafted ahead, if the policy would rather draft on the hidden states that have come since.
@@ -181,6 +180,7 @@ class DraftSession(DrafterSession):
         if view.num_to_refresh == 0 or not self.policy.drops_stale(view):
             return False
         self._dropped = self.tree.drop_ahead()
+        self.tree.copy(self._copied)
         return True
 
     def learn(self, commit: Commit, num_judged: int) -> None:
@@ -209,27 +209,7 @@ class DraftSession(DrafterSession):
 
     def calibrated(self, guesses: tuple[Guess, ...]) -> tuple[Guess, ...]:
         """Guesses with the confidence that the calibration gives them."""
-        if not isinstance(self.policy, AutoPolicy):
-            return guesses
-        calibration = self.policy.calibration
-        return tuple(
-            attrs.evolve(guess, confidence=calibration(guess.rank, guess.raw, guess.staleness)) for guess in guesses
-        )
-
-    def follow(self, commit: Commit) -> bool:
-        """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
-        was_hit = self.tree.advance(commit.tokens)
-        # Before the text is indexed, this commit will be, too.
-        if isinstance(self.policy, AutoPolicy) and len(self.index) == commit.start:
-            self.index.append(commit.tokens)
-            if not was_hit and (found := self.index.lookup(num_tokens=LOOKUP_TOKENS)) is not None:
-                self.tree.look_up(
-                    [
-                        Guess(token, self.policy.calibration(LOOKED_UP, raw), rank=LOOKED_UP, raw=raw)
-                        for token, raw in zip(found.tokens, found.confidences, strict=True)
-                    ]
-                )
-        return was_hit
+        return self.policy.drafted(guesses) if isinstance(self.policy, AutoPolicy) else guesses
 
     @property
     def _num_to_refresh(self) -> int:
@@ -238,9 +218,9 @@ class DraftSession(DrafterSession):
         choice = self.tree.root.choice
         if choice is None or not self.tree.is_stale(choice):
             return 0
-        assert choice.guess is not None
+        assert choice.best is not None
         committed = self.state.committed
-        if len(committed) - 1 - reader.num_given >= choice.guess.staleness:
+        if len(committed) - 1 - reader.num_given >= choice.best.staleness:
             return 0
         return len(committed) - min(self.cached_tokens.plan(committed).keep, self.sequence.length)
 

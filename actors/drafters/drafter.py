@@ -6,9 +6,10 @@ what there is to do, decides on the next job (`protocol.draft_plan`), and has it
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import trio
@@ -16,15 +17,15 @@ import trio
 from actors.actor import Actor, ActorSession, Mailbox
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
+from protocol.copying import MAX_MATCH, CopyIndex
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
-from protocol.lookahead_policy import Policy
-from protocol.lookahead_tree import LookaheadTree, Node
+from protocol.lookahead_policy import ChainPolicy, Policy
+from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
-from protocol.prompt_lookup import MAX_NGRAM, PromptLookup
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD, Settings
 from protocol.trace import Event
@@ -34,6 +35,10 @@ logger = logging.getLogger("outrider")
 # Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
 # looking at other sessions.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
+# A drafter that has nothing to offer but copies rests after this many rounds in a row without one. In a rest, the
+# target does not wait for an answer before it goes on, which saves a little time. In return, the next proposal may come
+# a little late.
+MAX_IDLE_ROUNDS = 8
 
 FromTarget = Verdict | Rested | Due | Overdue
 MakePolicy = Callable[[Settings, Prices], Policy]
@@ -50,11 +55,13 @@ class DrafterSession(ActorSession):
     Attributes:
         policy: decides how far to draft and what to propose.
         index: finds earlier occurrences of the text's end.
+        has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
         need: what there is to do for it, as of the last look; None for nothing until something changes.
         num_rested: rounds of the last rest.
+        num_idle_rounds: rounds in a row without a copied token to propose.
         since, num_read_before: since when, in jobs of the drafter and tokens that it has read.
     """
 
@@ -62,9 +69,9 @@ class DrafterSession(ActorSession):
         self,
         shared: Session,
         policy: Policy,
-        index: PromptLookup,
-        tree: LookaheadTree,
         on_message: Callable[[Any, FromTarget], None],
+        *,
+        has_model: bool,
     ) -> None:
         """Make the state of a session that begins.
 
@@ -73,14 +80,19 @@ class DrafterSession(ActorSession):
                 itself: a closure over the session would make a cycle that keeps the model in memory.
         """
         super().__init__(shared)
+        opened = shared.opened
         self.policy = policy
-        self.index = index
-        self.tree = tree
+        self.index = CopyIndex()
+        self.tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
+        if opened.num_resumed:  # draws depend on all generated tokens
+            self.tree.advance(opened.prompt[opened.num_prompt :])
+        self.has_model = has_model
         self.is_ready = False
         self.is_leaving = False
         self.need: Need | None = None
-        self.since = self.num_read_before = self.num_rested = 0
+        self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
         self._on_message = on_message
+        self._copied: list[Guess] = []  # after the root
 
     def receive(self, message: Message) -> None:
         """Take a verdict and answer it, or learn that an answer is late."""
@@ -105,25 +117,75 @@ class DrafterSession(ActorSession):
         return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
 
     @property
+    def copies(self) -> bool:
+        """Whether tokens are copied; a fixed lookahead is what the user wants of a draft model."""
+        return not self.has_model or isinstance(self.policy, AutoPolicy)
+
+    @property
     def is_indexed(self) -> bool:
-        """Whether the index has all of the text, and what is expected after the prompt."""
-        return len(self.index) >= len(self.state.committed) and self.index.num_reference >= self._num_reference
+        """Whether the index has all of the text, and what is expected after the prompt, if tokens are copied."""
+        index, num_reference = self.index, self._num_reference
+        return not self.copies or (len(index) >= len(self.state.committed) and index.num_reference >= num_reference)
 
     @property
     def _num_reference(self) -> int:
         opened = self.shared.opened
         prediction = opened.settings.prediction
-        return len(prediction) + min(MAX_NGRAM, len(opened.prompt)) if prediction else 0
+        return len(prediction) + min(MAX_MATCH, len(opened.prompt)) if prediction else 0
 
     def index_some(self) -> None:
         """Add a few hundred tokens to the index: what is expected after the prompt, then the committed text."""
         opened = self.shared.opened
         if (start := self.index.num_reference) < self._num_reference:
             # With the end of the prompt before it, the prediction is found as soon as the text begins.
-            reference = (*opened.prompt[-MAX_NGRAM:], *opened.settings.prediction)
+            reference = (*opened.prompt[-MAX_MATCH:], *opened.settings.prediction)
             self.index.append_reference(reference[start : start + TOKENS_PER_INDEXING])
             return
         self.index.append(self.state.committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
+
+    def follow(self, commit: Commit) -> bool:
+        """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
+        policy = self.policy
+        if isinstance(policy, AutoPolicy):
+            # Those that were not judged count too, under either rule: what is copied is not drawn at random, so it
+            # equals the committed token as often as it would be accepted.
+            for guess, token in zip(self._copied, commit.tokens, strict=False):
+                was_right = guess.token == token
+                policy.calibration.observe(guess, was_right)
+                if not self.has_model:
+                    policy.calibration.average(float(was_right))
+                if not was_right:
+                    break
+        was_hit = self.tree.advance(commit.tokens)
+        # Before the text is indexed, this commit will be, too.
+        if self.copies and len(self.index) == commit.start:
+            self.index.append(commit.tokens)
+            self.copy()
+        return was_hit
+
+    def copy(self) -> None:
+        """Put into the tree what followed the text's last tokens before."""
+        policy = self.policy
+        # One more token than may be proposed, as a guess at the token that the verdict adds.
+        max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
+        if self.state.remaining is not None:
+            max_tokens = min(max_tokens, self.state.remaining)
+        guesses = self._guesses(max_tokens)
+        if isinstance(policy, AutoPolicy):
+            self._copied = policy.copied(guesses, then_drafts=self.has_model)
+        else:
+            self._copied = list(guesses)
+        self.tree.copy(self._copied)
+
+    def _guesses(self, num_tokens: int) -> Iterator[Guess]:
+        # A match of one token is seldom right. Only a policy that weighs its price should propose it, and a model is
+        # better at it.
+        shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
+        for copied in self.index.lookup(num_tokens, shortest=shortest):
+            confidence = copied.confidence
+            yield Guess(copied.token, confidence, rank=COPIED - copied.kind, raw=confidence)
+            if copied.token in self.shared.opened.stop_tokens:
+                return
 
     @property
     def max_proposed_tokens(self) -> int:
@@ -133,15 +195,16 @@ class DrafterSession(ActorSession):
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of a chain of nodes."""
         state = self.state
-        guesses = [node.guess for node in nodes if node.guess is not None]
+        guesses = [node.best for node in nodes if node.best is not None]
         probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
         # A fixed lookahead is what the user wants verified, whatever it costs. Under the rejection rule, whether a
         # token is judged must not depend on the tokens after it, which were drafted because of it.
         may_cut = isinstance(self.policy, AutoPolicy) and state.opened.settings.rule == "match"
         reach = tuple(node.reach for node in nodes) if may_cut else ()
         tokens = tuple(guess.token for guess in guesses)
-        num_stale = sum(map(self.tree.is_stale, nodes))
-        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale)
+        num_stale = sum(1 for _ in itertools.takewhile(self.tree.is_stale, nodes))
+        copied = tuple(guess.is_copied for guess in guesses)
+        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale, copied)
 
 
 S = TypeVar("S", bound=DrafterSession)

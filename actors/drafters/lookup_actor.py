@@ -1,98 +1,44 @@
-"""The drafter without a model: proposes the tokens that followed the same tokens earlier in the session's text."""
+"""The drafter without a model: proposes what followed the same tokens earlier in the session's text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from actors.actor import Mailbox
-from actors.drafters.drafter import Drafter, DrafterSession, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import (
+    MAX_IDLE_ROUNDS,
+    Drafter,
+    DrafterSession,
+    FromTarget,
+    MakePolicy,
+    policy_by_settings,
+)
 from actors.session import Session
-from protocol.auto_policy import MIN_REACH, UNPRICED_LOOKAHEAD, AutoPolicy
+from protocol.auto_policy import AutoPolicy
 from protocol.draft_plan import Need
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import Guess, LookaheadTree, Node
+from protocol.lookahead_policy import PolicyView
+from protocol.lookahead_tree import Node
 from protocol.messages import Due, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
-from protocol.prompt_lookup import PromptLookup
-from protocol.session_state import Commit, SessionPhase
-from protocol.settings import MAX_LOOKAHEAD
+from protocol.session_state import SessionPhase
 from protocol.trace import Event
-
-# The drafter rests after this many rounds in a row without a proposal. In a rest, the target does not wait for an
-# answer before it goes on, which saves a little time. In return, the next proposal may come a little late.
-MAX_IDLE_ROUNDS = 8
 
 
 class LookupSession(DrafterSession):
-    """The state of one session at the lookup.
-
-    Attributes:
-        num_idle_rounds: rounds in a row without anything to propose.
-    """
-
-    def __init__(
-        self,
-        shared: Session,
-        policy: Policy,
-        on_message: Callable[[LookupSession, FromTarget], None],
-    ) -> None:
-        # A match of one token is seldom right. Only a policy that weighs its price should propose it.
-        index = PromptLookup(shortest=1 if isinstance(policy, AutoPolicy) else 2)
-        prompt = shared.opened.prompt
-        tree = LookaheadTree(prompt[-1], len(prompt) - 1)
-        super().__init__(shared, policy, index, tree, on_message)
-        self.num_idle_rounds = 0
+    """The state of one session at the lookup."""
 
     @property
     def may_rest(self) -> bool:
         """Whether nothing was found for so many rounds that the drafter may rest."""
         return isinstance(self.policy, AutoPolicy) and self.num_idle_rounds > MAX_IDLE_ROUNDS
 
-    def follow(self, commit: Commit) -> bool:
-        """Advance over a commit. True for a hit: the tree also contained the commit's last token."""
-        if isinstance(self.policy, AutoPolicy):
-            # Guesses that were not judged count too, under either rule. A looked-up token is not a random draw, so it
-            # equals the committed token as often as it would have been accepted.
-            for _, guess, was_right in self.tree.outcomes(commit.tokens):
-                self.policy.calibration.observe(guess, was_right)
-        was_hit = self.tree.advance(commit.tokens)
-        if self.is_ready:
-            self.index.append(commit.tokens)
-            self.look_up()
-        return was_hit
-
-    def look_up(self) -> None:
-        """Replace the tree by the chain that the index finds after the committed text."""
-        state, policy = self.state, self.policy
-        self.tree = LookaheadTree(state.committed[-1], state.next_position - 1)
-        # One more token than may be proposed, as a guess at the token that the verdict adds.
-        max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
-        if state.remaining is not None:
-            max_tokens = min(max_tokens, state.remaining)
-        if (found := self.index.lookup(num_tokens=max_tokens)) is None:
-            return
-        node, min_reach = self.tree.root, self._min_reach()
-        for token, raw in zip(found.tokens, found.confidences, strict=True):
-            confidence = policy.calibration(0, raw) if isinstance(policy, AutoPolicy) else raw
-            node = self.tree.expand(node, Guess(token, confidence, raw=raw))
-            # Nothing comes after the end of the text, and no node is proposed whose parent is not.
-            if token in self.shared.opened.stop_tokens or node.reach < min_reach:
-                return
-
-    def _min_reach(self) -> float:
-        """The reach, in [0, 1], below which no node will be proposed."""
-        return MIN_REACH if isinstance(self.policy, AutoPolicy) else 0.0
-
     def worth_proposing(self, now_s: float) -> list[Node]:
-        """The found nodes that the policy wants to propose."""
-        max_tokens = self.max_proposed_tokens
-        if isinstance(self.policy, AutoPolicy) and not self.policy.prices.is_known:
-            max_tokens = min(max_tokens, UNPRICED_LOOKAHEAD)
+        """The copied tokens that the policy wants to propose."""
         # The tree is complete, so the policy gains nothing by waiting.
         view = PolicyView(
             tree=self.tree,
-            max_proposal=max_tokens,
-            max_depth=max_tokens,
+            max_proposal=self.max_proposed_tokens,
+            max_depth=self.max_proposed_tokens,
             can_expand=lambda _: False,
             num_to_feed=lambda _: 0,
             now_s=now_s,
@@ -131,7 +77,8 @@ class LookupActor(Drafter[LookupSession]):
         self._make_policy = make_policy
 
     def _new_session(self, shared: Session) -> LookupSession:
-        return LookupSession(shared, self._make_policy(shared.opened.settings, self.prices), self._receive)
+        policy = self._make_policy(shared.opened.settings, self.prices)
+        return LookupSession(shared, policy, self._receive, has_model=False)
 
     def _need(self, session: LookupSession) -> Need | None:
         if session.is_ready:
@@ -139,7 +86,7 @@ class LookupActor(Drafter[LookupSession]):
         if not session.is_indexed:
             return Need.READ
         session.is_ready = True
-        session.look_up()
+        session.copy()
         self._target.send_nowait(Ready(session.id))
         self._answer(session)
         return None

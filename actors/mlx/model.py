@@ -82,7 +82,7 @@ def load(
     # Lazily, so that no weights are in memory that will be replaced.
     model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id), lazy=is_lazy or quantize is not None, **mlx_lm_options)
     if quantize is not None:
-        _quantize(model, **quantize)
+        quantize_weights(model, **quantize)
     if adapter is not None:
         model = load_adapters(model, str(adapter))
         model.eval()
@@ -91,7 +91,7 @@ def load(
     return model, tokenizer
 
 
-def _quantize(model: Module, *, bits: int, group_size: int, mode: str) -> None:
+def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str) -> None:
     """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)"""
     if any(hasattr(module, "bits") and hasattr(module, "group_size") for module in model.modules()):
         raise ModelError("its weights are quantised already; leave quantize out, or give the original model")
@@ -266,6 +266,7 @@ class MLXModel:
             ),
             checkpoint_bytes=sum(kind.checkpoint_bytes(layer) for kind, layer in kinds),
             sharing_obstacle=self.sharing_obstacle(),
+            num_layers=len(getattr(self._model, "layers", ())),
         )
 
     def _weights(self) -> list[mx.array]:
@@ -335,6 +336,7 @@ class Anatomy:
         rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.
         checkpoint_bytes: memory of one checkpoint, in a short text.
         sharing_obstacle: why texts cannot share a pass; None if they can.
+        num_layers: of the model.
     """
 
     family: str
@@ -347,6 +349,7 @@ class Anatomy:
     rewind_mode_beyond_window: RewindMode | None
     checkpoint_bytes: int
     sharing_obstacle: str | None = None
+    num_layers: int = 0
 
 
 # --- what would crash -----------------------------------------------------------------------------

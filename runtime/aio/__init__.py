@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from protocol.argument_aliases import MISSING
@@ -75,9 +74,7 @@ class Opening:
         self._runtime = await self._opened()
         return self._runtime
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is GeneratorExit:
             # The loop no longer runs this task, so that it cannot wait.
             self._runtime._bridge.thread.stop()

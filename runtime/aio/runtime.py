@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
@@ -40,7 +39,6 @@ class AioBridge(RuntimeBridge[AioThread[TrioRuntime]]):
     may_await = True
 
     def check_loop(self) -> None:
-        """Raises: WrongEventLoopError: this is not the loop that the runtime was opened in."""
         if asyncio_loop() is not self.thread.loop:
             raise WrongEventLoopError(
                 "this runtime belongs to another asyncio loop; open one in this loop, or hand the work over to that one"
@@ -85,10 +83,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
         return item
 
     async def aclose(self) -> None:
-        """End the generation, or all of them. Returns at once; closing twice is closing once.
-
-        Cancellation: it is closed in any case.
-        """
+        """End the generation, or all of them. Returns at once; closing twice is closing once."""
         self._bridge.check_loop()
         self._close()
         await asyncio.sleep(0)
@@ -96,9 +91,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._close()
 
     async def _next(self) -> Item | None:
@@ -116,14 +109,9 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
 
 
 class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Waiting[int]]):
-    """The tokens of one generation: an async iterator, and an async context manager.
+    """The tokens of one generation: `runtime.TokenStream` for asyncio, which says what ends the generation.
 
-    `runtime.TokenStream` for asyncio. The generation starts when the stream is made, and runs ahead of its consumer as
-    far as its buffer allows.
-
-    Cancellation: leaving `async with`, `aclose`, cancelling the task that waits in `__anext__`, and dropping the last
-    reference (which is what `break` does to a stream that has no other) all end the generation. Each returns at once;
-    the models are free after the forward pass that is running.
+    Cancelling the task that waits in `__anext__` is what a cancel scope is there.
     """
 
     async def opened(self) -> None:
@@ -151,18 +139,10 @@ class Completions(
     MergedHandle[Completion],
     AwaitableCompletions,
 ):
-    """The completions of many prompts: awaitable, an async iterator, and an async context manager.
-
-    `runtime.Completions` for asyncio.
-    """
+    """The completions of many prompts: `runtime.Completions` for asyncio."""
 
     async def __anext__(self) -> tuple[int, Completion]:
-        """The next finished completion, with the index of its prompt.
-
-        Raises: as when awaited.
-
-        Cancellation: ends all generations.
-        """
+        """The next finished completion, with the index of its prompt. Raises: as when awaited."""
         self._check_not_gathering()
         return await super().__anext__()
 
@@ -182,10 +162,7 @@ class TokenStreams(AsyncIteration[MergedSource[Token], tuple[int, Token], tuple[
 
 
 class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[int], Waiting[bool]]):
-    """Turns with a model, each of which continues those before; made by `Runtime.conversation`.
-
-    `runtime.Conversation` for asyncio: chat templates are rendered, and prompts tokenised, in the trio thread.
-    """
+    """`runtime.Conversation` for asyncio: chat templates are rendered, and prompts tokenised, in the trio thread."""
 
     _stream_handle = TokenStream
 
@@ -220,9 +197,7 @@ class Runtime(
         """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
         threads. Closing twice is closing once; a second call waits for the first.
 
-        Raises: WrongEventLoopError: this is not the loop that the runtime was opened in.
-
-        Cancellation: the runtime is closed in any case; the cancellation is raised after that.
+        Cancellation: raised once the runtime is closed.
         """
         self._bridge.check_loop()
         await self._bridge.thread.stop_and_join()

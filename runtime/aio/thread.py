@@ -65,7 +65,6 @@ class AioThread(TrioThread[T]):
         self._raise_failure()
 
     def make_future(self) -> BridgeFuture[Any]:
-        """See `TrioThread.make_future`; an `asyncio.Future`."""
         return self.loop.create_future()
 
     async def _stop_and_wait(self) -> None:

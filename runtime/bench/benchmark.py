@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Generic, TypeVar
 
 import attrs
+import trio
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
@@ -15,9 +16,10 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError, PromptError
 from protocol.open_options import OpenOptions
 from protocol.settings import settings_from
-from protocol.validation import check_integer, must_be, validator
+from protocol.validation import check_integer, check_number, must_be, validator
 from protocol.wording import Message
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_sources import Source, caches_of
 from runtime.measuring.contest import Contest, Step
@@ -26,6 +28,9 @@ from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_mo
 from runtime.measuring.reports import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+# A run that is slower by less may be noise.
+MIN_CLOCK = 0.9
 
 # Enough to leave something to time after the first round.
 MIN_TOKENS = 16
@@ -43,18 +48,20 @@ class Plan:
     Raises: SettingsError, PromptError: something is out of its range.
 
     Attributes:
-        prompts: texts or sequences of token ids; at least one.
+        prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
         max_tokens: number of tokens to generate for each prompt, >= 16; nothing ends a text earlier.
         repeats: number of times that each contender runs everything, >= 1.
+        cooldown: seconds of rest before each run, >= 0: a machine that is hot may be slower, without a warning.
         temperature: >= 0; 0 is greedy.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
         rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
             same way.
     """
 
-    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=DEMO_PROMPTS, converter=tuple)
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
     max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
     repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
+    cooldown: float = attrs.field(default=0.0, validator=validator(check_number, 0))
     temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
     dtype: str | None = attrs.field(default=None)
     rewind: str = "auto"
@@ -101,20 +108,24 @@ class Benchmark(ABC, Generic[P]):
         plan: what to measure.
         about: what it runs on.
         contest: the runs so far.
+        closing: the first counted run again, after all others; it shows whether the machine's clock has sunk.
         figures: of each row, for JSON and the table.
         with_prompts: whether the time of the prompts counts.
+        is_a_time: whether less is better in what is compared.
         prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
             of them, too.
     """
 
     figures: ClassVar[tuple[Figure, ...]]
     with_prompts: ClassVar[bool] = True
+    is_a_time: ClassVar[bool] = False
     prefix_cache_bytes: ClassVar[int] = 0
 
     def __init__(self, plan: P) -> None:
         self.plan = plan
         self.about = Circumstances()
         self.contest = self._contest()
+        self.closing: Run | None = None
 
     # --- what each benchmark decides --------------------------------------------------------------
 
@@ -169,7 +180,16 @@ class Benchmark(ABC, Generic[P]):
             "repeats": self.plan.repeats,
             "repeats_done": self.contest.repeats_done,
             "is_complete": self.contest.is_complete,
+            "clock": self._clock(),
         }
+
+    def _clock(self) -> float | None:
+        """The speed of the first contender at the end, over its median before; None where it did not run again."""
+        entry = next(iter(self.entries(self.contest.cases[:1])))
+        if self.closing is None:
+            return None
+        before, after = entry.spread.median, self.value([self.closing])
+        return ratio(before, after) if self.is_a_time else ratio(after, before)
 
     def _facts_of_models(self) -> dict[str, Any]:
         about = self.about
@@ -187,16 +207,23 @@ class Benchmark(ABC, Generic[P]):
                 stack, target, drafts, plan.cache_options, dtype=plan.dtype, group=group, on_progress=on_progress
             )
             self.about = models.circumstances
-            prompts = models.encoded(plan.prompts, plan.max_tokens)
+            has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
+            first_turns = [prompt.at(0, (), has_template=has_template) for prompt in plan.prompts]
+            prompts: Prompts = models.encoded(first_turns, plan.max_tokens)
             runner = ContenderRunner(models)
             self._note_models(models)
             await runner.open_runtimes(stack, self.contest.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
+            prompts = await self._encoded(runner, models, prompts)
             await self._prepare(runner, prompts, on_progress)
             await self._run(runner, prompts, on_progress)
         return self.result()
 
     def _note_models(self, models: LoadedModels) -> None:
         """Called once the models are loaded, before the contest begins."""
+
+    async def _encoded(self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts) -> Prompts:
+        """The prompts as token ids; here the first turns alone."""
+        return first_turns
 
     async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
         """Called before the contest begins."""
@@ -211,6 +238,7 @@ class Benchmark(ABC, Generic[P]):
             repeat = "" if step.repeat is None else f"repeat {step.repeat + 1} of {plan.repeats}, "
             when = f"{repeat}{self._described(step.case)}" if repeat else "warming up"
             on_progress(f"{when}: {step.contender.name} ({step.progress})")
+            await trio.sleep(plan.cooldown)
             case, is_timed_from_call = self._prompts_of(step.case, prompts), self.with_prompts
             try:
                 run = await runner.run(
@@ -220,6 +248,16 @@ class Benchmark(ABC, Generic[P]):
                 self._note_failure(step, error)
             else:
                 self.contest.record(step, run)
+        first = self.contest.contenders[0]
+        if first not in self.contest.failures:
+            on_progress(f"closing: {first.name} again")
+            again = self._prompts_of(self.contest.cases[0], prompts)
+            try:
+                self.closing = await runner.run(
+                    first, again, plan.max_tokens, plan.temperature, with_prompts=self.with_prompts
+                )
+            except JobError as error:
+                raise plain_failed(error) from error.__cause__
 
     def _note_failure(self, step: Step[Contender, int], error: JobError) -> None:
         if step.contender == PLAIN:
@@ -331,6 +369,11 @@ def about_models(result: Record, num_texts: int | str) -> Iterator[tuple[str, st
 
 
 def failures(result: Record) -> Iterator[str]:
-    """Who cannot run, and why."""
+    """Who cannot run, and why; and whether the machine became slower."""
+    if result.clock is not None and result.clock < MIN_CLOCK:
+        yield (
+            f"The machine became slower meanwhile: at the end the first row had {result.clock:.2f} times its speed. "
+            "Compare nothing of this run with another one."
+        )
     for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
         yield f"{name} cannot run: {why}"

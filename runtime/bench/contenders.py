@@ -107,6 +107,7 @@ class Run:
         rounds: number of rounds that committed tokens, each of one text; None for mlx-lm's batches, as the next two.
         proposed, accepted: number of drafted tokens that were verified, and that were accepted.
         rejected_stale, accepted_stale: of those rejected and accepted, the stale ones; see `Statistics`.
+        rejected_copied, accepted_copied: likewise those that were copied.
         passes: number of the target's forward passes that verified or decoded; streams may share one. None for mlx-lm,
             as all that follows.
         pass_rows: number of parts that streams had in these passes.
@@ -128,6 +129,8 @@ class Run:
     accepted: int | None = None
     rejected_stale: int = 0
     accepted_stale: int = 0
+    rejected_copied: int = 0
+    accepted_copied: int = 0
     passes: int | None = None
     pass_rows: int | None = None
     hits: int | None = None
@@ -274,6 +277,8 @@ class ContenderRunner:
             accepted=sum(each.accepted for each in statistics),
             rejected_stale=sum(each.rejected_stale for each in statistics),
             accepted_stale=sum(each.accepted_stale for each in statistics),
+            rejected_copied=sum(each.rejected_copied for each in statistics),
+            accepted_copied=sum(each.accepted_copied for each in statistics),
             passes=sum(bool(span.sessions) for span in passes),
             pass_rows=sum(len(span.sessions) for span in passes),
             hits=sum(each.lookahead_hits for each in statistics),

@@ -36,6 +36,7 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
@@ -67,9 +68,10 @@ class StreamsPlan(Plan):
         prompts: one a stream; more streams than prompts begin again with the first prompt.
         streams: numbers of streams, each in [1, 256].
         lookaheads: lookaheads of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
+        kinds: of decoding on this runtime.
     """
 
-    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=STREAM_PROMPTS, converter=tuple)
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
     streams: tuple[int, ...] = attrs.field(
         default=(1, 2, 4, 8, 16), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
     )
@@ -78,6 +80,7 @@ class StreamsPlan(Plan):
         converter=without_repeats,
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
+    kinds: tuple[Kind, ...] = OUR_KINDS
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -89,7 +92,7 @@ class StreamsPlan(Plan):
     @property
     def contenders(self) -> tuple[Contender, ...]:
         """All contenders. For each lookahead, the baselines of "at once" come first."""
-        return (*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED)
+        return (*(streams_contender(kind, each) for each in self.lookaheads for kind in self.kinds), BATCHED)
 
 
 def _versus(kind: Kind) -> Callable[[Entry], float | None]:

@@ -35,7 +35,7 @@ from runtime.bench.benchmark import (
     spread_figures,
     without_repeats,
 )
-from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Lookahead, Prompts, Run
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, ContenderRunner, Lookahead, Prompts, Run
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
@@ -94,13 +94,24 @@ class OneStreamPlan(Plan):
         return tuple(dict.fromkeys((self.plain, *of_mlx_lm, *ours)))
 
 
+def _of_copies(entry: Entry) -> float:
+    return (entry.total("accepted_copied") or 0) + (entry.total("rejected_copied") or 0)
+
+
+def _model_acceptance(entry: Entry) -> float | None:
+    accepted, proposed = entry.total("accepted"), entry.total("proposed") or 0
+    of_model = None if accepted is None else accepted - (entry.total("accepted_copied") or 0)
+    return ratio(of_model, proposed - _of_copies(entry))
+
+
 def _proposed_stale(entry: Entry) -> float:
     return (entry.total("accepted_stale") or 0) + (entry.total("rejected_stale") or 0)
 
 
 def _fresh_acceptance(entry: Entry) -> float | None:
     accepted, proposed = entry.total("accepted") or 0, entry.total("proposed") or 0
-    return ratio(accepted - (entry.total("accepted_stale") or 0), proposed - _proposed_stale(entry))
+    not_fresh = (entry.total("accepted_stale") or 0) + (entry.total("accepted_copied") or 0)
+    return ratio(accepted - not_fresh, proposed - _proposed_stale(entry) - _of_copies(entry))
 
 
 def best_speculative(entry: Entry) -> Contender | None:
@@ -113,7 +124,10 @@ def best_speculative(entry: Entry) -> Contender | None:
 
 def _accepted(row: Record) -> str:
     stale = "" if row.stale_acceptance is None else f" ({row.stale_acceptance:.0%})"
-    return "–" if row.acceptance is None else f"{row.acceptance:.0%}{stale}"
+    copied = "" if row.copy_acceptance is None else f", copies {row.copy_acceptance:.0%}"
+    if row.model_acceptance is None:
+        return copied.removeprefix(", ") or "–"
+    return f"{row.model_acceptance:.0%}{stale}{copied}"
 
 
 class OneStream(Benchmark[OneStreamPlan]):
@@ -131,6 +145,8 @@ class OneStream(Benchmark[OneStreamPlan]):
         Figure("vs_plain", lambda entry: entry.versus(entry.benchmark.plan.plain), "× plain", ".2f"),
         Figure("vs_best_speculative", lambda entry: entry.versus(best_speculative(entry)), "× best", ".2f"),
         Figure("acceptance", share("accepted", "proposed"), "accepted", _accepted),
+        Figure("model_acceptance", _model_acceptance),
+        Figure("copy_acceptance", lambda entry: ratio(entry.total("accepted_copied"), _of_copies(entry))),
         Figure("fresh_acceptance", _fresh_acceptance),
         Figure("stale_acceptance", lambda entry: ratio(entry.total("accepted_stale"), _proposed_stale(entry))),
         TOKENS_PER_ROUND,
@@ -147,13 +163,32 @@ class OneStream(Benchmark[OneStreamPlan]):
 
     def _contest(self) -> Contest[Contender, int, Run]:
         plan = self.plan
-        return Contest(plan.contenders, range(len(plan.prompts)), plan.repeats, warm_up=[0])
+        return Contest(plan.contenders, range(len(self._turns)), plan.repeats, warm_up=[0])
+
+    @property
+    def _turns(self) -> list[tuple[int, int]]:
+        """By case: (prompt, turn)."""
+        return [(i, turn) for i, prompt in enumerate(self.plan.prompts) for turn in range(len(prompt.turns))]
+
+    async def _encoded(self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts) -> Prompts:
+        """A prompt for each turn. The answers before it are those of plain decoding, for all contenders."""
+        plan, found, answers = self.plan, list[tuple[int, ...]](), list[str]()
+        has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
+        for i, turn in self._turns:
+            prompt = plan.prompts[i]
+            if turn > 0:
+                run = await runner.run(plan.plain, [found[-1]], plan.max_tokens, with_prompts=False)
+                answers.append(models.tokenizer.decode(list(run.texts[0])))
+            else:
+                answers = []
+            found += models.encoded([prompt.at(turn, answers, has_template=has_template)], plan.max_tokens)
+        return found
 
     def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
         return [prompts[case]]
 
     def _described(self, case: int) -> str:
-        return f"prompt {case + 1} of {len(self.plan.prompts)}"
+        return f"prompt {case + 1} of {len(self._turns)}"
 
     def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
         """The plain text, which is the same in all repeats."""
@@ -171,14 +206,24 @@ class OneStream(Benchmark[OneStreamPlan]):
             num_ranks=self.about.num_ranks,
             best_speculative=None if best is None else best.name,
             rows=self.rows(self.contest.cases),
+            categories=list(self._categories()),
         )
+
+    def _categories(self) -> Iterator[Record]:
+        of_case = [self.plan.prompts[i].category for i, _ in self._turns]
+        for category in dict.fromkeys(filter(None, of_case)):
+            cases = [case for case, each in enumerate(of_case) if each == category]
+            yield Record(category=category, num_prompts=len(cases), rows=self.rows(cases))
 
     def report(self, result: Record) -> Report:
         return Report(
             table_of(self.figures, result.rows, is_bold=lambda row: _stands_out(row, result)),
             about=[("bench", list(about_models(result, result.num_prompts)))],
             notes=[*_notes(result), *failures(result)],
-            details=[(f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)],
+            details=[
+                *((each.category, [(row.name, _speed(row)) for row in each.rows]) for each in result.categories),
+                *((f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)),
+            ],
         )
 
     def plot(self, result: Record) -> Drawing:
@@ -269,6 +314,13 @@ def _notes(result: Record) -> Iterator[str]:
             "accepted: in brackets, of the tokens that a trained drafter had drafted ahead, without hidden states that "
             "the target had given by the time they were proposed."
         )
+
+
+def _speed(row: Record) -> str:
+    if row.median is None:
+        return "–"
+    plain = "" if row.vs_plain is None else f", {row.vs_plain:.2f} × plain"
+    return f"{row.median:.1f} tokens/s{plain}, {_accepted(row)} accepted"
 
 
 def _rows_with_estimates(result: Record) -> list[Record]:

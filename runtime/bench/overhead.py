@@ -12,9 +12,10 @@ import attrs
 from mlx.nn.layers.base import Module
 
 from protocol.validation import check_integers, validator
-from runtime.bench.benchmark import Benchmark, Plan, Progress, spread_figures, without_repeats
+from runtime.bench.benchmark import FAILURE, Benchmark, Plan, Progress, failures, spread_figures, without_repeats
 from runtime.bench.contenders import BATCHED, Contender, Prompts, Run
 from runtime.bench.many_streams import MAX_STREAMS
+from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, ratio, table_of, total
@@ -47,7 +48,7 @@ class OverheadPlan(Plan):
         streams: numbers of streams at once, each in [1, 256].
     """
 
-    prompts: tuple[str | Sequence[int], ...] = attrs.field(default=PROMPTS, init=False)
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=PROMPTS, converter=bench_prompts, init=False)
     max_tokens: int = attrs.field(default=128, validator=attrs.fields(Plan).max_tokens.validator)
     streams: tuple[int, ...] = attrs.field(
         default=(1, 4, 16, 64), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
@@ -57,6 +58,7 @@ class OverheadPlan(Plan):
 class Overhead(Benchmark[OverheadPlan]):
     """Figures are microseconds for a token of all streams, from the call to the last token."""
 
+    is_a_time = True
     figures = (
         Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
         Figure("way", lambda entry: entry.contender.name, "", "s"),
@@ -68,6 +70,7 @@ class Overhead(Benchmark[OverheadPlan]):
             "× mlx-lm",
             ".2f",
         ),
+        FAILURE,
     )
 
     def _contest(self) -> Contest[Contender, int, Run]:
@@ -106,7 +109,7 @@ class Overhead(Benchmark[OverheadPlan]):
             "mlx-lm: over generate_step for one stream, over BatchGenerator for more."
         )
         table = table_of(self.figures, result.rows, num_labels=2, is_grouped=True)
-        return Report(table, about=[("bench", about)], notes=[note])
+        return Report(table, about=[("bench", about)], notes=[note, *failures(result)])
 
     async def measure(self, *, on_progress: Progress = lambda _: None) -> Record:
         """Have every contender decode every number of streams, in turn.

@@ -1,4 +1,4 @@
-"""Small random models of families that have kernels or caches of their own, from mlx-lm's classes."""
+"""Random models of mlx-lm's classes: small ones of families that have kernels or caches of their own, and any other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
 
 VOCAB_SIZE = 96
 
@@ -117,15 +118,21 @@ def small_model(family: str, seed: int, **arguments: Any) -> Module:
 
     The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
     """
+    model = drawn_model(family, seed, **arguments)
+    mx.eval(model.parameters())
+    return model
+
+
+def drawn_model(family: str, seed: int, **arguments: Any) -> Module:
+    """As `small_model`, of any family of mlx-lm's, whose weights are not evaluated."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model: Module = module.Model(
-        module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES[family] | arguments)
+        module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES.get(family, {}) | arguments)
     )
     leaves = _leaves(model)
     keys = mx.random.split(key=mx.random.key(seed), num=len(leaves))
     drawn = [(name, _drawn(name, weight, key)) for (name, weight), key in zip(leaves, keys, strict=True)]
     model.update(tree_unflatten(drawn))
-    mx.eval(model.parameters())
     return model
 
 
@@ -137,6 +144,34 @@ def nearby_model(family: str, seed: int) -> Module:
     model.update(tree_unflatten(near))
     mx.eval(model.parameters())
     return model
+
+
+class WrappedModel(Module):
+    """A wrapper around a model; subclasses change something about its passes."""
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+
+    @property
+    def args(self) -> Any:
+        """The model's arguments."""
+        return self.model.args
+
+    @property
+    def layers(self) -> list[Module]:
+        """The model's layers."""
+        layers: list[Module] = self.model.layers
+        return layers
+
+    def make_cache(self) -> list[Any]:
+        """The model's caches."""
+        return make_prompt_cache(self.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        """The model's logits (1, tokens, V)."""
+        logits: mx.array = self.model(inputs, cache=cache)
+        return logits
 
 
 def _leaves(model: Module) -> list[tuple[str, mx.array]]:

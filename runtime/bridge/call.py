@@ -27,9 +27,7 @@ class BridgeCall(Generic[T]):
         """Called in the caller's thread. The function starts soon; calls start in the order in which they were made.
 
         Args:
-            thread: the trio thread.
             check_open: called first, in the trio thread; raises if the runtime was closed.
-            function: the async function.
 
         Raises: trio.RunFinishedError: the trio thread has ended.
         """

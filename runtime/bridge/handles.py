@@ -7,7 +7,7 @@ The runtime, its streams and its conversations live in the trio thread. A handle
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
@@ -15,7 +15,6 @@ from typing import Any, Generic, Never, TypeVar, Unpack, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.argument_aliases import MISSING
-from protocol.errors import ConversationBusyError
 from protocol.session_state import Commit
 from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
@@ -74,12 +73,6 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
     _source: CommitSource | None = None  # set once the prompt was checked
 
     def __init__(self, bridge: RuntimeBridge[Any], open_stream: Callable[[], TrioTokenStream]) -> None:
-        """Made by `Runtime.stream`.
-
-        Args:
-            bridge: to the runtime.
-            open_stream: opens the stream in the trio thread.
-        """
         super().__init__(bridge, lambda: CommitSource(open_stream()))
 
     def __repr__(self) -> str:
@@ -116,12 +109,7 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
         return self._source
 
     def save(self, path: SessionFile) -> SizeT:
-        """Save the stream to a file, for a `load_stream`, here or elsewhere; see `runtime.TokenStream.save`.
-
-        Args, Returns, Raises: as there. A file object is used in another thread.
-
-        Cancellation: leaves the old file, or, at the very last, the whole new one. The stream goes on.
-        """
+        """See `runtime.TokenStream.save`. A file object is used in another thread."""
         return self._bridge.run(self._save(path))
 
     async def _save(self, path: SessionFile) -> int:
@@ -184,7 +172,6 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         """A conversation that is made in the trio thread before its first turn.
 
         Args:
-            bridge: to the conversation's runtime.
             functions: that the model may call; called by the handle, and not in the trio thread.
             make_conversation: makes the trio conversation, in the trio thread; the functions are told to it.
             conversation: one that exists already; `make_conversation` makes another like it, in which nothing was said.
@@ -211,12 +198,9 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
     def stream(
         self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> StreamT:
-        """Begin a turn, and stream the answer.
+        """Begin a turn, and stream the answer; see `runtime.Conversation.stream`.
 
-        Args, Returns: as `runtime.Conversation.stream`. A `text` of None goes on after `call_tools`.
-
-        Raises: as `Runtime.stream`, and:
-            ConversationBusyError: the turn before is neither over nor closed, or functions are being called.
+        Raises: as there; ConversationBusyError also while functions are being called.
         """
         keywords = turn_settings(settings, overrides)
         self._bridge.check_settings(keywords)
@@ -228,18 +212,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
     def generate(
         self, text: str, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> CompletionT:
-        """Begin a turn, and wait for the whole answer.
-
-        Where the answer calls functions, they are called, and the model goes on with their results, for at most
-        `MAX_TOOL_ROUNDS` rounds.
-
-        Args, Raises: as `stream`; the errors of a running stream are raised here too.
-
-        Returns: the last answer. It has calls only where the rounds are used up; they are `pending_calls` then.
-
-        Cancellation: ends the answer; the tokens that were given of it are part of the conversation. See also
-            `call_tools`.
-        """
+        """Begin a turn, and wait for the whole answer; see `runtime.Conversation.generate`, and `call_tools` here."""
         return self._bridge.run(self._generate(text, settings, overrides))
 
     def call_tools(self) -> CalledT:
@@ -260,12 +233,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return self._bridge.run(self._call_tools())
 
     def save(self, path: SessionFile) -> SizeT:
-        """Save the conversation to a file, for a `load`, here or elsewhere; see `runtime.Conversation.save`.
-
-        Args, Returns, Raises: as there.
-
-        Cancellation: leaves the old file, or, at the very last, the whole new one.
-        """
+        """See `runtime.Conversation.save`."""
         self._bridge.check_loop()
         self._check_idle("save the conversation")
         return self._bridge.run(self._bridge.call(partial(self._save, path)))
@@ -302,12 +270,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return stream is not None and not stream.is_closed
 
     def _check_idle(self, what: str) -> None:
-        self._caller.check_idle(what)
-        if self._is_answering:
-            raise ConversationBusyError(
-                f"cannot {what} while an answer is under way; read it to its end, or close its stream with "
-                f"{self._bridge.how_to_close}"
-            )
+        self._caller.check_idle(what, self._is_answering, self._bridge.how_to_close)
 
     # --- in the trio thread, where turns begin in the order of the calls ---------------------------
 
@@ -334,9 +297,13 @@ DoneT = TypeVar("DoneT")
 
 
 class RuntimeHandle(
-    Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
+    ABC, Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
 ):
-    """A handle on a runtime from outside the trio thread; a subclass says how its callers wait."""
+    """A handle on a runtime from outside the trio thread; a subclass says how its callers wait.
+
+    Its methods take, return and raise what those of `runtime.Runtime` do. Where none is named, a cancellation (without
+    an event loop, a Ctrl-C) does what it does there, too.
+    """
 
     _stream_handle: type[StreamT]
     _conversation_handle: type[ConversationT]
@@ -352,33 +319,20 @@ class RuntimeHandle(
     def stream(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> StreamT:
-        """Begin a generation.
-
-        Args, Returns, Raises: as `runtime.Runtime.stream`.
-
-        Cancellation: ends the generation.
-        """
+        """Begin a generation, which a cancellation ends; see `runtime.Runtime.stream`."""
         arguments = self._checked(settings, overrides)
         begin = partial(self._bridge.runtime.stream, copy_prompt(prompt), **arguments)
         return self._stream_handle(self._bridge, begin)
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]) -> ScoreT:
-        """The log-probability of each token of a continuation; see `runtime.Runtime.score`.
-
-        Cancellation: strikes between two passes.
-        """
+        """The log-probability of each token of a continuation; see `runtime.Runtime.score`."""
         score = partial(self._bridge.runtime.score, **options)
         return self._bridge.run(self._bridge.call(partial(score, copy_prompt(prompt), continuation)))
 
     def generate(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> CompletionT:
-        """Generate a whole text.
-
-        Args, Raises: as `stream`; the errors of a running stream are raised here too.
-
-        Cancellation: ends the generation; the text generated so far is lost.
-        """
+        """Generate a whole text; see `runtime.Runtime.generate`."""
         return self._bridge.run(self._generate(prompt, settings, overrides))
 
     def generate_many(
@@ -389,17 +343,12 @@ class RuntimeHandle(
         max_concurrent: int = 8,
         **overrides: Unpack[StreamArguments],
     ) -> ManyT:
-        """Generate a whole text for each of many prompts.
-
-        Args: as `runtime.Runtime.generate_many`.
+        """Generate a whole text for each of many prompts; see `runtime.Runtime.generate_many`.
 
         Returns: without an event loop the completions, in the order of the prompts, once all are finished; in asyncio
             `Completions`, as there.
 
-        Raises: as there; the first generation that fails ends the others. In asyncio, an error in a prompt, or in
-            settings of its own, is raised when the completions are awaited.
-
-        Cancellation: ends all generations; the texts generated so far are lost.
+        Raises: as there; in asyncio, an error in a prompt, or in settings of its own, when the completions are awaited.
         """
         arguments = self._checked(settings, overrides)
         runtime = self._bridge.runtime
@@ -413,14 +362,7 @@ class RuntimeHandle(
         max_concurrent: int = 8,
         **overrides: Unpack[StreamArguments],
     ) -> TokensT:
-        """Generate a text for each of many prompts, and give the tokens of all texts as they come.
-
-        Args, Raises: as `generate_many`.
-
-        Returns: an iterator over pairs (index of the prompt, token), and a context manager.
-
-        Cancellation: ends all generations.
-        """
+        """The tokens of many texts as they come; see `runtime.Runtime.stream_many`, and `generate_many` for errors."""
         arguments = self._checked(settings, overrides)
         runtime = self._bridge.runtime
         return self._tokens(prepare_generations(runtime.stream_many, prompts, max_concurrent, arguments))
@@ -436,10 +378,10 @@ class RuntimeHandle(
         tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> ConversationT:
-        """Begin a conversation; nothing is generated before the first turn.
+        """Begin a conversation; see `runtime.Runtime.conversation`, and `Conversation.call_tools` for where functions
+        are called.
 
-        Args, Returns, Raises: as `runtime.Runtime.conversation`; see `Conversation.call_tools` for where functions are
-            called. In asyncio, what the chat template does not accept is an error of the first turn. And:
+        Raises: as there. In asyncio, what the chat template does not accept is an error of the first turn. And:
             SettingsError: a function is async, and without an event loop nothing would await it.
         """
         keywords = turn_settings(settings, overrides)
@@ -456,40 +398,26 @@ class RuntimeHandle(
         tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> LoadedT:
-        """Load a conversation from a file of `Conversation.save`, written here or elsewhere, and continue it.
-
-        Args, Raises: as `runtime.Runtime.load` and `conversation`.
-
-        Cancellation: waits for the running job; no conversation is returned.
-        """
+        """Load a conversation from a file, and continue it; see `runtime.Runtime.load`."""
         return self._bridge.run(self._load(path, any_draft, tools, overrides))
 
     def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
     ) -> LoadedStreamT:
-        """Load a stream from a file of `TokenStream.save`, written here or elsewhere; it continues after the last token
-        that was given.
-
-        Args, Returns, Raises: as `runtime.Runtime.load_stream`.
-
-        Cancellation: waits for the running job; no stream is returned.
-        """
+        """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
         return self._bridge.run(self._load_stream(path, any_draft, overrides))
 
     # --- the drafter ------------------------------------------------------------------------------
 
     def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> DoneT:
-        """Load a draft model into the open runtime. Streams that begin afterwards use it.
-
-        Args, Raises, Cancellation: as `runtime.Runtime.attach_draft`.
-        """
+        """Load a draft model into the open runtime; see `runtime.Runtime.attach_draft`."""
         evaluate_on_this_thread(draft)
         return self._bridge.run(self._bridge.call(partial(self._bridge.runtime.attach_draft, draft, **unknown)))
 
     def detach_draft(self) -> DoneT:
         """Release the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.
 
-        Cancellation: the draft model is detached in any case; the cancellation is raised after that.
+        Cancellation: raised once the draft model is detached.
         """
         return self._bridge.run(self._bridge.call(self._bridge.runtime.detach_draft))
 

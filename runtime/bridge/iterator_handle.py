@@ -28,7 +28,6 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
         """No item was given yet.
 
         Args:
-            bridge: to the runtime.
             make_source: makes the source, in the trio thread. It must not refer to this handle: dropping the last
                 reference to the handle ends the stream.
 

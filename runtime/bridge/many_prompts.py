@@ -53,12 +53,6 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
     _num_finished = 0  # prompts whose last item was given
 
     def __init__(self, bridge: RuntimeBridge[Any], begin: Callable[[], Merged[T]]) -> None:
-        """Made by `Runtime.generate_many` and `Runtime.stream_many`.
-
-        Args:
-            bridge: to the runtime.
-            begin: begins the generations in the trio thread.
-        """
         super().__init__(bridge, lambda: MergedSource(begin()))
 
     def __repr__(self) -> str:
@@ -102,8 +96,6 @@ def prepare_generations(
     Args:
         begin: `generate_many` or `stream_many` of the trio runtime.
         prompts: iterated over now, in the caller's thread.
-        max_concurrent: as for these two methods.
-        arguments: theirs by name: settings, and about tools.
 
     Raises: SettingsError: `max_concurrent` is out of its range.
     """

@@ -111,10 +111,4 @@ class RuntimeBridge(ABC, Generic[Thread]):
 
     def unopened_statistics(self) -> Statistics:
         """The statistics of a stream whose prompt was not checked yet: all counts are zero."""
-        return Counts().snapshot(
-            elapsed=0.0,
-            generation_seconds=0.0,
-            time_to_first_token=None,
-            peak_memory=peak_memory(),
-            estimates=self.runtime.estimates,
-        )
+        return Counts().snapshot(peak_memory=peak_memory(), estimates=self.runtime.estimates)

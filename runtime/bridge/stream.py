@@ -52,7 +52,6 @@ class BridgeStream(Generic[S, T]):
         """Called in the consumer's thread. The source is made soon; sources are made in the order of the calls.
 
         Args:
-            thread: the trio thread.
             make_source: makes the source in the trio thread; never waits.
 
         Raises: trio.RunFinishedError: the trio thread has ended.

@@ -60,7 +60,6 @@ class TrioThread(ABC, Generic[T]):
 
         Args:
             make_manager: makes the context manager, in the trio loop.
-            name: of the thread.
         """
         self._make_manager = make_manager
         self._token: trio.lowlevel.TrioToken | None = None

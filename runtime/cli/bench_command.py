@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Awaitable, Callable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import SettingsError
+from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import Models
+from runtime.loading.model_spec import ModelSpec
+from runtime.measuring.report_files import DeviceReport, check_report, local_paths
 from runtime.measuring.reports import check_plot, save_plot
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
-from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from runtime.loading.model_sources import Source
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
+# Of a good draft model on code.
+ACCEPTANCE = 0.75
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -39,11 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
-        help="file of texts to continue: a JSON list (FILE.json) or one a line (default: some code)",
+        help="file of prompts: a JSON list of texts (FILE.json), or a line each: a text, or an object with prompt, "
+        'messages or turns, and category, as in Spec-Bench and SPEED-Bench; "bundled" for 40 edits, quotes and free '
+        "texts (default: some code)",
     )
     for names, metavar, default, text in (
         (("-m", "--max-tokens"), "N", "96", "tokens to generate for each prompt"),
         (("--repeats",), "N", "3", "number of runs of each contender and prompt"),
+        (("--cooldown",), "SECONDS", "0", "rest before each run: a hot machine may be slower, without a warning"),
         (("-t", "--temperature"), "T", "0", "sampling temperature; 0 is greedy"),
     ):
         what.add_argument(
@@ -78,6 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
     )
     what.add_argument(
+        "--shape",
+        metavar="SHAPE",
+        help="measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
+        "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
+    )
+    what.add_argument(
+        "--acceptance",
+        metavar="P",
+        type=_number,
+        help=f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
+    )
+    what.add_argument(
         "--overhead",
         action="store_true",
         help="measure what this runtime adds to a token, with a model so small that nothing else counts, against "
@@ -91,6 +108,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    output.add_argument(
+        "--report",
+        metavar="FILE",
+        help="also write FILE.json and FILE.md, for an issue, with nothing private in them",
+    )
     output.add_argument(
         "--plot", metavar="FILE", help=f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"
     )
@@ -110,42 +132,79 @@ def _list(text: str) -> list[int | float | str]:
     return [] if text == "none" else [_number(part.strip()) for part in text.split(",")]
 
 
-def _benchmark(
-    arguments: argparse.Namespace, models: Models, draft: Source
-) -> tuple[Benchmark[Any], Callable[..., Awaitable[Any]]]:
-    """The benchmark that the arguments describe, and the function that measures it and reports its progress.
+def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark[Any], Callable[..., Awaitable[Any]]]:
+    """The benchmark that the arguments describe, and the function that measures a pair and reports its progress.
 
     Raises: SettingsError, PromptError: something is out of its range, or cannot be read.
     """
     from runtime.bench.many_streams import ManyStreams, StreamsPlan
     from runtime.bench.one_stream import OneStream, OneStreamPlan
     from runtime.bench.overhead import Overhead, OverheadPlan
+    from runtime.bench.prompt_files import read_prompts
+    from runtime.bench.shapes import PROMPTS
 
     streams: dict[str, Any] = {} if arguments.streams is None else {"streams": _list(arguments.streams)}
     if arguments.overhead:
         _check_for_overhead(arguments)
         overhead = Overhead(OverheadPlan(**_given(arguments, {"max_tokens", "repeats"}), **streams))
-        return overhead, overhead.measure
+        return overhead, lambda *_, **options: overhead.measure(**options)
     kind = StreamsPlan if streams else OneStreamPlan
     given = _given(arguments, {field.name for field in attrs.fields(kind)} - {"prompts", "streams"}) | streams
     if arguments.prompt is not None:
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
-        given["prompts"] = read_prompts(Path(arguments.prompts))
+        given["prompts"] = read_prompts(arguments.prompts)
+    if arguments.shape is not None:
+        given = {"prompts": PROMPTS if streams else PROMPTS[:3]} | given | {"dtype": None}
     if not streams:
         one = OneStream(OneStreamPlan(**given))
-        drafts: list[Source] = [draft, *models.more_drafts]
-        return one, partial(one.measure, models.target, drafts, group=models.options.get("group"))
+        group = models.options.get("group")
+        return one, lambda target, draft, **options: one.measure(
+            target, [draft, *models.more_drafts], group=group, **options
+        )
     if "num_draft_tokens" in vars(arguments):
         raise SettingsError(
             "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
         )
     many = ManyStreams(StreamsPlan(**given))
-    return many, partial(many.measure, models.target, draft)
+    return many, many.measure
 
 
 def _given(arguments: argparse.Namespace, names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple[Source, Source]]:
+    """What makes the pair of `--shape`.
+
+    Raises: SettingsError: there is no such shape, or something does not go with it.
+    """
+    from runtime.bench.benchmark import DTYPES
+    from runtime.bench.shapes import SHAPES, shaped_pair
+
+    if arguments.shape not in SHAPES:
+        raise must_be("--shape", f"one of {', '.join(SHAPES)}", arguments.shape)
+    for name in ("target", "draft", "prompt", "prompts", "overhead"):
+        if getattr(arguments, name):
+            raise SettingsError(
+                f"--{name} does not go with --shape, which has models and texts of its own; leave it out"
+            )
+    quantizations = []
+    for model in (models.target, models.draft):
+        spec = model if isinstance(model, ModelSpec) else None
+        if spec is not None and not attrs.evolve(spec, quantize=None).is_plain:
+            raise SettingsError("of the flags that load models, --shape takes --quantize and --draft-quantize only")
+        quantizations.append(None if spec is None else spec.quantization)
+    acceptance = ACCEPTANCE if arguments.acceptance is None else arguments.acceptance
+    check_number("--acceptance", acceptance, 0, 1)
+    if (dtype := getattr(arguments, "dtype", None) or "bfloat16") not in DTYPES:
+        raise must_be("--dtype", f"one of {', '.join(DTYPES)}", dtype)
+
+    def pair() -> tuple[Source, Source]:
+        target, draft = shaped_pair(arguments.shape, acceptance, dtype, *quantizations)
+        return (target, None), (draft, None)
+
+    return pair
 
 
 def _check_for_overhead(arguments: argparse.Namespace) -> None:
@@ -153,23 +212,6 @@ def _check_for_overhead(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name, None) is not None:
             flag = "lookahead" if name == "lookaheads" else name.replace("_", "-")
             raise SettingsError(f"--{flag} does not go with --overhead, which decodes its own prompts; leave it out")
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts in a file.
-
-    Raises: PromptError: the file cannot be read, or has no prompt.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise PromptError(f"cannot read prompts from {path}: {error}") from error
-    if not isinstance(found, list) or not all(isinstance(prompt, str) for prompt in found):
-        raise PromptError(f"{path} must hold a JSON list of texts")
-    if not found:
-        raise PromptError(f"there is no prompt in {path}; give one a line")
-    return found
 
 
 def check_for_ranks(arguments: argparse.Namespace) -> None:
@@ -198,19 +240,24 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """
     if models.draft is None:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
-    if (plot := check_plot(arguments.plot, PLOT_FORMATS)) is not None:
-        check_place("plot", plot)
+    plot = check_plot(arguments.plot, PLOT_FORMATS)
+    written = check_report(arguments.report)
     if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(
             f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
         )
-    benchmark, measure = _benchmark(arguments, models, models.draft)
+    if arguments.acceptance is not None and arguments.shape is None:
+        raise SettingsError("--acceptance is of the drafter that --shape makes; add --shape, or leave it out")
+    draft = models.draft
+    pair = (lambda: (models.target, draft)) if arguments.shape is None else _shaped(arguments, models)
+    benchmark, measure = _benchmark(arguments, models)
     models.use_device()
     outcome = CommandOutcome()
 
     async def work() -> None:
         try:
-            await measure(on_progress=display.show_activity)
+            display.show_activity("drawing the weights" if arguments.shape else "loading the models")
+            await measure(*pair(), on_progress=display.show_activity)
         finally:
             if benchmark.contest.is_complete:
                 outcome.finish_reason = "length"
@@ -218,6 +265,12 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, work)
     result = benchmark.result()
+    if written is not None and result.repeats_done:
+        report = benchmark.report(result)
+        sections = [*report.about, *report.details, ("Notes", [("", note) for note in report.notes])]
+        facts, tables = result.as_json(), [("Figures", report.table)]
+        device_report = DeviceReport("bench", facts.pop("machine"), facts)
+        device_report.write(written, "outrider bench", sections, tables, local_paths(*models.loaded))
     if arguments.json:
         if outcome.failure is None or result.repeats_done:
             print_text(json.dumps(result.as_json()) + "\n")

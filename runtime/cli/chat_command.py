@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -87,12 +86,8 @@ async def _talk(
     """Load the models, and take turns until the chat is over.
 
     Args:
-        models: the models to talk with.
         requested: arguments of the conversation.
-        lines: where turns are read.
-        output: where answers are written.
-        signals: what stops answers.
-        shows_statistics: whether statistics follow each answer.
+        lines, output, signals, shows_statistics: see `Chat`.
 
     Raises: OutriderError: a model cannot be loaded, or something failed after which the chat cannot go on.
     """
@@ -114,34 +109,25 @@ async def _talk(
 # --- turns ----------------------------------------------------------------------------------------
 
 
+@attrs.define(eq=False)
 class Chat:
     """A conversation at the terminal.
 
     Attributes:
-        runtime: the runtime with the models.
         conversation: the current conversation; a command may replace it.
+        shows_statistics: whether statistics follow each answer.
         settings: settings from the command line, for every conversation.
         is_over: whether the chat has ended.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        conversation: Conversation,
-        lines: LineReader,
-        output: Output,
-        signals: ChatSignals,
-        shows_statistics: bool,
-        settings: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        self.runtime = runtime
-        self.conversation = conversation
-        self.settings = settings
-        self.is_over = False
-        self._lines = lines
-        self._output = output
-        self._signals = signals
-        self._shows_statistics = shows_statistics
+    runtime: Runtime
+    conversation: Conversation
+    _lines: LineReader
+    _output: Output
+    _signals: ChatSignals
+    _shows_statistics: bool
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    is_over: bool = attrs.field(init=False, default=False)
 
     async def take_turns(self) -> None:
         """Take turns until the chat is over.

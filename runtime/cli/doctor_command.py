@@ -63,9 +63,9 @@ def doctor(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     if ranks is not None:
         print_text("\n")
         if (command := plan(ranks, diagnosis)) is not None:
-            sections[-1][1].append(("plan", command))
+            sections[-1][1].insert(-1, ("plan", command))
     if rows := rows_of_last_report():
-        sections.append(("self-test", rows))
+        sections.insert(-1, ("self-test", rows))
     print_sections(sections)
     return CommandOutcome(finish_reason="complete")
 

@@ -26,7 +26,6 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
 
     Args:
         given: the flag as typed, without a value.
-        known: the flags of the command.
         by_request: whether the command is a server, whose requests have the settings as fields.
 
     Returns: the hint; None if there is none.
@@ -43,9 +42,13 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
     return None if near is None else f"did you mean {names[near]}?"
 
 
+# Flags whose arguments have another name.
+_NAMED_OTHERWISE = {"lookaheads": "--lookahead", "stalled_s": "--stalled-seconds", "grace_s": "--grace-seconds"}
+
+
 def flag(name: str) -> str:
     """The flag of an argument."""
-    return "--lookahead" if name == "lookaheads" else f"--{name.replace('_', '-')}"
+    return _NAMED_OTHERWISE.get(name, f"--{name.replace('_', '-')}")
 
 
 class _Flags(Wording):

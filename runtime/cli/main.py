@@ -72,7 +72,7 @@ _COMMON = {
     "chat": "--target --draft --max-tokens --temperature --seed --stop --lookahead --system --no-thinking --stats",
     "serve": "--target --draft --host --port --api-key --config --memory-limit --max-streams --max-tokens --lookahead",
     "doctor": "--target --draft --device --kv-bits --max-kv-size --rewind --distributed --blas",
-    "bench": "--target --draft --prompt --prompts --max-tokens --temperature --lookahead --streams --json --plot",
+    "bench": "--target --draft --shape --prompt --max-tokens --temperature --lookahead --streams --json --plot",
     "simulate": "--acceptance --cost-ratio --contention --streams --ranks --shape --lookahead --tokens --json --plot",
 }
 

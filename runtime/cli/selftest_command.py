@@ -6,7 +6,6 @@ Nothing here imports mlx; the checks do, each in a process of its own.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,23 +14,21 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.errors import ModelError, OutriderError, SettingsError
-from protocol.reprs import shown_path
 from protocol.settings import NGRAM
 from protocol.validation import check_number
 from runtime.cli.arguments.models import OPTIONS, add_models, models_of
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.measuring.report_files import check_report, local_paths
 from runtime.selftest.stored_report import keep
 from runtime.terminal.display import (
     CommandOutcome,
     Display,
-    OutputError,
     exit_status,
     print_message,
     print_sections,
     warnings_at_the_end,
 )
-from runtime.terminal.output_files import check_place
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:
@@ -40,6 +37,12 @@ if TYPE_CHECKING:
 
 # Of a minute that the user gives, the seconds of each check that can go on for any time: there are two.
 SECONDS_A_MINUTE = 30.0
+# And of --quick.
+QUICK_S = 5.0
+# For all checks together.
+LIMIT_S, QUICK_LIMIT_S = 900.0, 180.0
+# Of the pair with random weights that a GPU measures, too.
+SHAPE = "8b"
 
 
 class CheckError(OutriderError):
@@ -57,10 +60,10 @@ def add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "of its own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
         epilog="""examples:
   outrider selftest
-  outrider selftest --json report.json
+  outrider selftest --report report
   outrider selftest --target org/model --draft org/small --minutes 20
 
-The report has neither paths nor prompts. Attach it to an issue.""",
+The report has neither paths nor prompts, and says what it has. Attach it to an issue.""",
     )
     parser.set_defaults(command=selftest)
     add_models(
@@ -76,7 +79,13 @@ The report has neither paths nor prompts. Attach it to an issue.""",
         default=1.0,
         help="about how long the checks that can go on for any time go on (default: 1)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only the checks that matter most and the speeds, in about three minutes",
+    )
+    parser.add_argument("--report", metavar="FILE", help="write FILE.json and FILE.md, to attach to an issue")
+    parser.add_argument("--json", metavar="FILE", dest="report", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def selftest(arguments: argparse.Namespace) -> int:
@@ -90,7 +99,7 @@ def selftest(arguments: argparse.Namespace) -> int:
 
     check_number("--minutes", arguments.minutes, above=0)
     check_environment()
-    path = None if arguments.json is None else check_place("--json", Path(arguments.json))
+    path = check_report(arguments.report)
     models = models_of(arguments)
     if models.draft in (None, NGRAM):
         raise SettingsError("selftest checks two models at a time and needs a draft model; give --draft")
@@ -98,11 +107,12 @@ def selftest(arguments: argparse.Namespace) -> int:
     subject = {
         "target": target,
         "draft": draft,
-        "seconds": SECONDS_A_MINUTE * arguments.minutes,
+        "seconds": QUICK_S if arguments.quick else SECONDS_A_MINUTE * arguments.minutes,
+        "is_quick": arguments.quick,
         "device": models.device,
     }
     with_own_models = (target, draft) != (str(DEMO_TARGET), str(DEMO_DRAFT))
-    report, outcome = SelfTestReport(with_own_models, _paths(target, draft)), CommandOutcome()
+    report, outcome = SelfTestReport(with_own_models, local_paths(target, draft)), CommandOutcome()
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, partial(_run, subject, report, display.show_activity))
     if outcome.failure is not None:
@@ -110,7 +120,7 @@ def selftest(arguments: argparse.Namespace) -> int:
     is_whole = outcome.signal is None
     if is_whole:
         # First, so that nothing is lost where stdout is closed. A report of an interrupted run is none.
-        _keep(report.as_json(), path)
+        _keep(report, path)
     if report.runs:
         print_sections(report.sections())
         print_message(summary(report.runs) if is_whole else f"interrupted after {len(report.runs)} checks")
@@ -119,38 +129,37 @@ def selftest(arguments: argparse.Namespace) -> int:
     return exit_status(outcome)
 
 
-def _paths(*sources: str) -> tuple[str, ...]:
-    """The paths among sources of models, in each form in which messages may have them."""
-    paths = [Path(source) for source in sources if Path(source).exists()]
-    return tuple(str(form) for path in paths for form in (path, path.absolute(), path.resolve()))
-
-
 async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Callable[[str], None]) -> None:
-    from runtime.selftest.checks import CHECKS, CHECKS_OF_BUFFERS, CHECKS_OF_LAYERS
+    from runtime.selftest.checks import CHECKS, CHECKS_OF_BUFFERS, CHECKS_OF_LAYERS, OF_THE_BUNDLED_PAIR, QUICK
     from runtime.selftest.runner import run_checks
 
-    async def run(checks: Sequence[Check]) -> None:
-        await run_checks(checks, subject, on_progress, report.runs.append)
+    is_quick = subject["is_quick"]
+    deadline = trio.current_time() + (QUICK_LIMIT_S if is_quick else LIMIT_S)
+
+    async def run(checks: Sequence[Check], **changes: Any) -> None:
+        await run_checks(checks, subject | changes, on_progress, report.runs.append, deadline)
 
     await run(CHECKS[:1])
     (loading,) = report.runs
     if (device := loading.finding.figures.get("device")) is None:
         why = loading.finding.figures.get("error", loading.finding.summary)
         raise ModelError(f"the models cannot be loaded, so nothing was checked: {why}")
-    await run((*CHECKS[1:], *CHECKS_OF_LAYERS, *(CHECKS_OF_BUFFERS if device == "gpu" else ())))
+    quick = sorted((check for check in CHECKS[1:] if check.name in QUICK), key=lambda check: QUICK.index(check.name))
+    await run(quick if is_quick else CHECKS[1:], shape=SHAPE if device == "gpu" else None)
+    if report.with_own_models:
+        await run([OF_THE_BUNDLED_PAIR], target=str(DEMO_TARGET), draft=str(DEMO_DRAFT))
+    if not is_quick:
+        await run((*CHECKS_OF_LAYERS, *(CHECKS_OF_BUFFERS if device == "gpu" else ())))
 
 
-def _keep(report: dict[str, Any], path: Path | None) -> None:
+def _keep(report: SelfTestReport, path: Path | None) -> None:
     """Keep the report for `outrider doctor`, and write it to `path`.
 
     Raises: OutputError: `path` cannot be written.
     """
     try:
-        keep(report)
+        keep(report.as_json())
     except (OSError, RuntimeError) as error:
         print_message(f"the report is not kept for outrider doctor: {error}")
     if path is not None:
-        try:
-            path.write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
+        report.write(path)

@@ -9,20 +9,21 @@ import argparse
 import gc
 import importlib.util
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import trio
 
 from protocol.errors import RuntimeBrokenError, SettingsError
+from protocol.open_options import MAX_BATCH, OpenOptions
+from protocol.options import options_of
 from protocol.reprs import shown
-from runtime.cli.arguments.limits import add_limits, check_limits
 from runtime.cli.arguments.mlx_lm import add_flags_of_server
 from runtime.cli.arguments.models import Models
-from runtime.cli.arguments.settings import add_defaults, defaults_of, parse_size
+from runtime.cli.arguments.settings import add_defaults, add_option, defaults_of, parse_size
 from runtime.cli.flags import flag
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.model_spec import ModelSpec
@@ -36,6 +37,7 @@ from runtime.server.connections.address import (
     network,
     url,
 )
+from runtime.server.limits import Limits
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -52,6 +54,9 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 # Maximum number of connections that wait to be accepted, as far as the system allows it. One beyond them tries again
 # after 1 s, 3 s and 7 s, whoever filled the queue.
 _BACKLOG = 1024
+
+# Options of `open` that are limits of a server, with their defaults here.
+_STREAM_LIMITS = {"max_streams": "auto", "max_batch": MAX_BATCH}
 
 _REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
 
@@ -121,15 +126,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not log each request on stderr (the log has no prompts and no keys)",
     )
-    add_limits(parser)
+    group = parser.add_argument_group("limits")
+    for name, default in _STREAM_LIMITS.items():
+        add_option(group, name, options_of(OpenOptions)[name], default)
+    for name, option in options_of(Limits).items():
+        add_option(group, name, option, attrs.fields_dict(Limits)[name].default)
 
 
 def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """Serve until a signal stops the server.
-
-    Args:
-        arguments: the parsed arguments.
-        models: the models to serve.
 
     Returns: the outcome. A signal while the models load is an interruption; one that stops the running server is not.
 
@@ -137,12 +142,15 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     """
     if missing := [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
-    check_limits(arguments)
+    given = vars(arguments)
+    limits = Limits(**{name: given[name] for name in options_of(Limits) if name in given})
+    options = {name: given.get(name, default) for name, default in _STREAM_LIMITS.items()} | models.options
+    OpenOptions(**options)
     for origin in arguments.allow_origin:
         check_origin(origin)
     for proxy in arguments.trusted_proxy:
         network(proxy)
-    arguments.max_connections = make_room_for_connections(arguments.max_connections)
+    limits = attrs.evolve(limits, max_connections=make_room_for_connections(limits.max_connections))
     _check_no_model(arguments, models)
     memory_limit = _memory_limit(arguments)
     key = api_key(arguments.api_key)
@@ -154,9 +162,9 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         import runtime.engine.opening
         import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
 
-        served = _served(arguments, models)
-        server = _Server(arguments, models, served, memory_limit, key, bound, display)
-        trio.run(_ServerSignals(outcome, display, server).run, partial(_open_and_serve, server))
+        served = _served(arguments, models, options)
+        server = _Server(arguments, models, served, limits, memory_limit, key, bound, display)
+        trio.run(_ServerSignals(outcome, display, server=server).run, partial(_open_and_serve, server))
     return outcome
 
 
@@ -165,9 +173,9 @@ class _Server:
     """A server, from its arguments to its end.
 
     Attributes:
-        arguments: the parsed arguments.
-        models: the models of the command line.
-        served: the models to serve.
+        models: those of the command line.
+        served: those to serve.
+        limits: those of requests and connections.
         memory_limit: see `model_pool`.
         key: the API key that requests must send, or None.
         bound: a socket bound to the address, not listening yet.
@@ -180,6 +188,7 @@ class _Server:
     arguments: argparse.Namespace
     models: Models
     served: Sequence[ServedModel]
+    limits: Limits
     memory_limit: int | None
     key: str | None
     bound: socket.socket
@@ -189,15 +198,13 @@ class _Server:
     stopping: trio.Event = attrs.field(factory=trio.Event)
 
 
+@attrs.define(eq=False, slots=False)
 class _ServerSignals(SignalScope):
     """Signals of a server: the first lets the current answers end, or cancels the load of the models."""
 
-    def __init__(self, outcome: CommandOutcome, display: Display, server: _Server) -> None:
-        super().__init__(outcome, display)
-        self._server = server
+    _server: _Server = attrs.field(kw_only=True)
 
     def end_gently(self) -> bool:
-        """Stop the server; see `SignalScope.end_gently`."""
         self._server.stopping.set()
         return self._server.is_serving
 
@@ -212,33 +219,18 @@ async def _open_and_serve(server: _Server) -> None:
     arguments = server.arguments
     from actors.mlx.memory import active_memory
     from runtime.server.app import Service, application
-    from runtime.server.connections.listener import ConnectionLimits, serve
-    from runtime.server.context import Limits
+    from runtime.server.connections.listener import serve
     from runtime.server.middleware import AccessLog, ForwardedClients
     from runtime.server.models.loaded_model import free_memory, open_model
     from runtime.server.models.pool import model_pool
 
-    limits = Limits(
-        max_body_bytes=arguments.max_body_bytes,
-        max_bodies_bytes=max(Limits().max_bodies_bytes, arguments.max_body_bytes),
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        max_tokens=arguments.max_tokens,
-        max_tokens_limit=arguments.max_tokens_limit,
-        prefill_step_size=arguments.prefill_step_size or "auto",
-        stalled_s=arguments.stalled_seconds,
-    )
+    limits = server.limits
     service = Service(
-        max_waiting=arguments.max_waiting,
         limits=limits,
         api_key=server.key,
         hosts=["*"] if server.key is not None else [*_LOCAL_HOSTS, arguments.host, *arguments.allow_host],
         origins=arguments.allow_origin,
         is_strict=arguments.strict,
-    )
-    connection_limits = ConnectionLimits(
-        max_connections=arguments.max_connections,
-        stalled_s=arguments.stalled_seconds,
-        grace_s=arguments.grace_seconds,
     )
     server.models.use_device()
     pool = model_pool(
@@ -273,7 +265,7 @@ async def _open_and_serve(server: _Server) -> None:
         outer: ASGIApp = AccessLog(app, print_stderr) if arguments.access_log else app
         if proxies := [network(proxy) for proxy in arguments.trusted_proxy]:
             outer = ForwardedClients(outer, proxies)
-        await serve(outer, [listener], until_over, connection_limits, partial(_drain, app.admission, server))
+        await serve(outer, [listener], until_over, limits, partial(_drain, app.admission, server))
     if server.failure is not None:
         raise ServerError(f"the server has ended, start it again: {server.failure}")
     print_message("the server has ended")
@@ -285,7 +277,7 @@ async def _drain(admission: RequestAdmission, server: _Server) -> None:
     # Where the target has failed, all that is left to do is to tell them.
     if admission.num_admitted and server.failure is None:
         print_message(
-            f"stopping: {admission.num_admitted} requests may end within {server.arguments.grace_seconds} s "
+            f"stopping: {admission.num_admitted} requests may end within {server.limits.grace_s:g} s "
             "(--grace-seconds), and new ones are refused; another signal ends the server at once"
         )
     await admission.wait_drained()
@@ -334,7 +326,7 @@ def _memory_limit(arguments: argparse.Namespace) -> int | None:
     return num_bytes
 
 
-def _served(arguments: argparse.Namespace, models: Models) -> Sequence[ServedModel]:
+def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str, Any]) -> Sequence[ServedModel]:
     """The models to serve: those of --config, or the one of the command line.
 
     Raises: ConfigFileError, SettingsError: something is wrong with the file, or the command line names a model, too.
@@ -342,7 +334,6 @@ def _served(arguments: argparse.Namespace, models: Models) -> Sequence[ServedMod
     from runtime.server.models.config_file import read_models
     from runtime.server.models.served_model import ServedModel
 
-    options = {"max_streams": arguments.max_streams or "auto", "max_batch": arguments.max_batch, **models.options}
     defaults = defaults_of(arguments)
     if arguments.config is not None:
         return read_models(arguments.config, options, defaults)

@@ -14,8 +14,10 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.options import options_of
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer, must_be
+from runtime.cli.arguments.settings import add_option
 from runtime.cli.flags import flag
 from runtime.measuring.reports import check_plot
 from runtime.simulation.comparison import (
@@ -32,7 +34,7 @@ from runtime.simulation.comparison import (
     compare_streams,
 )
 from runtime.simulation.scenario import MAX_STREAMS, Scenario
-from runtime.simulation.sharding import MAX_RANKS, SHAPES, Sharding, options_of
+from runtime.simulation.sharding import MAX_RANKS, SHAPES, Sharding
 from runtime.terminal.display import Display, Output, warnings_at_the_end
 
 PLOT_FORMATS = (".svg", ".png")
@@ -63,7 +65,7 @@ the times of a pair of models.""",
     )
     parser.set_defaults(command=simulate)
     scenario = parser.add_argument_group("scenario")
-    _add_options(scenario, _SCENARIO, needs_those_without_default=True)
+    _add_options(scenario, Scenario, is_required=True)
     sharding = parser.add_argument_group("a target over several machines")
     sharding.add_argument(
         "--ranks",
@@ -77,7 +79,7 @@ the times of a pair of models.""",
         help=f"layers and hidden size of a known model: {', '.join(SHAPES)}",
         metavar="MODEL",
     )
-    _add_options(sharding, _SHARDING, needs_those_without_default=False)
+    _add_options(sharding, Sharding, is_required=False)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--tokens",
@@ -103,25 +105,11 @@ the times of a pair of models.""",
     output.add_argument("--plot", metavar="FILE", help="write a plot, as .svg or .png (needs matplotlib)")
 
 
-def _add_options(
-    group: argparse._ArgumentGroup, fields: dict[str, attrs.Attribute[Any]], *, needs_those_without_default: bool
-) -> None:
-    """Add fields as options. The class has the defaults, and checks the bounds."""
-    for name, field in fields.items():
-        has_default = field.default is not attrs.NOTHING
-        default = "" if not has_default or field.default in (None, ()) else f" (default: {_as_typed(field.default)})"
-        group.add_argument(
-            flag(name),
-            metavar=field.metadata["metavar"],
-            type=field.metadata["kind"],
-            default=argparse.SUPPRESS,
-            required=needs_those_without_default and not has_default,
-            help=field.metadata["help"] + default,
-        )
-
-
-def _as_typed(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+def _add_options(group: argparse._ArgumentGroup, declaration: type[attrs.AttrsInstance], *, is_required: bool) -> None:
+    """Add the options that a class declares; those without a default are required if `is_required`."""
+    for name, option in options_of(declaration).items():
+        default = attrs.fields_dict(declaration)[name].default
+        add_option(group, name, option, default, required=is_required and default is attrs.NOTHING)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -199,7 +187,7 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
         if extra := [flag(name) for name in ("layers", "hidden_size") if name in given]:
             raise SettingsError(f"--shape says the layers and the hidden size; leave out {' and '.join(extra)}")
         given["layers"], given["hidden_size"] = SHAPES[arguments.shape]
-    needed = [name for name, field in _SHARDING.items() if field.default is attrs.NOTHING]
+    needed = [name for name in _SHARDING if attrs.fields_dict(Sharding)[name].default is attrs.NOTHING]
     if missing := [flag(name) for name in needed if name not in given]:
         shape = "; --shape gives the last two" if {"--layers", "--hidden-size"} <= set(missing) else ""
         raise SettingsError(f"--ranks needs {', '.join(missing)}, too{shape}")
@@ -214,14 +202,12 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
 def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
     """A table of times: "1,0.99,1.13" for widths from 1 on, or pairs such as "1:1,2:1.05,8:1.3".
 
-    Args:
-        name: what a message calls the table.
-        text: what the user gives.
-
     Returns: pairs (width, time); whether they can be a table is for `Scenario` to check.
     Raises: SettingsError: the text is neither form.
     """
     parts = [part.strip() for part in text.split(",")]
+    if parts == ["none"]:
+        return ()
     try:
         if not any(":" in part for part in parts):
             return tuple((width, float(time)) for width, time in enumerate(parts, start=1))

@@ -88,31 +88,43 @@ class Findings:
 
 
 def conclude(found: Findings) -> list[tuple[str, str]]:
-    """The conclusion: rows of (word, sentence), with the remedies last."""
-    return list(_rows(found))
+    """The conclusion: rows of (word, sentence): notes, remedies, and at the end whether to use it, in one sentence."""
+    return [*_rows(found), ("in short", _in_short(found))]
+
+
+def _in_short(found: Findings) -> str:
+    """Whether to use it, with which drafter and settings, by how much, and what is not known."""
+    if not found.can_rewind:
+        return (
+            "use no drafter: this target's caches cannot be put right after a rejection, so nothing would be proposed"
+        )
+    other = f"--draft {found.suggestions[0]}" if found.suggestions else "--draft ngram"
+    if found.same_vocabulary is False and not found.is_translated:
+        return f"do not use this pair, which does not share a vocabulary; examine {other}"
+    if found.draft_seconds is None:
+        return f"this is plain decoding; what a drafter gains is not known before it is examined, too: {other}"
+    if (min_acceptance := found.break_even()) is None:
+        return "do not use this draft: plain decoding is about as fast even at an acceptance of 0.95"
+    blas = " and --blas openblas" if _wants_openblas(found) else ""
+    return (
+        f'use it with lookahead "auto"{blas}: about {_speeds(found, min_acceptance)}, and nothing to speak of below '
+        f"{min_acceptance:g}; not known is the acceptance of your texts, which --stats shows, and how much the two "
+        "slow each other down, which outrider bench measures"
+    )
 
 
 def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     if not found.can_rewind:
-        yield "expect", "no gain: this target's caches cannot be put right after a rejection, so nothing is proposed"
         return
     if found.same_vocabulary is False and not found.is_translated:
-        yield "expect", "an error: the two do not share a vocabulary, so the one cannot draft for the other"
         yield from _drafts(found)
         return
     if found.draft_seconds is None:
-        yield "expect", "plain decoding: there is no draft model"
         yield from _without_draft(found)
         yield from _exchange(found)
         yield from _faster_width(found)
         yield from _drafts(found)
         return
-    min_acceptance = found.break_even()
-    if min_acceptance is None:
-        yield "expect", "no gain: with this pair, plain decoding is about as fast even at an acceptance of 0.95"
-    else:
-        said = f"about {_speeds(found, min_acceptance)}; nothing to speak of below {min_acceptance:g}"
-        yield "expect", f"{said}. --stats shows the acceptance of a text"
     yield from _exchange(found)
     yield from _faster_width(found)
     if found.is_translated:
@@ -161,10 +173,15 @@ def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
     if found.width_cost <= MAX_WIDTH_COST:
         return
     expensive = f"each further token of a pass costs {found.width_cost:.0%} of the first"
-    if found.blas is not None and found.blas.startswith("reference BLAS") and "float32" in found.dtypes:
+    if _wants_openblas(found):
         yield "try", f"--blas openblas: {expensive}, with the reference BLAS"
     else:
         yield "note", f"{expensive}, which is what limits speculation here"
+
+
+def _wants_openblas(found: Findings) -> bool:
+    has_reference = found.blas is not None and found.blas.startswith("reference BLAS") and "float32" in found.dtypes
+    return has_reference and found.width_cost > MAX_WIDTH_COST
 
 
 def _drafts(found: Findings) -> Iterator[tuple[str, str]]:

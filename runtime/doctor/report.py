@@ -360,6 +360,7 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     if examined.exchange is not None:
         collectives = ", ".join(f"{count} × {name}" for name, count in examined.exchange[1].collectives.items())
         rows.append(("a pass exchanges", f"{_size(examined.exchange[1].num_bytes)} a token, by {collectives}"))
+    rows.append(passes.python_row(anatomy.num_layers))
     slope = passes.price.per_row(max(passes.seconds)) / passes.seconds[1]
     rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
     return rows

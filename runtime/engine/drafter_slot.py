@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Literal
 
+import attrs
 import trio
 
 from actors.drafters.draft_actor import DraftActor
@@ -28,6 +29,7 @@ DrafterActor = DraftActor | LookupActor | RemoteDrafter
 Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter]]
 
 
+@attrs.define(eq=False)
 class DrafterSlot:
     """The drafter of a runtime, if it has one.
 
@@ -35,35 +37,24 @@ class DrafterSlot:
     and releases it when it ends: by `detach`, with the runtime, or in the middle of loading.
 
     Attributes:
+        nursery: the runtime's.
+        target: the actor to draft for.
+        make_actor: makes the drafter's actor, which is not serving yet.
+        load: see `Load`; None if the runtime cannot load drafters.
         actor: the drafter's, or None. Closing the runtime leaves it in place.
     """
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        target: TargetActor,
-        make_actor: Callable[[LoadedDrafter], DrafterActor],
-        load: Load | None,
-    ) -> None:
-        """An empty slot.
-
-        Args:
-            nursery: the runtime's.
-            target: the actor to draft for.
-            make_actor: makes the drafter's actor, which is not serving yet.
-            load: see `Load`; None if the runtime cannot load drafters.
-        """
-        self.actor: DrafterActor | None = None
-        self._nursery = nursery
-        self._target = target
-        self._make_actor = make_actor
-        self._load = load
-        self._scope = trio.CancelScope()  # of the actor
-        self._has_ended = trio.Event()  # the actor's task
-        self._is_attaching = False
-        self._past_seconds = 0.0  # of drafters that were detached
-        # Held while a drafter's time moves to `_past_seconds`: another thread may be adding both up.
-        self._seconds_lock = threading.Lock()
+    _nursery: trio.Nursery
+    _target: TargetActor
+    _make_actor: Callable[[LoadedDrafter], DrafterActor]
+    _load: Load | None
+    actor: DrafterActor | None = attrs.field(init=False, default=None)
+    _scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)  # of the actor
+    _has_ended: trio.Event = attrs.field(init=False, factory=trio.Event)  # the actor's task
+    _is_attaching: bool = attrs.field(init=False, default=False)
+    _past_seconds: float = attrs.field(init=False, default=0.0)  # of drafters that were detached
+    # Held while a drafter's time moves to `_past_seconds`: another thread may be adding both up.
+    _seconds_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     @property
     def busy_seconds(self) -> float:

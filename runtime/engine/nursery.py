@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 import trio
 
@@ -21,9 +20,7 @@ class BackgroundNursery:
         return self._nursery
 
     @trio.lowlevel.enable_ki_protection
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Shielded, so that this cancellation ends the actors, and not one from further out: that one would come out
         # here, in place of the block's own error.
         self._nursery.cancel_scope.shield = True

@@ -49,11 +49,11 @@ from runtime.loading.model_sources import (
 )
 from runtime.loading.tokenizers import check_template_args, copy_of
 from runtime.persistence.prefix_files import check_folder
-from runtime.ranks import draft_process
-from runtime.ranks.drafting import OPTIONS as DRAFTING_OPTIONS
-from runtime.ranks.drafting import load_elsewhere
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
+from runtime.remote import draft_process
+from runtime.remote.drafting import OPTIONS as DRAFTING_OPTIONS
+from runtime.remote.drafting import load_elsewhere
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")

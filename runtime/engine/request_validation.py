@@ -57,10 +57,7 @@ class RequestValidation:
         """Of one runtime.
 
         Args:
-            model: the target's.
-            tokenizer: the target's, or None.
             has_drafter: whether a session that begins now would have a drafter.
-            defaults: see `open`.
 
         Raises: SettingsError: the defaults cannot be used with this target.
         """
@@ -99,7 +96,6 @@ class RequestValidation:
         """What begins a stream.
 
         Args:
-            prompt, settings: of the stream.
             arguments: of the stream by name: settings, and about tools.
 
         Raises: as `checked`, `opened` and `taken_tools`.
@@ -134,7 +130,6 @@ class RequestValidation:
         """The message that opens a session, with a new session id.
 
         Args:
-            prompt, settings: of the session.
             tools: what the model may call, for the chat template, and for a grammar if they need one; or None.
 
         Raises:
@@ -261,9 +256,6 @@ class RequestValidation:
 
         Args:
             session: the saved session; its tokens are in the vocabulary.
-            stream: its stream.
-            settings: of the resumed stream.
-            seed: of its randomness.
 
         Raises:
             SettingsError: `max_tokens` leaves nothing to generate.

@@ -59,7 +59,6 @@ async def running(
     Args:
         target, draft: a model and its worker; real ones, or scripted ones in simulated time. The caller enters and
             leaves the workers. "ngram" drafts by prompt lookup, and None does not draft. Or a drafter elsewhere.
-        tokenizer: the target's, or None.
         shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
         events: where the workers announce their spans.
         prices: what the models are known to cost; nothing if None.

@@ -497,7 +497,7 @@ class Runtime:
     @property
     def max_streams(self) -> int | None:
         """Most streams that are at work at the same time; None for no bound."""
-        return self._sessions.max_streams
+        return self._sessions.admission.max_sessions
 
     @property
     def num_streams(self) -> int:
@@ -507,7 +507,7 @@ class Runtime:
     @property
     def num_waiting(self) -> int:
         """Streams that wait for admission, because `max_streams` are at work."""
-        return self._sessions.num_waiting
+        return self._sessions.admission.num_waiting
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:

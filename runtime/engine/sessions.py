@@ -1,4 +1,4 @@
-"""The sessions of one runtime: how they begin at the actors, what is counted for them, and how they end."""
+"""The sessions of one runtime: how they begin at the actors, their counts, and how they end."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awa
 """Saves a stream to a file: what opened it, its arrivals, the file, and how far its consumer has read it."""
 
 
+@attrs.define(eq=False)
 class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
@@ -55,51 +56,38 @@ class Sessions:
     or drops the stream, or with the runtime. Whatever ends it, its counts move to those of past sessions.
 
     Attributes:
+        target: the actor that sessions begin at.
+        drafter: its actor is the other one, if there is a drafter.
+        prices: the measured costs, for the streams' statistics.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
+        admission: which sessions wait.
     """
 
-    def __init__(
-        self,
-        target: TargetActor,
-        drafter: DrafterSlot,
-        tokenizer: TokenizerWrapper | None,
-        prices: Prices,
-        nursery: trio.Nursery,
-        max_streams: int | None,
-        save_stream: SaveStream,
-    ) -> None:
-        """No session so far.
+    _target: TargetActor
+    _drafter: DrafterSlot
+    _tokenizer: TokenizerWrapper | None
+    _prices: Prices
+    _nursery: trio.Nursery
+    _max_streams: int | None
+    _save_stream: SaveStream
+    by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
+    past: Counts = attrs.field(init=False, factory=Counts)
+    failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
+    has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
+    admission: StreamAdmission = attrs.field(init=False)
+    _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
+    _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
+    # Held while a session's counts move to `past`: another thread may be adding all of them up.
+    _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
+    _closed: OutriderError | None = attrs.field(init=False, default=None)
 
-        Args:
-            target: the actor that sessions begin at.
-            drafter: its actor is the other one, if there is a drafter.
-            tokenizer: the target's.
-            prices: the measured costs, for the streams' statistics.
-            nursery: the runtime's.
-            max_streams: see `open`.
-            save_stream: see `SaveStream`.
-        """
-        self.by_id: dict[int, Session] = {}
-        self.past = Counts()
-        self.failure: RuntimeBrokenError | None = None
-        self.has_failed = trio.Event()
-        self._target = target
-        self._drafter = drafter
-        self._tokenizer = tokenizer
-        self._prices = prices
-        self._nursery = nursery
-        self._save_stream = save_stream
-        self._admission = StreamAdmission(
-            max_streams, self._begin_at_actors, lambda: self._closed is None and target.is_serving
+    def __attrs_post_init__(self) -> None:
+        self.admission = StreamAdmission(
+            self._max_streams, self._begin_at_actors, lambda: self._closed is None and self._target.is_serving
         )
-        self._trio_token = trio.lowlevel.current_trio_token()
-        self._scopes: set[trio.CancelScope] = set()  # of calls that end with the runtime, see `while_open`
-        # Held while a session's counts move to `past`: another thread may be adding all of them up.
-        self._counts_lock = threading.Lock()
-        self._closed: OutriderError | None = None
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -111,20 +99,10 @@ class Sessions:
 
     @property
     def num_streams(self) -> int:
-        # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         """See `Runtime.num_streams`."""
+        # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
-        return wanted - self.num_waiting
-
-    @property
-    def max_streams(self) -> int | None:
-        """See `Runtime.max_streams`."""
-        return self._admission.max_sessions
-
-    @property
-    def num_waiting(self) -> int:
-        """See `Runtime.num_waiting`."""
-        return self._admission.num_waiting
+        return wanted - self.admission.num_waiting
 
     def counts(self) -> Counts:
         """The counts of all sessions so far, added up. May be called in any thread."""
@@ -142,7 +120,6 @@ class Sessions:
         return counts.snapshot(
             elapsed=elapsed_s,
             generation_seconds=elapsed_s,
-            time_to_first_token=None,
             peak_memory=peak_memory(),
             estimates=self._prices.estimates(),
             lookahead=None if is_drafted else 0,
@@ -175,9 +152,7 @@ class Sessions:
         """Begin a generation, or resume one that was saved.
 
         Args:
-            opened: what opens the session.
             tools: what the model was told that it may call; None to tell no calls apart.
-            saved: the saved stream that it resumes, or None.
 
         Raises: as `check_open`.
         """
@@ -206,7 +181,7 @@ class Sessions:
         if saved is not None and saved.is_over:
             session.end()
         else:
-            self._admission.enter(session)
+            self.admission.enter(session)
         stream = TokenStream(reader, arrivals, partial(self._save_stream, opened, arrivals))
         if reader.finish_reason is not None:
             stream.close()
@@ -217,8 +192,6 @@ class Sessions:
 
         Args:
             kind: what their consumer reads: `Completions` or `TokenStreams`.
-            generations: what begins each.
-            max_concurrent: see `Runtime.generate_many`.
 
         Raises: SettingsError: `max_concurrent` is out of its range.
         """
@@ -243,7 +216,7 @@ class Sessions:
         session.counts.prompt_tokens = len(opened.prompt)
         self.by_id[opened.session] = session
         try:
-            self._admission.enter(session)
+            self.admission.enter(session)
             async for commit in receive:  # none comes; the channel is closed once the session is over
                 raise ProtocolError(f"a session that scores has committed {commit!r}")
         finally:
@@ -326,12 +299,13 @@ class Sessions:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
-        self._admission.give_up(id)
+        self.admission.give_up(id)
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
 
 
+@attrs.define(eq=False)
 class StreamAdmission:
     """A queue in front of the actors: admits a session at once if there is room, else in the order of arrival.
 
@@ -339,24 +313,16 @@ class StreamAdmission:
     and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
 
     Attributes:
-        max_sessions: most sessions at a time; None for no bound.
+        max_sessions: most sessions at a time, >= 1; None for no bound.
+        begin: hands a session to the actors; never waits.
+        can_begin: whether the actors still take sessions.
     """
 
-    def __init__(
-        self, max_sessions: int | None, begin: Callable[[Session], None], can_begin: Callable[[], bool]
-    ) -> None:
-        """No session is admitted yet.
-
-        Args:
-            max_sessions: most sessions at a time, >= 1; None for no bound.
-            begin: hands a session to the actors; never waits.
-            can_begin: whether the actors still take sessions.
-        """
-        self.max_sessions = max_sessions
-        self._can_begin = can_begin
-        self._begin = begin
-        self._num_admitted = 0
-        self._waiting: dict[int, Session] = {}
+    max_sessions: int | None
+    _begin: Callable[[Session], None]
+    _can_begin: Callable[[], bool]
+    _num_admitted: int = attrs.field(init=False, default=0)
+    _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)
 
     @property
     def num_waiting(self) -> int:

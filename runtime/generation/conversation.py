@@ -11,7 +11,7 @@ import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from protocol.errors import ConversationBusyError, PromptError, PromptTooLongError, SettingsError
+from protocol.errors import PromptError, PromptTooLongError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
@@ -156,10 +156,7 @@ class Conversation:
     @property
     def pending_calls(self) -> tuple[ToolCall, ...]:
         """The calls of the last answer, of which the model was not told any results yet; empty during an answer."""
-        turn = self._state.turn
-        if turn is not None and (stream := turn.stream()) is not None and not stream.is_closed:
-            return ()
-        return calls_without_results(self._so_far())
+        return () if self._is_answering else calls_without_results(self._so_far())
 
     async def call_tools(self) -> bool:
         """Call the functions that the last answer calls, one after the other; the model is told the results next.
@@ -297,14 +294,14 @@ class Conversation:
             tools=self._caller.functions,
         )
 
-    def _check_idle(self, what: str) -> None:
-        self._caller.check_idle(what)
+    @property
+    def _is_answering(self) -> bool:
         turn = self._state.turn
         stream = None if turn is None else turn.stream()
-        if stream is not None and not stream.is_closed:
-            raise ConversationBusyError(
-                f"cannot {what} while an answer is under way; read it to its end, or close its stream with aclose()"
-            )
+        return stream is not None and not stream.is_closed
+
+    def _check_idle(self, what: str) -> None:
+        self._caller.check_idle(what, self._is_answering, "aclose()")
 
     def _so_far(self) -> list[Message]:
         """The messages so far, without the system message."""

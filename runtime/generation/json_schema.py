@@ -109,7 +109,7 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
 
 
 def _followable(schema: Any) -> Any:
-    """A copy of a schema without what llguidance refuses though it need not: see `_ENFORCED_FORMATS`, `_MAX_BOUND`."""
+    """A copy of a schema without keywords that llguidance needlessly refuses; see `_ENFORCED_FORMATS`, `_MAX_BOUND`."""
     if not isinstance(schema, Mapping):
         return schema
     kept = {}

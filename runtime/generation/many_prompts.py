@@ -1,4 +1,4 @@
-"""Many prompts at a time: checks of the list, and what its consumer reads, completions or tokens."""
+"""Many prompts at a time: checks of the list, and iterators over their completions or tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
 def check_each(
     prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Generation]
 ) -> list[Generation]:
-    """Check every prompt with its settings, and return what begins its generation.
+    """Check every prompt with its settings, and return the beginning of its generation.
 
     Raises: PromptError, SettingsError: one of the prompts is invalid (the message has its index), or `prompts` is not
         a list of prompts.
@@ -183,5 +183,4 @@ class TokenStreams(Merged[Token]):
                 await give(token)
 
     def is_last(self, item: Token) -> bool:
-        """Whether a token is the last one of its prompt."""
         return item.finish_reason is not None

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import attrs
 import trio
 
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError
@@ -27,7 +28,7 @@ class Give(Protocol[T_contra]):
 
 
 Generation = tuple[Open, Tools | None]
-"""What begins a generation: the message that opens its session, and what the model may call."""
+"""The beginning of a generation: the message that opens its session, and the tools that the model may call."""
 
 Produce = Callable[[TokenStream, Give[T]], Awaitable[None]]
 """Reads one generation and gives its items."""
@@ -58,7 +59,6 @@ class Merged(SingleConsumer, Generic[T]):
 
         Args:
             generations: what begins each; in the order of the prompts.
-            begin: begins one generation.
             max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
             run_soon: has a function called in trio's thread; callable from any thread, at any moment.
@@ -151,13 +151,13 @@ class Merged(SingleConsumer, Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """End all generations: `aclose` without its checkpoint. Only in trio's thread."""
         if not self._is_closed:
             self._is_closed = True
             self._items.close()
             self._work.scope.cancel()
 
 
+@attrs.define(eq=False)
 class _Work(Generic[T]):
     """The generations, in tasks of the runtime.
 
@@ -166,21 +166,13 @@ class _Work(Generic[T]):
         error: of the first generation that failed.
     """
 
-    def __init__(
-        self,
-        generations: Iterator[tuple[int, Generation]],
-        begin: Callable[[Open, Tools | None], TokenStream],
-        produce: Produce[T],
-        num_tasks: int,
-        items: trio.MemorySendChannel[tuple[int, T]],
-    ) -> None:
-        self.scope = trio.CancelScope()
-        self.error: Exception | None = None
-        self._generations = generations
-        self._begin = begin
-        self._produce = produce
-        self._num_tasks = num_tasks
-        self._items = items
+    _generations: Iterator[tuple[int, Generation]]
+    _begin: Callable[[Open, Tools | None], TokenStream]
+    _produce: Produce[T]
+    _num_tasks: int
+    _items: trio.MemorySendChannel[tuple[int, T]]
+    scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    error: Exception | None = attrs.field(init=False, default=None)
 
     # A Ctrl-C belongs to the user's task.
     @trio.lowlevel.enable_ki_protection

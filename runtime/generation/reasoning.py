@@ -108,7 +108,6 @@ class ReasoningTracker:
         """Take the next token.
 
         Args:
-            token: its id.
             readable: the text that it makes readable.
             given: the text that the consumer gets with it; a possible stop string comes later, or never.
             tail: the text of the tokens so far that was withheld.
@@ -145,5 +144,5 @@ class ReasoningTracker:
 
 
 def marks_of(answer: ReasoningTracker) -> ReasoningMarks:
-    """What the reader and the grammar of an answer that begins now need; no tags where one of both is unknown."""
+    """The marks for the reader and the grammar of an answer that begins now; no tags unless both are known."""
     return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.is_thinking}

@@ -101,7 +101,7 @@ def _encode(
 
 
 def check_prompt_length(num_tokens: int, context_length: int | None) -> None:
-    """Raises: PromptTooLongError: so many tokens fill the context, which has no bound for None."""
+    """Raises: PromptTooLongError: `num_tokens` fill the context; None is a context without bound."""
     if context_length is not None and num_tokens >= context_length:
         raise PromptTooLongError(
             f"the prompt has {num_tokens} tokens, and the target's context of {context_length} must hold it and at "
@@ -228,7 +228,6 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
     Args:
         messages: with a role and a content each. If the last one is the assistant's and has `"prefix": True`, the
             answer continues it.
-        tokenizer: with a chat template.
         **switches: further variables of the template; `add_generation_prompt=False` ends the text with the messages.
 
     Raises: PromptError: the template does not take the messages.
@@ -332,12 +331,6 @@ class GrowingText:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
-        """Decode one generation.
-
-        Args:
-            tokenizer: None where the target has none; every piece is then empty.
-            opened: opened the generation.
-        """
         self._detokenizer = Detokenizer(tokenizer)
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
@@ -375,7 +368,6 @@ class StopFinder:
     """Searches the tokens that a generation is about to commit for stop strings."""
 
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
-        """Search one generation that has stop strings."""
         self._text: GrowingText | None = GrowingText(tokenizer, opened)
 
     def resume(self, tokens: Iterable[int]) -> None:

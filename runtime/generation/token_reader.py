@@ -15,7 +15,7 @@ from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.prices import Estimates
 from protocol.reprs import brief
 from protocol.scores import TopLogprob
-from protocol.session_state import Commit, FinishReason
+from protocol.session_state import Commit, Drafter, FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
@@ -35,7 +35,8 @@ class Token:
             tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token has no text.
             Text that may be the beginning of a stop string is withheld until it is known not to be one.
         index: 0 for the first generated token.
-        from_draft: whether the drafter had proposed it.
+        drafted_by: "model" if a draft model or trained drafter had proposed it, "copy" if it was copied from earlier in
+            the text, None if it is the target's own.
         finish_reason: None where the text goes on; "stop" at an end-of-text or stop token, or where a stop string is
             complete; "length" where `max_tokens` or the context is used up.
         stop_reason: the stop string, or the id among `stop_tokens`, that ended the text. None where the text goes on,
@@ -52,7 +53,7 @@ class Token:
     id: int
     text: str
     index: int
-    from_draft: bool
+    drafted_by: Drafter | None
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[TopLogprob, ...] = ()
@@ -62,12 +63,17 @@ class Token:
     events: tuple[AnswerEvent, ...] = ()
 
     @property
+    def from_draft(self) -> bool:
+        """Whether it had been proposed."""
+        return self.drafted_by is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether the model has ended the text with this token, an end-of-text or stop token."""
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     def __repr__(self) -> str:
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "from_draft": self.from_draft}
+        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "drafted_by": self.drafted_by}
         for name in ("finish_reason", "stop_reason", "logprob"):
             if getattr(self, name) is not None:
                 told[name] = getattr(self, name)
@@ -135,11 +141,7 @@ class TokenReader:
 
         Args:
             session: the state that the actors share with the reader.
-            text: decodes this generation; new.
-            answer: splits this generation; new.
-            clock: returns seconds.
             on_token: called for each token given, with its commit and its index there.
-            estimates: returns what the runtime has measured so far.
             calls: tells tool calls of this generation apart; new. None for a generation without tools.
         """
         self.session = session.opened.session
@@ -209,7 +211,7 @@ class TokenReader:
             id=commit.tokens[index],
             text=text,
             index=self.num_given,
-            from_draft=index < commit.num_from_draft,
+            drafted_by=commit.drafted_by(index),
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
             top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
@@ -273,27 +275,25 @@ def _rest_of(commit: Commit, begin: int) -> Commit:
         start=commit.start + begin,
         tokens=commit.tokens[begin:],
         num_from_draft=max(0, commit.num_from_draft - begin),
+        copied=commit.copied[begin:],
         likelihoods=commit.likelihoods[begin:],
     )
 
 
+@attrs.define(eq=False)
 class Arrivals:
-    """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`."""
+    """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`.
 
-    def __init__(
-        self, session: Session, commits: trio.MemoryReceiveChannel[Commit], hang_up: Callable[[], None]
-    ) -> None:
-        """The commits of a session.
+    Attributes:
+        session: the state that the actors share with the reader.
+        commits: the channel on which they arrive.
+        hang_up: ends the session soon; callable from any thread, at any moment, more than once.
+    """
 
-        Args:
-            session: the state that the actors share with the reader.
-            commits: the channel on which they arrive.
-            hang_up: ends the session soon; callable from any thread, at any moment, more than once.
-        """
-        self._session = session
-        self._commits = commits
-        self._peeked: deque[Commit] = deque()  # taken from the channel, and not received yet
-        self.hang_up = hang_up
+    _session: Session
+    _commits: trio.MemoryReceiveChannel[Commit]
+    hang_up: Callable[[], None]
+    _peeked: deque[Commit] = attrs.field(init=False, factory=deque)  # taken from the channel, and not received yet
 
     @property
     def error(self) -> OutriderError:

@@ -6,7 +6,6 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import BinaryIO, ClassVar, Self, TypeVar
 
 import attrs
@@ -52,9 +51,7 @@ class SingleConsumer(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     async def _receive(self, receive: Callable[[], Awaitable[T]]) -> T:
@@ -80,7 +77,7 @@ _NOTHING_GIVEN = ReasoningTracker(None, ())
 
 
 class StreamState(ABC):
-    """What a stream tells of the tokens that it has given."""
+    """The public state of a stream, from the tokens that it has given."""
 
     _is_closed: bool
 
@@ -199,18 +196,12 @@ class TokenStream(StreamState, SingleConsumer):
 
     _busy = "another task is waiting for this stream's next token; a stream has one consumer"
 
-    def __init__(self, reader: TokenReader, arrivals: Arrivals, write: Write) -> None:
-        """Made by `Runtime.stream`.
+    _is_unread = True
 
-        Args:
-            reader: of this generation.
-            arrivals: of this generation.
-            write: saves it to a file.
-        """
+    def __init__(self, reader: TokenReader, arrivals: Arrivals, write: Write) -> None:
         self.write = write
         self.reader = reader
         self.arrivals = arrivals
-        self._is_unread = True
 
     def __repr__(self) -> str:
         return f"<outrider TokenStream, {self._state}>"
@@ -301,7 +292,6 @@ class TokenStream(StreamState, SingleConsumer):
         self.reader.begin_commit(commit)
 
     def close(self) -> None:
-        """End the generation: `aclose` without its checkpoint. Only in trio's thread."""
         self.reader.end()
         self.hang_up()
 

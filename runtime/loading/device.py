@@ -1,10 +1,14 @@
-"""The device on which both models compute, and the processor. Imports mlx only where a device is chosen."""
+"""The device on which both models compute, the processor and the memory. Imports mlx only where a device is chosen."""
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 
 from protocol.errors import SettingsError
+
+_SYSCTL = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def use_device(device: str | None, option: str = "--device") -> None:
@@ -32,4 +36,18 @@ def processor_name() -> str:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+        return _apple_chip() or platform.processor() or platform.machine()
+
+
+def _apple_chip() -> str:
+    """The name of the chip, such as "Apple M3 Max"; "" on another system. (`platform.processor` says "arm".)"""
+    try:
+        done = subprocess.run(_SYSCTL, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def physical_memory() -> int:
+    """The memory of the machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

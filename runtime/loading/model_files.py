@@ -20,7 +20,9 @@ _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "merges.txt", "*.model", "*.tiktok
 
 def name_of(source: Any) -> str:
     """What messages call a model source."""
-    return type(source[0]).__name__ if isinstance(source, tuple) else str(source)
+    if isinstance(source, tuple):
+        return str(getattr(source[0], "source_name", type(source[0]).__name__))
+    return str(source)
 
 
 def folder_of(source: Any) -> Path | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
@@ -33,9 +31,9 @@ from runtime.engine.running import running
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
-from runtime.loading.device import processor_name
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source, check_draft_source, check_source, load_draft_onto
+from runtime.measuring.machine import machine
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
 
@@ -109,14 +107,14 @@ class LoadedModels:
     @property
     def circumstances(self) -> Circumstances:
         """The models by name, and the machine."""
-        machine = _machine()
+        about = _machine()
         if self.group is not None:
-            machine["ranks"] = f"{self.group.size}, of which this is the first"
+            about["ranks"] = f"{self.group.size}, of which this is the first"
         return Circumstances(
             target=name_of(self.target_source),
             draft=", ".join(NGRAM if draft == NGRAM else name_of(draft) for draft in self.drafts.values()),
             dtypes={name: dtypes_of(model.module) for name, model in self.models.items()},
-            machine=machine,
+            machine=about,
             num_ranks=1 if self.group is None else self.group.size,
         )
 
@@ -260,17 +258,12 @@ def _cast(module: Module, dtype: mx.Dtype) -> None:
 
 
 def _machine() -> dict[str, str]:
-    """Processor, versions, device and BLAS."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("mlx", "mlx-lm"))
-    machine = {
-        "device": mx.default_device().type.name,
-        "processor": f"{processor_name()}, {blas.num_usable_cores()} cores",
-        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, {versions}",
-    }
+    """The machine, MLX's device and BLAS."""
+    found = {"device": mx.default_device().type.name, **machine()}
     if (library := blas.blas_in_use()) is not None:
-        machine["linear algebra"] = library
+        found["linear algebra"] = library
     if blas.shares_cores():
-        machine["BLAS threads"] = (
+        found["BLAS threads"] = (
             f"{blas.num_usable_cores()} for a model that computes alone, shared by models that compute at the same time"
         )
-    return machine
+    return found

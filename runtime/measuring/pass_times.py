@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.model import MLXModel
-from actors.model import CachedSequence, RewindMode
+from actors.model import CachedSequence, Feed, RewindMode
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.feature_input import FeatureInput
 from protocol.pass_price import PassPrice
@@ -27,10 +27,12 @@ class Passes:
     """Measured forward passes.
 
     Attributes:
-        times: in seconds, by width in tokens.
+        times: in seconds, by width in tokens, or in texts of one token each.
+        building: the part in which Python builds the graph of the pass, and holds its lock.
     """
 
     times: Mapping[int, Spread]
+    building: Mapping[int, Spread] = {}
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -44,6 +46,12 @@ class Passes:
         for width, seconds in self.seconds.items():
             price.observe(width, 0.0, seconds)
         return price
+
+    def python_row(self, num_layers: int) -> tuple[str, str]:
+        """A row of a report: how long a pass over one token holds Python's lock."""
+        held_s = self.building[1].median or 0.0
+        a_layer = f", {held_s / num_layers * 1e6:,.0f} µs a layer" if num_layers else ""
+        return "Python's lock", f"held for {held_s * 1e3:,.2f} ms to build a pass{a_layer}"
 
     def rows(self, symbol: str, named: Callable[[int], str]) -> list[tuple[str, str]]:
         """Rows (name, times) of a report; `named` gives the name of a width."""
@@ -61,7 +69,8 @@ def time_passes(
     repeats: int = REPEATS,
     num_context: int = CONTEXT_TOKENS,
 ) -> Passes:
-    """Time forward passes of several widths over the same text, in turn.
+    """Time forward passes of several widths over the same text, in turn. The last part, until MLX has computed it,
+    leaves Python's lock to others.
 
     Args:
         model: the model.
@@ -70,19 +79,52 @@ def time_passes(
         num_context: tokens in the cache when a pass is timed, >= 1.
     """
     sequence = _filled_sequence(model, num_context)
-    contest: Contest[int, int, float] = Contest(widths, [num_context], repeats, warm_up=[num_context])
+    contest: Contest[int, int, tuple[float, float]] = Contest(widths, [num_context], repeats, warm_up=[num_context])
     for step in contest.steps():
         width = step.contender
         rewind_mode = sequence.prepare(width, num_context)
         began = time.perf_counter()
-        mx.eval(sequence.feed((1,) * width, width))
-        contest.record(step, time.perf_counter() - began)
+        logits = sequence.feed((1,) * width, width)
+        built = time.perf_counter()
+        mx.eval(logits)
+        contest.record(step, (time.perf_counter() - began, built - began))
         if rewind_mode is RewindMode.SINGLE:
             sequence = _filled_sequence(model, num_context)
         else:
             sequence.rewind(num_context)
     sequence.close()
-    return Passes({width: spread(contest.runs(width).values()) for width in widths})
+    taken = {width: list(zip(*contest.runs(width).values(), strict=True)) for width in widths}
+    return Passes(*({width: spread(taken[width][part]) for width in widths} for part in (0, 1)))
+
+
+def time_shared_passes(
+    model: MLXModel, numbers: Sequence[int], *, repeats: int = REPEATS, num_context: int = CONTEXT_TOKENS
+) -> Passes:
+    """Time forward passes that several texts share, one token each. Texts of the model must be able to share passes.
+
+    Args:
+        model: the model.
+        numbers: of texts.
+        repeats: passes of each number, >= 1.
+        num_context: tokens of each text before the first of them.
+    """
+    times, building = {}, {}
+    for number in numbers:
+        feeds = [Feed(_filled_sequence(model, num_context), (1,), 1) for _ in range(number)]
+        taken: list[tuple[float, float]] = []
+        for _ in range(1 + repeats):
+            for feed in feeds:
+                feed.sequence.prepare(1, feed.sequence.length)
+            began = time.perf_counter()
+            logits = model.feed_together(feeds)
+            built = time.perf_counter()
+            mx.eval(logits)
+            taken.append((time.perf_counter() - began, built - began))
+        for feed in feeds:
+            feed.sequence.close()
+        # The first pass puts the texts into one batch.
+        times[number], building[number] = (spread(part) for part in zip(*taken[1:], strict=True))
+    return Passes(times, building)
 
 
 def _filled_sequence(model: MLXModel | TrainedDrafter, num_tokens: int) -> CachedSequence:

@@ -71,8 +71,7 @@ def check_plot(file: str | None, formats: Sequence[str]) -> Path | None:
     path = Path(file).expanduser()
     if path.suffix.lower() not in formats:
         raise must_be("plot", f"a file that ends in {', '.join(formats)}", file)
-    if not path.is_dir():
-        check_place("plot", path)
+    check_place("plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError.of('{plot} needs matplotlib, which is not installed; pip install "outrider[plot]"')
     return path

@@ -254,6 +254,7 @@ def _commit_for_json(commit: Commit) -> dict[str, Any]:
     return {
         "num_tokens": len(commit.tokens),
         "num_from_draft": commit.num_from_draft,
+        "copied": list(commit.copied),
         "finish_reason": commit.finish_reason,
         "stop_reason": commit.stop_reason,
         "likelihoods": [
@@ -325,10 +326,15 @@ def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
         case {
             "num_tokens": int(num_tokens),
             "num_from_draft": int(num_from_draft),
+            "copied": list(copied),
             "finish_reason": "stop" | "length" | None as finish_reason,
             "stop_reason": str() | int() | None as stop_reason,
             "likelihoods": list(listed),
-        } if 0 < num_tokens <= len(tokens) - begin and 0 <= num_from_draft <= num_tokens:
+        } if (
+            0 < num_tokens <= len(tokens) - begin
+            and 0 <= num_from_draft <= num_tokens
+            and (not copied or len(copied) >= num_from_draft)
+        ):
             likelihoods = tuple(_likelihood(one) for one in listed)
             if len(likelihoods) in (0, num_tokens):
                 return Commit(
@@ -337,6 +343,7 @@ def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
                     start=begin,
                     tokens=tokens[begin : begin + num_tokens],
                     num_from_draft=num_from_draft,
+                    copied=tuple(bool(each) for each in copied),
                     finish_reason=finish_reason,
                     likelihoods=likelihoods,
                     stop_reason=stop_reason,

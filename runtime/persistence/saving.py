@@ -88,8 +88,6 @@ class SessionSaver:
         """Write a stream and its cached sequences to a file; see `TokenStream.save`.
 
         Args:
-            path: of the file.
-            opened: opened the stream.
             progress: returns how far its text has come, all commits included.
         """
         saved_session.check_path(path)
@@ -150,8 +148,6 @@ class SessionSaver:
         """Put a session's cached sequences into the models' prefix caches, once all of them are found to fit.
 
         Args:
-            path: of the file.
-            session: read from the file.
             drafted: whether the session will have a drafter.
 
         Cancellation: takes effect once the sequences are kept.

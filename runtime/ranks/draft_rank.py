@@ -14,15 +14,13 @@ from actors.distributed.rank_group import RankGroup
 from protocol.errors import SettingsError
 from protocol.validation import check_integer
 from runtime.loading.model_sources import Source
-from runtime.ranks.drafting import draft_for
+from runtime.remote.drafting import draft_for
 
 
 def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> int | None:
     """The rank that is to draft; None for rank 0, which drafts beside its part of the target.
 
     Args:
-        group: the ranks.
-        draft_rank: the option of `open`.
         has_model: whether the drafter is one that can be loaded there.
 
     Raises: SettingsError: there is no such rank, it would have nothing to load, or it cannot be left out of the others.

@@ -23,9 +23,7 @@ def run_in_group(name: str, work: Callable[[], T], group: RankGroup, timeout_s: 
     """Do a piece of work on a thread, and wait for it until it ends or the group is broken.
 
     Args:
-        name: of the thread.
         work: the work. It breaks the group where it fails; see `breaking`.
-        group: the ranks.
         timeout_s: longest time that it may take; None for ever.
 
     Returns: what the work returns.
@@ -57,7 +55,6 @@ def breaking(group: RankGroup, doing: Callable[[], str]) -> Iterator[None]:
     """Break the group with whatever is raised inside: this rank is out of step then.
 
     Args:
-        group: the ranks.
         doing: says what this rank was doing.
 
     Raises: RankError: why the group is broken.

@@ -81,11 +81,6 @@ def leading(group: RankGroup, worker: ThreadWorker, draft_rank: int | None = Non
 
     A collective whose peers are gone may wait for ever, so the thread is not waited for.
 
-    Args:
-        group: the ranks.
-        worker: of the target.
-        draft_rank: as in `open`.
-
     Raises: SettingsError: another runtime leads the group.
     """
     _check_free(group)

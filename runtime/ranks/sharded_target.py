@@ -133,7 +133,6 @@ def _from_each(group: RankGroup, kind: type[M], do_it: str) -> Iterator[tuple[in
     """Wait for a message of each other rank of the target, and log which have not sent theirs for long.
 
     Args:
-        group: the ranks.
         kind: of the message. Others are ignored.
         do_it: what a rank does before it sends the message.
 

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -82,31 +82,3 @@ def in_parallel(functions: dict[str, Callable[[], T]]) -> dict[str, T]:
 def threads_at_work() -> list[str]:
     """Names of this process's threads that work for a runtime."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")]
-
-
-class WrappedModel(Module):
-    """A wrapper around a model; subclasses change something about its passes."""
-
-    def __init__(self, model: Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.model = model
-
-    @property
-    def args(self) -> Any:
-        """The model's arguments."""
-        return self.model.args
-
-    @property
-    def layers(self) -> list[Module]:
-        """The model's layers."""
-        layers: list[Module] = self.model.layers
-        return layers
-
-    def make_cache(self) -> list[Any]:
-        """The model's caches."""
-        return make_prompt_cache(self.model)
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """The model's logits (1, tokens, V)."""
-        logits: mx.array = self.model(inputs, cache=cache)
-        return logits

@@ -29,6 +29,7 @@ class Check:
         meaning: what it means for a user if the check fails. (If it crashes or hangs, nothing was found out.)
         timeout_s: seconds after which its process counts as hung, beyond the time that the check is given.
         environment: variables of its process.
+        of_bundled_pair: whether it is of the bundled pair although the user has given another.
     """
 
     name: str
@@ -36,11 +37,13 @@ class Check:
     meaning: str
     timeout_s: float = 600.0
     environment: dict[str, str] = attrs.field(factory=dict)
+    of_bundled_pair: bool = False
 
     @property
     def label(self) -> str:
         """The check's name for people, with the variables that set it apart from another of the same function."""
-        return self.name.replace("_", " ") + (f" with {self.variables}" if self.variables else "")
+        whose = " of the bundled pair" if self.of_bundled_pair else ""
+        return self.name.replace("_", " ") + whose + (f" with {self.variables}" if self.variables else "")
 
     @property
     def variables(self) -> str:
@@ -116,10 +119,19 @@ CHECKS = (
     _check("stability", "device_isolation", "the runtime disturbs what your own code computes with MLX beside it"),
     _check("stability", "failing_allocation", "a stream that runs out of memory ends the others, too"),
     _check("speed", "prices", "forward passes could not be timed"),
+    _check("speed", "python", "what Python takes of a pass could not be timed"),
     _check("speed", "overlap", "two models at a time could not be timed"),
     _check("speed", "switch_intervals", "the effect of the GIL's switch interval could not be measured"),
+    _check("speed", "shape", "a pair with the cost of a real one could not be measured"),
+    _check("speed", "many_streams", "tokens per second of several streams could not be measured"),
     _check("speed", "speeds", "tokens per second could not be measured"),
 )
+
+# Those that matter most, in the order in which they run where there is little time.
+QUICK = ("prices", "speeds", "many_streams", "python", "greedy_equality", "rows")
+
+# With the bundled pair, where the user's own is measured.
+OF_THE_BUNDLED_PAIR = attrs.evolve(CHECKS[-1], of_bundled_pair=True)
 
 # The speeds again, with layers evaluated otherwise.
 CHECKS_OF_LAYERS = tuple(

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-import sys
-import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from runtime.loading.device import processor_name
-from runtime.loading.mlx_environment import set_here
+from runtime.measuring.machine import machine
+from runtime.measuring.report_files import DeviceReport, PriceTable
 from runtime.selftest.checks import FAILURES
 from runtime.selftest.runner import CheckRun
-from runtime.selftest.stored_report import FORMAT, versions
-
-_PREFIXES = ("MLX_", "OUTRIDER_")
+from runtime.terminal.tables import TableRow, TextTable
 
 # A smaller gain may be noise.
 MIN_GAIN = 1.05
-
-# What looks like an absolute path in a message of somebody else's, and the file in a line of a traceback.
-_PATH = re.compile(r"(?<![\w.<>])(?:~|\.\.?)?(?:/[^\s/'\":,()]+){2,}/?")
-_REST_OF_PATH = r"(?:/[^\s'\":,()]*)?"
-_FILE_OF_TRACEBACK = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
-PACKAGE = Path(__file__).resolve().parents[2]
 
 
 @attrs.define
@@ -51,8 +37,9 @@ class SelfTestReport:
         """The checks that have failed, crashed or hung."""
         return [run for run in self.runs if run.finding.status in FAILURES]
 
-    def as_json(self) -> dict[str, Any]:
-        """The report as a JSON object, with every path taken out."""
+    @property
+    def device_report(self) -> DeviceReport:
+        """What is kept and written."""
         checks = {
             run.check.label: {
                 **run.finding.as_json(),
@@ -61,25 +48,35 @@ class SelfTestReport:
             }
             for run in self.runs
         }
-        report = {
-            "format": FORMAT,
-            "date": datetime.now(UTC).date().isoformat(),
+        results = {
             "summary": summary(self.runs),
-            "machine": machine(),
             "own_models": self.with_own_models,
             "failures": {run.check.label: _meaning(run) for run in self.failures},
             "settings": dict(self._settings()),
             "checks": checks,
         }
-        without_paths: dict[str, Any] = _without_paths(report, self._known_paths())
-        return without_paths
+        tables = [PriceTable(**table) for run in self.runs for table in run.finding.figures.get("price_tables", ())]
+        return DeviceReport("selftest", machine(), results, tables)
 
-    def _known_paths(self) -> list[str]:
-        """Paths that may occur in messages, the longest first: a path in another one goes with it."""
-        home = os.path.expanduser("~")
-        places = (home, os.getcwd(), sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(PACKAGE))
-        known = {*self.secrets, *places, *map(os.path.realpath, places)}
-        return sorted(known - {"", "/", ".", "~"}, key=len, reverse=True)
+    def as_json(self) -> dict[str, Any]:
+        """The report as a JSON object, with every path taken out."""
+        return self.device_report.as_json(self.secrets)
+
+    def write(self, path: Path) -> None:
+        """Write the report for an issue.
+
+        Raises: OutputError: a file cannot be written.
+        """
+        self.device_report.write(path, "outrider selftest", self.sections(), self._speeds(), self.secrets)
+
+    def _speeds(self) -> list[tuple[str, TextTable]]:
+        """The speeds that the checks have measured, as tables."""
+        tables = []
+        for run in self.runs:
+            if speeds := run.finding.figures.get("tokens_per_second"):
+                rows = [TableRow((name, f"{speed:.1f}")) for name, speed in speeds.items() if isinstance(speed, float)]
+                tables.append((run.check.label.capitalize(), TextTable(("", "tokens/s"), tuple(rows))))
+        return tables
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titled tables of (name, value): the machine, every check, what failures mean, and the best settings."""
@@ -121,25 +118,6 @@ class SelfTestReport:
         return settings
 
 
-def _without_paths(value: Any, known: Sequence[str]) -> Any:
-    """A value of JSON with every path in its texts taken out.
-
-    Args:
-        value: the value.
-        known: paths that may occur, the longest first.
-    """
-    if isinstance(value, str):
-        value = _FILE_OF_TRACEBACK.sub(r'File "\1"', value)
-        for path in known:
-            value = re.sub(re.escape(path) + _REST_OF_PATH, "<path>", value)
-        return _PATH.sub("<path>", value)
-    if isinstance(value, dict):
-        return {_without_paths(key, known): _without_paths(each, known) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_paths(each, known) for each in value]
-    return value
-
-
 def _meaning(run: CheckRun) -> str:
     return run.check.meaning if run.finding.status == "failed" else "this could not be checked"
 
@@ -148,23 +126,11 @@ def _mark(run: CheckRun) -> str:
     return "" if run.finding.status == "passed" else f"{run.finding.status.upper()}: "
 
 
-def machine() -> dict[str, str]:
-    """The machine, the versions, and the variables of MLX and of Outrider that the user has set, by name."""
-    ours = set_here()
-    return {
-        "system": f"{platform.system()} {platform.release()}",
-        "processor": processor_name(),
-        "python": platform.python_version(),
-        **versions(),
-        **{name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) and name not in ours},
-    }
-
-
 def summary(runs: Sequence[CheckRun]) -> str:
     """One sentence on all checks."""
     num_failed = sum(run.finding.status in FAILURES for run in runs)
     num_skipped = sum(run.finding.status == "skipped" for run in runs)
     skipped = f", {num_skipped} skipped" if num_skipped else ""
     if num_failed:
-        return f"{num_failed} of {len(runs)} checks failed{skipped}; attach the report of --json to an issue"
+        return f"{num_failed} of {len(runs)} checks failed{skipped}; attach the report of --report to an issue"
     return f"{len(runs) - num_skipped} checks passed{skipped}"

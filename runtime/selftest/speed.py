@@ -8,25 +8,45 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import attrs
 import mlx.core as mx
 import trio
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import QuantizedLinear
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set
-from actors.mlx.model import MLXModel
+from actors.mlx.model import MLXModel, dtypes_of, quantize_weights
+from runtime.bench.benchmark import MIN_CLOCK
+from runtime.bench.many_streams import ManyStreams, StreamsPlan
 from runtime.bench.one_stream import OneStream, OneStreamPlan
+from runtime.bench.overhead import Overhead, OverheadPlan
+from runtime.bench.shapes import PROMPTS, shaped_pair
+from runtime.bench.small_models import small_model
+from runtime.loading.device import processor_name
 from runtime.loading.vocabularies import check_vocabularies
 from runtime.measuring.contest import Contest
-from runtime.measuring.figures import spread
-from runtime.measuring.pass_times import time_passes
+from runtime.measuring.figures import Record, spread
+from runtime.measuring.pass_times import REPEATS, Passes, time_passes, time_shared_passes
+from runtime.measuring.report_files import PriceTable
 from runtime.selftest.baselines import in_parallel, median_step_s
 from runtime.selftest.checks import Finding
 from runtime.selftest.subject import Subject, running_pair
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+NUMBERS_OF_TEXTS = (1, 2, 4, 8, 16)
 TEXT_LENGTHS = (64, 512)
+# Each text is read before; a CPU takes 10 ms a token.
+SHARED_TEXT_LENGTH = 16
+BITS = 4
+_QUANTIZED: dict[str, Any] = {"bits": BITS, "group_size": 64, "mode": "affine"}
+NUMBERS_OF_LAYERS = (4, 36)
+NUMBERS_OF_STREAMS = (4, 16)
+SHAPE_ACCEPTANCE = 0.75
 # In seconds; Python's default is the first.
 SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
 NUM_TURNS = 3
@@ -42,21 +62,110 @@ DEVICE_FIELDS = (
 
 
 def prices(subject: Subject) -> Finding:
-    """The time of a forward pass of each model by the number of its tokens, at two text lengths."""
-    tables: dict[str, dict[str, list[float]]] = {}
-    for role in ("target", "draft"):
-        model = MLXModel(subject.load(role)[0], CacheOptions())
-        tables[role] = {
-            str(length): list(time_passes(model, WIDTHS, num_context=length).seconds.values())
-            for length in TEXT_LENGTHS
-        }
+    """The times of forward passes: by tokens of one text and by texts that share them, by the length of the text, and
+    by the bits of the weights.
+    """
+    tables: list[PriceTable] = []
+    models = {"target": subject.load("target")[0], "draft": subject.load("draft")[0]}
+    for bits in (None, BITS):
+        if bits is not None and any(isinstance(module, QuantizedLinear) for module in models["target"].modules()):
+            break  # as they are, they are quantised already
+        named = ", ".join(dtypes_of(models["target"])) if bits is None else f"{bits} bits"
+        if bits is not None:
+            for model in models.values():
+                quantize_weights(model, **_QUANTIZED)
+                mx.eval(model.parameters())
+        tables += _price_tables(models, f"{_device_name()}, {named}", subject)
     shortest = str(TEXT_LENGTHS[0])
-    target_s, draft_s = tables["target"][shortest], tables["draft"][shortest]
+    target_s, draft_s = (tables[0].seconds[role][shortest] for role in ("target", "draft"))
     return Finding(
         "passed",
         f"a pass of the target over 4 tokens takes {target_s[WIDTHS.index(4)] / target_s[0]:.2f} times as long as over "
         f"one, and a draft step {draft_s[0] / target_s[0]:.2f} times",
-        {"widths": list(WIDTHS), "text_lengths": list(TEXT_LENGTHS), "seconds": tables},
+        {"price_tables": [attrs.asdict(table) for table in tables]},
+    )
+
+
+def _price_tables(models: Mapping[str, Module], device: str, subject: Subject) -> list[PriceTable]:
+    """Of a pair: by tokens of one text; and of the target by texts, if they can share passes."""
+    wrapped = {role: MLXModel(model, CacheOptions()) for role, model in models.items()}
+    repeats, lengths = (NUM_TURNS, TEXT_LENGTHS[:1]) if subject.is_quick else (REPEATS, TEXT_LENGTHS)
+    by_tokens = {
+        role: {str(n): time_passes(model, WIDTHS, repeats=repeats, num_context=n) for n in lengths}
+        for role, model in wrapped.items()
+    }
+    tables = [_price_table(device, f"by tokens of one text, {subject.pair_name}", WIDTHS, by_tokens)]
+    if wrapped["target"].sharing_obstacle() is None:
+        length = SHARED_TEXT_LENGTH
+        passes = time_shared_passes(wrapped["target"], NUMBERS_OF_TEXTS, repeats=repeats, num_context=length)
+        source = f"by texts that share a pass, {subject.pair_name}"
+        tables.append(_price_table(device, source, NUMBERS_OF_TEXTS, {"target": {str(length): passes}}))
+    return tables
+
+
+def _price_table(
+    device: str, source: str, widths: Sequence[int], passes: Mapping[str, Mapping[str, Passes]]
+) -> PriceTable:
+    seconds = {
+        role: {length: list(each.seconds.values()) for length, each in by_length.items()}
+        for role, by_length in passes.items()
+    }
+    return PriceTable(device, source, widths, [int(length) for length in next(iter(passes.values()))], seconds)
+
+
+def _device_name() -> str:
+    """The name of MLX's device."""
+    return str(mx.device_info().get("device_name") or processor_name())
+
+
+def python(subject: Subject) -> Finding:
+    """How long a pass holds Python's lock: to build its graph, by the number of layers; and in the loop around it."""
+    models = [small_model("llama", 0, num_hidden_layers=layers) for layers in NUMBERS_OF_LAYERS]
+    building = [time_passes(MLXModel(model, CacheOptions()), (1,)).building[1].median or 0.0 for model in models]
+    per_layer = (building[-1] - building[0]) / (NUMBERS_OF_LAYERS[-1] - NUMBERS_OF_LAYERS[0])
+    plan = OverheadPlan(streams=(1, 16), max_tokens=max(16, subject.max_tokens // 2), repeats=2)
+    rows = trio.run(Overhead(plan).measure).rows
+    return Finding(
+        "passed",
+        f"building the graph of a pass holds Python's lock for {per_layer * 1e6:.0f} µs a layer, that is "
+        f"{per_layer * 64e3:.1f} ms with 64 layers",
+        {
+            "building_s": dict(zip(map(str, NUMBERS_OF_LAYERS), building, strict=True)),
+            "microseconds_a_token": {f"{row.streams} streams, {row.way}": row.median for row in rows},
+        },
+    )
+
+
+def many_streams(subject: Subject) -> Finding:
+    """Tokens per second of several streams at once, against mlx-lm's `BatchGenerator`."""
+    plan = StreamsPlan(
+        max_tokens=max(32, subject.max_tokens // 2), repeats=2, streams=NUMBERS_OF_STREAMS, kinds=("at once",)
+    )
+    result = trio.run(ManyStreams(plan).measure, subject.target, subject.draft)
+    speeds = {f"{row.streams} streams, {row.name}": row.median for row in result.rows}
+    ours, batched = (row.median for row in result.rows[-2:])
+    ratio = f"{ours / batched:.2f} times" if ours and batched else "unknown against"
+    return Finding(
+        "passed",
+        f"{NUMBERS_OF_STREAMS[-1]} streams have {ratio} the speed of mlx-lm's BatchGenerator",
+        {"tokens_per_second": speeds, "clock": result.clock},
+    )
+
+
+def shape(subject: Subject) -> Finding:
+    """The speeds and prices of a pair with the cost of an 8B in 4 bits, which a CPU has no time for."""
+    if subject.shape is None:
+        return Finding("skipped", "a CPU takes too long for the shape of a real pair")
+    target, draft = shaped_pair(subject.shape, SHAPE_ACCEPTANCE, quantization=_QUANTIZED)
+    mx.eval(target, draft)
+    named = attrs.evolve(subject, target=target.source_name, draft=draft.source_name)
+    tables = _price_tables({"target": target, "draft": draft}, _device_name(), named)
+    plan = _plan(prompts=PROMPTS[:2], max_tokens=subject.max_tokens)
+    result = trio.run(OneStream(plan).measure, (target, None), (draft, None))
+    return Finding(
+        "passed",
+        f"{target.source_name}: {_against_plain(result)}, with guesses right {SHAPE_ACCEPTANCE:.0%} of the time",
+        {**_figures(result), "price_tables": [attrs.asdict(table) for table in tables]},
     )
 
 
@@ -76,18 +185,29 @@ def overlap(subject: Subject) -> Finding:
 
 def speeds(subject: Subject) -> Finding:
     """Tokens per second: mlx-lm plain and speculative, Outrider plain and with "auto"."""
-    plan = OneStreamPlan(
-        max_tokens=max(32, subject.max_tokens), repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto")
-    )
+    plan = _plan(max_tokens=max(32, subject.max_tokens))
     result = trio.run(OneStream(plan).measure, subject.target, subject.draft)
+    return Finding("passed", _against_plain(result), _figures(result))
+
+
+def _plan(**given: Any) -> OneStreamPlan:
+    return OneStreamPlan(repeats=2, num_draft_tokens=(2, 4), lookaheads=(0, "auto"), **given)
+
+
+def _figures(result: Record) -> dict[str, Any]:
+    medians = {row.name: row.median for row in result.rows}
+    return {"tokens_per_second": medians, "clock": result.clock, "machine": result.machine, "dtypes": result.dtypes}
+
+
+def _against_plain(result: Record) -> str:
+    """What "auto" gains, and whether the machine became slower meanwhile."""
     medians = {row.name: row.median for row in result.rows}
     plain, auto = medians["mlx-lm plain"], medians["outrider lookahead auto"]
     ratio = f"{auto / plain:.2f} times" if auto and plain else "unknown against"
-    return Finding(
-        "passed",
-        f"Outrider's \"auto\" has {ratio} the speed of mlx-lm's plain decoding",
-        {"tokens_per_second": medians, "machine": result.machine, "dtypes": result.dtypes},
+    sunk = (
+        "" if result.clock is None or result.clock >= MIN_CLOCK else f"; the clock sank to {result.clock:.2f} meanwhile"
     )
+    return f"Outrider's \"auto\" has {ratio} the speed of mlx-lm's plain decoding{sunk}"
 
 
 def switch_intervals(subject: Subject) -> Finding:

@@ -15,9 +15,9 @@ import mlx.core as mx
 import trio
 
 import runtime
-from runtime.bench.small_models import VOCAB_SIZE, small_model
+from runtime.bench.small_models import VOCAB_SIZE, WrappedModel, small_model
 from runtime.engine.runtime import Runtime
-from runtime.selftest.baselines import WrappedModel, threads_at_work
+from runtime.selftest.baselines import threads_at_work
 from runtime.selftest.checks import Finding, passed_if
 from runtime.selftest.subject import Subject, ids, running_pair
 

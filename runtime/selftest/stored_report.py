@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("outrider", "mlx", "mlx-metal", "mlx-cpu", "mlx-lm", "trio")
-FORMAT = 1
+from runtime.measuring.machine import versions
+from runtime.measuring.report_files import FORMAT
 
 # Packages of another version of which a report says nothing any more.
 _DECISIVE = ("outrider", "mlx", "mlx-lm")
@@ -55,23 +54,13 @@ def rows_of_last_report() -> list[tuple[str, str]]:
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["format"] != FORMAT:
         return []
-    rows = [("result", f"{report['summary']} ({report['date']})")]
-    rows += [(f"failed: {name}", meaning) for name, meaning in report["failures"].items()]
-    whose = "your models" if report["own_models"] else "the demo pair"
-    rows += [(f"best for {whose}: {name}", text) for name, text in report["settings"].items()]
+    results = report["results"]
+    rows = [("result", f"{results['summary']} ({report['date']})")]
+    rows += [(f"failed: {name}", meaning) for name, meaning in results["failures"].items()]
+    whose = "your models" if results["own_models"] else "the demo pair"
+    rows += [(f"best for {whose}: {name}", text) for name, text in results["settings"].items()]
     now = versions()
-    if stale := [name for name in _DECISIVE if report["machine"].get(name) != now.get(name)]:
-        then = ", ".join(f"{name} {report['machine'].get(name, 'missing')}" for name in stale)
+    if stale := [name for name in _DECISIVE if report["versions"].get(name) != now.get(name)]:
+        then = ", ".join(f"{name} {report['versions'].get(name, 'missing')}" for name in stale)
         rows.append(("out of date", f"it was made with {then}; run outrider selftest again"))
     return rows
-
-
-def versions() -> dict[str, str]:
-    """The versions of the installed packages that matter, by name."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -29,12 +29,21 @@ class Subject:
         target, draft: paths or hub ids; by default the demo pair.
         seconds: how long a check that can go on for any time goes on, > 0.
         max_tokens: length of a text, >= 1.
+        shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
+        is_quick: whether less is measured.
     """
 
     target: str = str(DEMO_TARGET)
     draft: str = str(DEMO_DRAFT)
     seconds: float = 10.0
     max_tokens: int = 64
+    shape: str | None = None
+    is_quick: bool = False
+
+    @property
+    def pair_name(self) -> str:
+        """The name of the target in reports."""
+        return "the bundled pair" if self.target == str(DEMO_TARGET) else self.target
 
     def load(self, role: Actor) -> tuple[Module, TokenizerWrapper]:
         """Load a model on this thread."""

@@ -1,4 +1,4 @@
-"""The ASGI application: the operations of all APIs and its own, its middleware, and what it says of errors."""
+"""The ASGI application: the operations of all APIs and its own, its middleware and its error responses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
-from runtime.server.context import Limits, ServerContext
+from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.fair_threads import Background, in_thread
+from runtime.server.limits import Limits
 from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
 from runtime.server.models.pool import ModelPool
 from runtime.server.models.reports import (
@@ -69,14 +70,12 @@ class Service:
     """Settings of a server: how much it serves, and to whom.
 
     Attributes:
-        max_waiting: requests that may wait, >= 0, beside as many as a model works on at once.
         api_key: the key that requests must send, except for the pages and for figures; None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
         origins: origins of web pages of other hosts that may use the server (CORS).
         is_strict: whether what means nothing here is refused instead of ignored; see `ServerContext`.
     """
 
-    max_waiting: int = 256
     limits: Limits = attrs.field(factory=Limits)
     api_key: str | None = attrs.field(default=None, repr=False)
     hosts: Sequence[str] = ("*",)
@@ -111,7 +110,7 @@ def application(
     Args:
         background: runs the tokenizer, and makes long responses.
     """
-    admission = RequestAdmission(lambda: models.max_streams, service.max_waiting, trio.current_time)
+    admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
     context = ServerContext(
         models, service.limits, admission, background, is_strict=service.is_strict, started_at=int(time.time())
     )

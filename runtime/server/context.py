@@ -1,56 +1,23 @@
-"""What all requests of a server share: its models, limits, admission, metrics and threads."""
+"""State that all requests of a server share: models, limits, admission, metrics and threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
-
-import attrs
+from typing import Any, TypeVar
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.connections.client import BodyMemory
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.fair_threads import Background, FairThreads
+from runtime.server.limits import Limits
 from runtime.server.metrics import Metrics
 from runtime.server.models.pool import ModelPool
 
 T = TypeVar("T")
 
 
-@attrs.frozen
-class Limits:
-    """Limits of one request.
-
-    Attributes:
-        max_body_bytes: of the body.
-        max_bodies_bytes: of the bodies of all requests that are being read, beyond the first 16 KiB of each; at least
-            `max_body_bytes`.
-        max_prompt_tokens: of the prompt; None for the context's length.
-        max_tokens: default of the request's field `max_tokens`.
-        max_tokens_limit: maximum of that field, to which higher values are lowered; None for the context's length.
-        prefill_step_size: see `Settings`. During one prefill pass, other requests wait and a cancellation has no effect
-            on the models.
-        body_s: seconds within which the whole body must arrive.
-        schema_s: seconds that a JSON schema may wait to be compiled, and then again seconds that it may take.
-        stalled_s: seconds that the client may leave 64 KiB of the response unread.
-        max_stored_responses, max_stored_bytes: of the responses of `/v1/responses` that are kept, and of their JSON.
-    """
-
-    max_body_bytes: int = 2 * 2**20
-    max_bodies_bytes: int = 64 * 2**20
-    max_prompt_tokens: int | None = None
-    max_tokens: int = 512
-    max_tokens_limit: int | None = None
-    prefill_step_size: int | Literal["auto"] = "auto"
-    body_s: float = 30.0
-    schema_s: float = 10.0
-    stalled_s: float = 60.0
-    max_stored_responses: int = 1000
-    max_stored_bytes: int = 64 * 2**20
-
-
 class ServerContext:
-    """What all requests of a server share.
+    """State that all requests of a server share.
 
     Attributes:
         background: runs what is neither preparation nor encoding.
@@ -72,7 +39,6 @@ class ServerContext:
         is_strict: bool,
         started_at: int,
     ) -> None:
-        """No requests yet."""
         self.models = models
         self.limits = limits
         self.admission = admission
@@ -86,7 +52,7 @@ class ServerContext:
         self._kept: dict[type, Any] = {}
 
     def kept(self, kind: type[T], make: Callable[[Limits], T]) -> T:
-        """What an API keeps for all of its requests: one object of a class, made at the first call."""
+        """State that an API keeps between its requests: one object of a class, made at the first call."""
         if kind not in self._kept:
             self._kept[kind] = make(self.limits)
         kept: T = self._kept[kind]

@@ -1,4 +1,4 @@
-"""Error responses: an HTTP status, and what a body says of it."""
+"""Error responses: an HTTP status, and the error in the body."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _hint(unknown: str, known: Sequence[str]) -> str:
 
 
 def _expected(problems: Sequence[ErrorDetails]) -> str:
-    """What a value must be, from its problems: one for each member of a union."""
+    """The expected value, in words, from pydantic's problems: one for each member of a union."""
     # A value of the right type that is out of bounds: the other types of the union do not matter.
     out_of_bounds = [
         problem for problem in problems if problem["type"] not in _EXPECTED_TYPES and problem["type"] != "literal_error"

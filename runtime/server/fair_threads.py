@@ -1,4 +1,4 @@
-"""Long work on requests and responses, off trio's thread, which it would hold up: clients take turns at two threads."""
+"""Long work on requests and responses, in two threads at which clients take turns; it would block trio's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ClientSlots:
 
     @property
     def num_waiting(self) -> int:
-        """Number of those that wait for a slot."""
+        """Number of tasks that wait for a slot."""
         return sum(map(len, self._waiting.values()))
 
     @asynccontextmanager
@@ -101,7 +101,6 @@ class FairThreads:
     """
 
     def __init__(self, background: Background) -> None:
-        """Nothing to do yet."""
         self._background = background
         self._short = trio.CapacityLimiter(1)
         self._long = trio.CapacityLimiter(1)

@@ -37,6 +37,8 @@ _COUNTERS = (
         "accepted_stale",
     ),
     ("stale_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_stale"),
+    ("copied_accepted_tokens", "Accepted tokens that were copied from earlier in their text", "accepted_copied"),
+    ("copied_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_copied"),
     ("rounds", "Verify passes that gave a token", "rounds"),
     ("lookahead_hits", "Verdicts whose text had been drafted for", "lookahead_hits"),
     ("lookahead_misses", "Verdicts whose text had not", "lookahead_misses"),
@@ -45,6 +47,21 @@ _COUNTERS = (
     ("target_passes", "The target's passes that verify or decode", "passes"),
     ("target_pass_rows", "Rounds in these passes, of one stream each", "pass_rows"),
     ("pass_wait_seconds", "Seconds that rounds were ready and waited for a pass", "wait_seconds"),
+)
+
+
+# Counters by place in the proposal, likewise; the first has vLLM's name.
+_COUNTERS_BY_POSITION = (
+    (
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Drafted tokens that were accepted, by place in the proposal",
+        "accepted_by_position",
+    ),
+    (
+        "spec_decode_num_draft_tokens_per_pos",
+        "Drafted tokens that were judged, by place in the proposal",
+        "proposed_by_position",
+    ),
 )
 
 
@@ -62,7 +79,6 @@ class Metrics:
 
         Args:
             models: their statistics are read when the metrics are requested.
-            is_draining: returns whether the server takes no new requests.
         """
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -160,6 +176,13 @@ class _ModelCollector(Collector):
             for name, each in counts.items():
                 family.add_metric([name], each.get((metric,), 0))
             yield family
+        for metric, text, _ in _COUNTERS_BY_POSITION:
+            family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model", "position"])
+            for name, each in counts.items():
+                for key in each:
+                    if key[0] == metric:
+                        family.add_metric([name, key[1]], each[key])
+            yield family
         busy = CounterMetricFamily(
             "outrider_busy_seconds", "Seconds in which a model had a job", labels=["model", "actor"]
         )
@@ -212,6 +235,8 @@ def _counts(runtime: Runtime) -> _Counts:
     """
     statistics = runtime.statistics()
     counts: _Counts = {(metric,): getattr(statistics, field) for metric, _, field in _COUNTERS}
+    for metric, _, field in _COUNTERS_BY_POSITION:
+        counts |= {(metric, str(place)): number for place, number in enumerate(getattr(statistics, field))}
     counts["busy", "target"], counts["busy", "draft"] = runtime.busy_seconds
     return counts
 

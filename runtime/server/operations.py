@@ -1,4 +1,4 @@
-"""The operations of a server, each declared once: its path, who answers, and what the description says of it.
+"""The operations of a server, each declared once: its path, its endpoint, and its OpenAPI description.
 
 The description is OpenAPI's, made from the types of requests and responses.
 """
@@ -23,7 +23,7 @@ from runtime.server.middleware import needs_key
 
 @attrs.frozen
 class ErrorForm:
-    """The form of an API's error bodies: their type, and what makes one."""
+    """The form of an API's error bodies: their type, and the function that makes one."""
 
     type: type
     body: Callable[[ErrorResponse], Mapping[str, Any]]
@@ -76,7 +76,7 @@ class Events:
 
 @attrs.frozen
 class Operation:
-    """What the server does at one path for one method.
+    """One method at one path.
 
     Attributes:
         endpoint: makes who answers: an ASGI application, or an endpoint of Starlette's.

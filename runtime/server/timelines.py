@@ -1,4 +1,4 @@
-"""Timelines: what the models did for the streams that a client watches, as chunks and as a page afterwards."""
+"""Timelines: the models' activity for the streams that a client watches, in chunks and as a page afterwards."""
 
 from __future__ import annotations
 
@@ -113,7 +113,6 @@ class Timelines:
     """The timelines of the streams that are watched; pass it to `runtime.open` as `trace`."""
 
     def __init__(self) -> None:
-        """No timelines yet."""
         self._timelines: OrderedDict[str, tuple[int, Timeline]] = OrderedDict()  # by id, with the session
         self._by_session: dict[int, Timeline] = {}
         self._opened: list[Instant] = []  # events of the session that was opened last

@@ -200,7 +200,6 @@ def compare(
     """Decode one text in each way.
 
     Args:
-        scenario: what to simulate.
         num_tokens: length of the text, >= 1.
         lookaheads: those of the sequential contenders, each in [1, 64]; at least one.
         on_progress: called with a description of each run before it starts.
@@ -268,7 +267,6 @@ class StreamsComparison(Comparison):
     )
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as a JSON object."""
         return {"streams": self.num_streams, **super().as_json()}
 
     def _conclusion(self) -> dict[str, Any]:
@@ -299,7 +297,6 @@ def compare_streams(
     """Decode several texts at once in each way.
 
     Args:
-        scenario: what to simulate.
         num_streams: number of texts, in [1, 64].
         num_tokens: length of each text, >= 1.
         lookaheads: those of the shared passes, each in [1, 64]; at least one.

@@ -6,15 +6,17 @@ The unit of time is T_v(1), the time that the target takes to decode one token; 
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.options import option
 from protocol.settings import MAX_SEED
 from protocol.validation import check_integer, check_number, is_integer, must_be, validator
 from protocol.wording import Message
-from runtime.simulation.sharding import Sharding, described_sharding, option
+from runtime.simulation.sharding import Sharding, described_sharding
 
 MAX_STREAMS = 64
 
@@ -27,8 +29,6 @@ def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
     """Check pairs of a whole number that rises from 1 on, and of something else.
 
     Args:
-        name: of the field.
-        value: of the field.
         key, meaning: what the two of a pair are, for the message.
     """
     previous = 0
@@ -54,19 +54,35 @@ def _check_table(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]
         )
 
 
-_SHARE, _AT_LEAST_0, _ABOVE_0 = (
-    validator(check_number, 0, 1),
-    validator(check_number, 0),
-    validator(check_number, above=0),
-)
+_number = partial(validator, check_number)
+_SHARE, _AT_LEAST_0, _ABOVE_0 = _number(0, 1), _number(0), _number(above=0)
 _OPTIONAL = attrs.validators.optional
 
 
 @attrs.frozen
 class Scenario:
-    """A machine and a pair of models. The help of each option says what its field is.
+    """A machine and a pair of models.
 
     Attributes:
+        acceptance: probability that the draft's first choice is the target's token, in [0, 1].
+        cost_ratio: time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0.
+        contention: share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate
+            hardware.
+        verify_slope: verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0.
+        draft_slope: the same for a draft pass over m tokens, in draft steps; None for that of `verify_slope`.
+        verify_table: instead of a slope, measured times of a target pass over 1, 2, 3, … tokens, in any unit, such as
+            12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5; of several streams, a width is all rows
+            of a pass.
+        draft_table: the same for a draft pass.
+        overhead: time added to each forward pass, in T_v(1), >= 0.
+        second_choice: probability that the draft's second choice is right where its first is wrong, in [0, 1].
+        stale_acceptance: for a drafter that was trained for the target: what the acceptance comes down to, in [0, A],
+            as more and more of the hidden states that it reads are its own, because the target has not given them yet;
+            None for a draft model, which reads none.
+        spread: concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when
+            it is right.
+        overconfidence: how far the draft overstates its confidence, >= 0; 0 is calibrated.
+        seed: seed of the text and of the drafts.
         acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens
             are >= 1 and rise.
         sharding: the ranks of a target that is sharded over several machines, and their links; None for one machine.
@@ -82,58 +98,23 @@ class Scenario:
     Raises: SettingsError: a value is out of its range.
     """
 
-    acceptance: float = option(
-        "probability that the draft's first choice is the target's token, in [0, 1]", "A", _SHARE
+    acceptance: float = attrs.field(validator=_SHARE, metadata=option("A"))
+    cost_ratio: float = attrs.field(validator=_ABOVE_0, metadata=option("C"))
+    contention: float = attrs.field(default=0.0, validator=_SHARE, metadata=option("K"))
+    verify_slope: float = attrs.field(default=0.06, validator=_AT_LEAST_0, metadata=option("S"))
+    draft_slope: float | None = attrs.field(default=None, validator=_OPTIONAL(_AT_LEAST_0), metadata=option("S"))
+    verify_table: tuple[tuple[int, float], ...] = attrs.field(
+        default=(), validator=_check_table, metadata=option("TIMES")
     )
-    cost_ratio: float = option(
-        "time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0", "C", _ABOVE_0
+    draft_table: tuple[tuple[int, float], ...] = attrs.field(
+        default=(), validator=_check_table, metadata=option("TIMES")
     )
-    contention: float = option(
-        "share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate hardware",
-        "K",
-        _SHARE,
-        0.0,
-    )
-    verify_slope: float = option("verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0", "S", _AT_LEAST_0, 0.06)
-    draft_slope: float | None = option(
-        "the same for a draft pass over m tokens, in draft steps (default: that of --verify-slope)",
-        "S",
-        _OPTIONAL(_AT_LEAST_0),
-        None,
-    )
-    verify_table: tuple[tuple[int, float], ...] = option(
-        "instead of a slope, measured times of a target pass over 1, 2, 3, … tokens, in any unit, such as "
-        "12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5. With --streams, a width is all rows of a "
-        "pass",
-        "TIMES",
-        _check_table,
-        (),
-        str,
-    )
-    draft_table: tuple[tuple[int, float], ...] = option("the same for a draft pass", "TIMES", _check_table, (), str)
-    overhead: float = option("time added to each forward pass, in T_v(1), >= 0", "T", _AT_LEAST_0, 0.0)
-    second_choice: float = option(
-        "probability that the draft's second choice is right where its first is wrong, in [0, 1]", "P", _SHARE, 0.45
-    )
-    stale_acceptance: float | None = option(
-        "for a drafter that was trained for the target: what the acceptance comes down to, in [0, A], as more and more "
-        "of the hidden states that it reads are its own, because the target has not given them yet (default: a draft "
-        "model, which reads none)",
-        "P",
-        _OPTIONAL(_SHARE),
-        None,
-    )
-    spread: float = option(
-        "concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when it "
-        "is right",
-        "B",
-        _ABOVE_0,
-        1.3,
-    )
-    overconfidence: float = option(
-        "how far the draft overstates its confidence, >= 0; 0 is calibrated", "O", _AT_LEAST_0, 0.0
-    )
-    seed: int = option("seed of the text and of the drafts", "N", validator(check_integer, 0, MAX_SEED), 0, int)
+    overhead: float = attrs.field(default=0.0, validator=_AT_LEAST_0, metadata=option("T"))
+    second_choice: float = attrs.field(default=0.45, validator=_SHARE, metadata=option("P"))
+    stale_acceptance: float | None = attrs.field(default=None, validator=_OPTIONAL(_SHARE), metadata=option("P"))
+    spread: float = attrs.field(default=1.3, validator=_ABOVE_0, metadata=option("B"))
+    overconfidence: float = attrs.field(default=0.0, validator=_AT_LEAST_0, metadata=option("O"))
+    seed: int = attrs.field(default=0, validator=validator(check_integer, 0, MAX_SEED), metadata=option("N"))
     acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_changes)
     sharding: Sharding | None = None
 

@@ -65,7 +65,6 @@ class _Sequence(ScriptedSequence):
 
         Args:
             row: (hash of the text so far, its length, staleness) → logits.
-            seed: of the text.
         """
         super().__init__()
         self._row = row

@@ -6,12 +6,15 @@ one hidden state a row, make the parts whole again. The computation shrinks with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
 
+from protocol.options import option
 from protocol.validation import check_integer, check_number, must_be, validator
+
+_integer, _number = partial(validator, check_integer), partial(validator, check_number)
 
 MAX_RANKS = 1024
 ALL_REDUCES = ("ring", "mesh", "tree")
@@ -38,28 +41,9 @@ def _check_all_reduce(_: Any, attribute: attrs.Attribute[Any], value: Any) -> No
         raise must_be(attribute.name, f"{', '.join(ALL_REDUCES[:-1])} or {ALL_REDUCES[-1]}", value)
 
 
-def option(
-    text: str, metavar: str, check: Callable[..., Any], default: Any = attrs.NOTHING, kind: Callable[[str], Any] = float
-) -> Any:
-    """A field that is also an option of `outrider simulate`.
-
-    Args:
-        text, metavar: of the option in the help.
-        check: validates the value.
-        default: of the field; without one the option is required.
-        kind: reads the option.
-    """
-    return attrs.field(default=default, validator=check, metadata={"help": text, "metavar": metavar, "kind": kind})
-
-
-def options_of(kind: type[attrs.AttrsInstance]) -> dict[str, attrs.Attribute[Any]]:
-    """The fields of a class that are options of `outrider simulate`, by name."""
-    return {name: field for name, field in attrs.fields_dict(kind).items() if field.metadata}
-
-
 @attrs.frozen
 class Sharding:
-    """A target's ranks, and the links between them. The help of each option says what its field is.
+    """A target's ranks, and the links between them.
 
     Of a latency, the software counts, too. "ring" passes parts around in 2(N − 1) steps, as MLX's ring does; "mesh" has
     each rank send all of it to each other rank at once, over a link for each pair, as JACCL does on a mesh; "tree" goes
@@ -67,25 +51,23 @@ class Sharding:
 
     Attributes:
         ranks: machines, in [1, 1024].
+        pass_time: milliseconds in which one machine decodes a token, or would: T_v(1).
+        link_latency: microseconds that a small message takes from one rank to the next.
+        link_bandwidth: gigabits per second of a link, in each direction.
+        layers: layers of the target.
+        hidden_size: numbers in its hidden state.
+        all_reduce: how parts are added up: ring, mesh or tree.
 
     Raises: SettingsError: a value is out of its range.
     """
 
-    ranks: int = attrs.field(validator=validator(check_integer, 1, MAX_RANKS))
-    pass_time: float = option(
-        "milliseconds in which one machine decodes a token, or would: T_v(1)", "MS", validator(check_number, above=0)
-    )
-    link_latency: float = option(
-        "microseconds that a small message takes from one rank to the next", "US", validator(check_number, 0)
-    )
-    link_bandwidth: float = option(
-        "gigabits per second of a link, in each direction", "GBIT", validator(check_number, above=0)
-    )
-    layers: int = option("layers of the target", "N", validator(check_integer, 1), kind=int)
-    hidden_size: int = option("numbers in its hidden state", "N", validator(check_integer, 1), kind=int)
-    all_reduce: str = option(
-        f"how parts are added up: {', '.join(ALL_REDUCES)}", "KIND", _check_all_reduce, "ring", str
-    )
+    ranks: int = attrs.field(validator=_integer(1, MAX_RANKS))
+    pass_time: float = attrs.field(validator=_number(above=0), metadata=option("MS"))
+    link_latency: float = attrs.field(validator=_number(0), metadata=option("US"))
+    link_bandwidth: float = attrs.field(validator=_number(above=0), metadata=option("GBIT"))
+    layers: int = attrs.field(validator=_integer(1), metadata=option("N"))
+    hidden_size: int = attrs.field(validator=_integer(1), metadata=option("N"))
+    all_reduce: str = attrs.field(default="ring", validator=_check_all_reduce, metadata=option("KIND"))
 
     def exchange_ms(self, rows: int) -> float:
         """Milliseconds of all all-reduces of a pass over so many rows."""

@@ -60,8 +60,6 @@ async def simulated_runtime(
     """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock.
 
     Args:
-        scenario: what to simulate.
-        events: where the workers announce their spans.
         make_policy: makes the policy that decides how far to draft ahead.
         max_batch: most streams that share one pass of the target, in [1, 32].
     """
@@ -123,7 +121,6 @@ def run_simulation(
     The result depends on the arguments alone.
 
     Args:
-        scenario: what to simulate.
         num_tokens: length of the text, >= 1.
         lookahead: as in `Settings`; 0 is plain decoding.
         make_policy: makes the policy that decides how far to draft ahead.
@@ -199,7 +196,6 @@ def simulate_streams(
     of the others. The result depends on the arguments alone.
 
     Args:
-        scenario: what to simulate.
         num_streams: number of texts, in [1, 64].
         num_tokens: length of each text, >= 1.
         lookahead: as in `Settings`; 0 is plain decoding.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import trio
@@ -134,40 +133,27 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
 
 class TokenStream(BlockingIteration[CommitSource, Commit, Token], StreamHandle[int]):
-    """The tokens of one generation: an iterator, and a context manager.
+    """The tokens of one generation, for one thread at a time: an iterator, and a context manager.
 
-    `runtime.TokenStream` for plain threads; one thread at a time reads it. The generation starts when the stream is
-    made, and runs ahead of its consumer as far as its buffer allows.
-
-    Cancellation: leaving `with`, `close` (which another thread may call while one waits for a token), a Ctrl-C while
-    waiting, and dropping the last reference (which is what `break` does to a stream that has no other) all end the
-    generation. Each returns at once; the models are free after the forward pass that is running.
+    `runtime.TokenStream` for plain threads, which says what ends the generation; `close` may be called by another
+    thread while one waits for a token, and a Ctrl-C is what a cancellation is there.
     """
 
 
 class TokenStreams(BlockingIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
     """The tokens of many prompts as they come: an iterator over (index of the prompt, token), and a context manager.
 
-    `runtime.TokenStreams` for plain threads; one thread at a time reads it.
-
-    Cancellation: leaving `with`, `close` (which another thread may call while one waits for a token), a Ctrl-C while
-    waiting, and dropping the last reference (which is what `break` does to one that has no other) all end every
-    generation. Each returns at once; the models are free after the forward pass that is running.
+    `runtime.TokenStreams` for plain threads; `TokenStream` here says what ends the generations.
     """
 
 
 class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
-    """Turns with a model, each of which continues those before; made by `Runtime.conversation`.
-
-    `runtime.Conversation` for plain threads; one thread at a time uses it.
-    """
+    """`runtime.Conversation` for plain threads; one thread at a time uses it."""
 
     _stream_handle = TokenStream
 
@@ -200,9 +186,7 @@ class Runtime(
         """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
         threads. Closing twice is closing once; a second call waits for the first.
 
-        Raises: WrongEventLoopError: trio is running in this thread, and would be blocked.
-
-        Interrupting: the runtime is closed in any case; a Ctrl-C is raised after that.
+        Interrupting: a Ctrl-C is raised once the runtime is closed.
         """
         check_not_in_trio("close()")
         self._bridge.thread.stop_and_join()
@@ -210,9 +194,7 @@ class Runtime(
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bridge.thread.stop_and_join()
 
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> list[Completion]:

@@ -82,7 +82,6 @@ class SyncThread(TrioThread[T]):
         self._raise_failure()
 
     def make_future(self) -> BridgeFuture[Any]:
-        """See `TrioThread.make_future`; a `BlockingFuture`."""
         return BlockingFuture[Any]()
 
     def _stop_and_wait(self) -> None:

@@ -111,7 +111,6 @@ class Output:
         """Write a piece of the text.
 
         Args:
-            text: the piece.
             dimmed: whether to dim it, if stdout is a terminal and NO_COLOR is not set.
 
         Raises: OutputError: it cannot be written.
@@ -297,11 +296,7 @@ class Display:
             self._progress.update(self._task, advance=event.num_tokens, refresh=True)
 
     def show_stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
-        """Print what a cancellation waits for.
-
-        Args:
-            and_then: end of the sentence.
-        """
+        """Print what a cancellation waits for."""
         if self._stops_when and _is_terminal():
             self.clear()
             if self._shows_text and sys.stdout is not None and sys.stdout.isatty():

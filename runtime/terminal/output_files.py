@@ -11,10 +11,6 @@ from protocol.reprs import shown_path
 def check_place(name: str, path: Path) -> Path:
     """The path of a file to write, checked before any work.
 
-    Args:
-        name: of the argument, for the message.
-        path: of the file.
-
     Raises: SettingsError: it is a directory, or in no directory that exists.
     """
     if path.is_dir():

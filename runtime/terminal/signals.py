@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+import attrs
 import trio
 
 from protocol.errors import OutriderError
@@ -29,7 +30,6 @@ def exit_on_signal(display: Display, exit_now: Callable[[int], object] = os._exi
 
     Args:
         display: cleared first, since it may have hidden the cursor.
-        exit_now: ends the process with a status.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -51,28 +51,22 @@ def _handlers(handler: Callable[[int, FrameType | None], None], numbers: list[si
             signal.signal(number, before)
 
 
+@attrs.define(eq=False, slots=False)
 class SignalScope:
     """A cancel scope for a command's work: SIGINT or SIGTERM cancels it, and a second signal ends the process.
 
     Attributes:
         outcome: the command's outcome; a failure, and the signal that cancelled the work, are noted there.
         display: says what a cancellation waits for.
+        exit_now: ends the process with a status.
     """
 
-    def __init__(self, outcome: CommandOutcome, display: Display, exit_now: Callable[[int], object] = os._exit) -> None:
-        """A scope that does not listen yet.
-
-        Args:
-            outcome: see the class.
-            display: see the class.
-            exit_now: ends the process with a status.
-        """
-        self.outcome = outcome
-        self.display = display
-        self._exit_now = exit_now
-        self._scope = trio.CancelScope()
-        self._nursery: trio.Nursery | None = None  # while the work runs
-        self._first_at: float | None = None
+    outcome: CommandOutcome
+    display: Display
+    _exit_now: Callable[[int], object] = os._exit
+    _scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    _nursery: trio.Nursery | None = attrs.field(init=False, default=None)  # while the work runs
+    _first_at: float | None = attrs.field(init=False, default=None)
 
     def intercept(self, number: int) -> bool:
         """Whether the command handles a signal itself, so that it neither cancels the work nor ends the process.

@@ -253,7 +253,8 @@ def _rounds(
         elif instant.kind in ("hit", "miss"):
             rounds.setdefault(instant.round, {}).update(hit=instant.kind == "hit", answeredAt=us(instant.at))
         elif (commit := instant.commit) is not None:
-            origins = [*["accepted"] * commit.num_from_draft, _last_origin(commit)]
+            by_whom = [commit.drafted_by(index) for index in range(commit.num_from_draft)]
+            origins = [*("copied" if each == "copy" else "accepted" for each in by_whom), _last_origin(commit)]
             rounds.setdefault(instant.round, {}).update(
                 committedAt=us(instant.at),
                 tokens=[
@@ -300,6 +301,8 @@ def _summary(
         "alone": sum(span.kind == "decode" for span in spans),
         "proposed": statistics.proposed,
         "accepted": statistics.accepted,
+        "copied": statistics.accepted_copied + statistics.rejected_copied,
+        "acceptedCopied": statistics.accepted_copied,
         "hits": statistics.lookahead_hits,
         "misses": statistics.lookahead_misses,
         "tokensPerSecond": statistics.generation_tps,
@@ -347,7 +350,6 @@ def _statistics(
         generation_seconds=last_s - first_s,
         num_untimed=len(commits[0][1].tokens) if commits else 0,
         time_to_first_token=first_s - opened.at if commits else None,
-        # Neither is in a trace, and the page shows neither.
-        peak_memory=0,
+        # Not in a trace, and the page does not show it.
         estimates=Prices().estimates(),
     )

@@ -15,7 +15,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import trio
@@ -99,9 +98,7 @@ class Recorder(ABC):
         return self
 
     @trio.lowlevel.enable_ki_protection
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_ending = True
         self._write_soon()
         interrupt: KeyboardInterrupt | None = None
@@ -323,6 +320,7 @@ class ChromeTrace:
     def _counted(self, verdict: Instant) -> Iterator[dict[str, Any]]:
         commit = verdict.commit
         assert commit is not None
+        num_copied = sum(commit.copied[: commit.num_from_draft])
         yield {
             "name": f"tokens a round, stream {self._lane(verdict.session) + 1}",
             "ph": "C",
@@ -330,7 +328,8 @@ class ChromeTrace:
             "pid": 1,
             "tid": _LANES["target"],
             "args": {
-                "accepted": commit.num_from_draft,
+                "accepted": commit.num_from_draft - num_copied,
+                "copied": num_copied,
                 "rejected": commit.num_rejected,
                 "target's own": len(commit.tokens) - commit.num_from_draft,
             },

@@ -28,7 +28,7 @@ from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.draft_session import DraftSession
-from actors.drafters.drafter import MakePolicy, policy_by_settings
+from actors.drafters.drafter import DrafterSession, MakePolicy, policy_by_settings
 from actors.remote.remote_drafter import RemoteDrafter
 from actors.target.round_jobs import RoundJobs
 from actors.target.target_session import TargetSession
@@ -187,15 +187,23 @@ async def drafted_by(
 
 
 async def sampled(
-    num_texts: int, moment: Moment, kind: str = "a draft model", how: str = "raises", num_together: int = 1
+    num_texts: int,
+    moment: Moment,
+    kind: str = "a draft model",
+    how: str = "raises",
+    num_together: int = 1,
+    prediction: Sequence[int] = (),
 ) -> tuple[float, Counter[SessionPhase]]:
     """Generate texts with the seeds 0, 1, ….
+
+    Args:
+        prediction: a text that is copied from, if sessions copy.
 
     Returns: the p-value of their tokens that are compared, and the phases in which their drafters failed.
     """
     failing, phases = Failing(how, moment.coins), Counter[SessionPhase]()
     texts: Counter[tuple[int, ...]] = Counter()
-    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": moment.compared.stop + 2}
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": moment.compared.stop + 2, "prediction": prediction}
     if "processor" in how:
         settings["logits_processors"] = [stateless(failing.process)]
     fail = DraftActor._fail
@@ -302,6 +310,16 @@ def test_without_failures_texts_have_the_targets_distribution(kind: str, how: st
     found, phases = run(lambda: sampled(200, MOMENTS["at any time"], kind, how, 3))
     assert found > SIGNIFICANCE
     assert not phases
+
+
+@pytest.mark.slow
+def test_so_it_is_where_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DrafterSession, "copies", True)
+    # The fatal token is copied, too.
+    prediction = [PROMPT[-1], *[0, 2, 2, 0] * 6]
+    found, phases = run(lambda: sampled(400, MOMENTS["at any time"], prediction=prediction))
+    assert found > SIGNIFICANCE
+    assert sum(phases.values()) > 100
 
 
 def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:

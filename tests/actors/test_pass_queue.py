@@ -55,55 +55,46 @@ EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
 @sweep("lookahead", [0, 1, 4, "auto"])
 @sweep("agreement", [0.0, 0.7, 1.0])
 @sweep("undo", [None, never])
-def test_texts_that_share_passes_are_what_they_are_alone(lookahead: Any, agreement: float, undo: Any) -> None:
-    async def main() -> None:
-        target = ScriptedModel(truthful) if undo is None else ScriptedModel(truthful, undo=undo)
-        async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
-            assert await texts(simulation, lookahead=lookahead) == EXPECTED
-            # With a drafter that is always right, "auto" needs two of them.
-            assert len(shared_passes(simulation)) >= 2
-            assert max(len(span.shares) for span in shared_passes(simulation)) >= 3
+async def test_texts_that_share_passes_are_what_they_are_alone(
+    lookahead: Any, agreement: float, undo: Any, autojump_clock: Any
+) -> None:
+    target = ScriptedModel(truthful) if undo is None else ScriptedModel(truthful, undo=undo)
+    async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
+        assert await texts(simulation, lookahead=lookahead) == EXPECTED
+        # With a drafter that is always right, "auto" needs two of them.
+        assert len(shared_passes(simulation)) >= 2
+        assert max(len(span.shares) for span in shared_passes(simulation)) >= 3
 
-    run(main)
 
-
-def test_no_session_waits_for_more_than_the_pass_that_runs() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
-            await texts(simulation, lookahead=2)
-            spans = [span for span in simulation.spans("target") if span.kind in ("verify", "decode")]
-            for session in range(len(PROMPTS)):
-                own = [
-                    i for i, span in enumerate(spans) if session in {s.session for s in span.shares} | {span.session}
-                ]
-                # Between two passes of a session, there is at most one that it could not join, and one in between.
-                assert max(b - a for a, b in itertools.pairwise(own)) <= 3
-
-    run(main)
+async def test_no_session_waits_for_more_than_the_pass_that_runs(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+        await texts(simulation, lookahead=2)
+        spans = [span for span in simulation.spans("target") if span.kind in ("verify", "decode")]
+        for session in range(len(PROMPTS)):
+            own = [i for i, span in enumerate(spans) if session in {s.session for s in span.shares} | {span.session}]
+            # Between two passes of a session, there is at most one that it could not join, and one in between.
+            assert max(b - a for a, b in itertools.pairwise(own)) <= 3
 
 
 @pytest.mark.parametrize("num_tokens", [3, 8, 20])
-def test_a_session_whose_part_makes_the_pass_fail_ends_alone(num_tokens: int) -> None:
-    async def main() -> None:
-        target = FailingTogether(truthful, PROMPTS[0][0], num_tokens)
-        async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
-            rt = simulation.runtime
-            found: dict[int, Any] = {}
+async def test_a_session_whose_part_makes_the_pass_fail_ends_alone(num_tokens: int, autojump_clock: Any) -> None:
+    target = FailingTogether(truthful, PROMPTS[0][0], num_tokens)
+    async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
+        rt = simulation.runtime
+        found: dict[int, Any] = {}
 
-            async def read(index: int) -> None:
-                try:
-                    found[index] = [t.id for t in (await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS)).tokens]
-                except runtime.StreamFailedError as error:
-                    found[index] = str(error)
+        async def read(index: int) -> None:
+            try:
+                found[index] = [t.id for t in (await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS)).tokens]
+            except runtime.StreamFailedError as error:
+                found[index] = str(error)
 
-            async with trio.open_nursery() as nursery:
-                for index in range(len(PROMPTS)):
-                    nursery.start_soon(read, index)
-            assert "MemoryError: no room for this one; the model itself works" in found.pop(0)
-            assert found == {index: EXPECTED[index] for index in found}
-            assert rt.health().ok
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            for index in range(len(PROMPTS)):
+                nursery.start_soon(read, index)
+        assert "MemoryError: no room for this one; the model itself works" in found.pop(0)
+        assert found == {index: EXPECTED[index] for index in found}
+        assert rt.health().ok
 
 
 class TooMuch(ScriptedModel):
@@ -152,20 +143,16 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
 
 @sweep("lookahead", [0, 4, "auto"])
 @sweep("max_slots", [1, 3])
-def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_are_rarely_tried_again(
-    max_slots: int, lookahead: Any
+async def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_are_rarely_tried_again(
+    max_slots: int, lookahead: Any, autojump_clock: Any
 ) -> None:
     num_tokens = 100
-
-    async def main() -> None:
-        target = TooMuch(max_slots=max_slots)
-        async with simulated(target, ScriptedModel(agreeing(0.9))) as simulation:
-            completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=num_tokens, lookahead=lookahead)
-            for prompt, completion in zip(PROMPTS, completions, strict=True):
-                assert [token.id for token in completion.tokens] == continuation(prompt, num_tokens)
-        assert 0 < len(target.failures) < num_tokens / 3
-
-    run(main)
+    target = TooMuch(max_slots=max_slots)
+    async with simulated(target, ScriptedModel(agreeing(0.9))) as simulation:
+        completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=num_tokens, lookahead=lookahead)
+        for prompt, completion in zip(PROMPTS, completions, strict=True):
+            assert [token.id for token in completion.tokens] == continuation(prompt, num_tokens)
+    assert 0 < len(target.failures) < num_tokens / 3
 
 
 def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
@@ -188,38 +175,34 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
     assert run(rows_per_pass, 3) > 7
 
 
-def test_passes_that_were_slow_for_another_reason_are_shared_by_all_texts_again() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful)) as simulation, trio.open_nursery() as nursery:
-            for rows, seconds in [(8, 8.0), (8, 8.0), (16, 100.0)]:
-                simulation.runtime._prices.verify.observe(rows, 0.0, seconds)
-            for index in range(16):
-                nursery.start_soon(partial(simulation.runtime.generate, [index, 1], max_tokens=800))
-            await trio.sleep(2000.0)  # simulated
-            nursery.cancel_scope.cancel()
-        num_texts = [len(span.shares) for span in shared_passes(simulation)]
-        assert set(num_texts[-50:]) == {16}
-
-    run(main)
+async def test_passes_that_were_slow_for_another_reason_are_shared_by_all_texts_again(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation, trio.open_nursery() as nursery:
+        for rows, seconds in [(8, 8.0), (8, 8.0), (16, 100.0)]:
+            simulation.runtime._prices.verify.observe(rows, 0.0, seconds)
+        for index in range(16):
+            nursery.start_soon(partial(simulation.runtime.generate, [index, 1], max_tokens=800))
+        await trio.sleep(2000.0)  # simulated
+        nursery.cancel_scope.cancel()
+    num_texts = [len(span.shares) for span in shared_passes(simulation)]
+    assert set(num_texts[-50:]) == {16}
 
 
 @sweep("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])
-def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_alone(at: float) -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
-            rt = simulation.runtime
-            found: dict[int, list[int]] = {}
+async def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_alone(
+    at: float, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:
+        rt = simulation.runtime
+        found: dict[int, list[int]] = {}
 
-            async def read(index: int) -> None:
-                found[index] = [t.id for t in (await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS)).tokens]
+        async def read(index: int) -> None:
+            found[index] = [t.id for t in (await rt.generate(PROMPTS[index], max_tokens=NUM_TOKENS)).tokens]
 
-            async with trio.open_nursery() as nursery:
-                with trio.CancelScope() as scope:
-                    scope.deadline = trio.current_time() + at
-                    for index in range(1, len(PROMPTS)):
-                        nursery.start_soon(read, index)
-                    await read(0)
-            assert scope.cancelled_caught
-            assert {index: found[index] for index in range(1, len(PROMPTS))} == dict(enumerate(EXPECTED[1:], start=1))
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            with trio.CancelScope() as scope:
+                scope.deadline = trio.current_time() + at
+                for index in range(1, len(PROMPTS)):
+                    nursery.start_soon(read, index)
+                await read(0)
+        assert scope.cancelled_caught
+        assert {index: found[index] for index in range(1, len(PROMPTS))} == dict(enumerate(EXPECTED[1:], start=1))

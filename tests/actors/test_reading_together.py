@@ -10,7 +10,7 @@ import pytest
 import trio
 from architectures import VOCAB_SIZE, build
 from models import greedy
-from scripted import ScriptedModel, Simulation, collect, continuation, run, simulated, truthful
+from scripted import ScriptedModel, Simulation, collect, continuation, simulated, truthful
 from sweeps import sweep
 
 import runtime
@@ -86,44 +86,35 @@ class FailsTogether(ScriptedModel):
         raise MemoryError("too much at once")
 
 
-def test_prompts_that_cannot_be_read_together_are_read_one_by_one() -> None:
-    async def main() -> None:
-        target = FailsTogether(truthful)
-        async with simulated(target, None) as simulation:
-            assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
-        assert target.num_tries == 1
-
-    run(main)
+async def test_prompts_that_cannot_be_read_together_are_read_one_by_one(autojump_clock: Any) -> None:
+    target = FailsTogether(truthful)
+    async with simulated(target, None) as simulation:
+        assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    assert target.num_tries == 1
 
 
-def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time() -> None:
-    async def main() -> None:
-        long = [[i % 7 for i in range(200)], [i % 5 for i in range(180)]]
-        async with simulated(ScriptedModel(truthful), None) as simulation:
-            got: list[int] = []
+async def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time(autojump_clock: Any) -> None:
+    long = [[i % 7 for i in range(200)], [i % 5 for i in range(180)]]
+    async with simulated(ScriptedModel(truthful), None) as simulation:
+        got: list[int] = []
 
-            async def decode() -> None:
-                got.extend(await collect(simulation.runtime.stream(PROMPTS[0], max_tokens=60)))
+        async def decode() -> None:
+            got.extend(await collect(simulation.runtime.stream(PROMPTS[0], max_tokens=60)))
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(decode)
-                await trio.sleep(8.5)  # in simulated time: it has begun
-                begun = len(simulation.events)
-                assert await texts(simulation, long) == [continuation(prompt, NUM_TOKENS) for prompt in long]
-            kinds = [each.kind for each in simulation.events[begun:] if isinstance(each, Span)]
-            while_reading = kinds[kinds.index("prefill") : len(kinds) - kinds[::-1].index("prefill")]
-            assert "prefill prefill" not in " ".join(kind for kind in while_reading if kind != "open")
-            assert got == continuation(PROMPTS[0], 60)
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(decode)
+            await trio.sleep(8.5)  # in simulated time: it has begun
+            begun = len(simulation.events)
+            assert await texts(simulation, long) == [continuation(prompt, NUM_TOKENS) for prompt in long]
+        kinds = [each.kind for each in simulation.events[begun:] if isinstance(each, Span)]
+        while_reading = kinds[kinds.index("prefill") : len(kinds) - kinds[::-1].index("prefill")]
+        assert "prefill prefill" not in " ".join(kind for kind in while_reading if kind != "open")
+        assert got == continuation(PROMPTS[0], 60)
 
 
-def test_tokens_that_were_read_together_are_counted_for_their_own_text() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful), None) as simulation:
-            completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=2)
-            found = [completion.statistics.prefilled_tokens for completion in completions]
-            assert found == [len(prompt) - 1 for prompt in PROMPTS]
-            assert simulation.runtime.statistics().prefilled_tokens == sum(found)
-
-    run(main)
+async def test_tokens_that_were_read_together_are_counted_for_their_own_text(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), None) as simulation:
+        completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=2)
+        found = [completion.statistics.prefilled_tokens for completion in completions]
+        assert found == [len(prompt) - 1 for prompt in PROMPTS]
+        assert simulation.runtime.statistics().prefilled_tokens == sum(found)

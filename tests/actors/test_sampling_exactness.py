@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -42,10 +43,13 @@ from scripted import (
 )
 from sweeps import sweep
 
+from actors.drafters.drafter import DrafterSession
 from actors.model import Feed, feed_each
 from actors.target import round_jobs
 from actors.target.parts import Part
 from actors.target.target_session import OneByOne
+from protocol.lookahead_policy import ChainPolicy, PolicyView
+from protocol.lookahead_tree import Node
 from protocol.messages import Proposal
 from protocol.vocabulary_map import VocabularyMap
 from runtime import Token, stateless
@@ -214,6 +218,57 @@ def test_under_rejection_a_long_text_has_the_targets_distribution_whatever_is_lo
     (tokens,) = run(lambda: sample(1, target(), "ngram", max_tokens=3000, lookahead=2))
     assert pooled_p_value(triples([PROMPT + ids(tokens)])) > SIGNIFICANCE
     assert sum(token.from_draft for token in tokens) > 500
+
+
+def copy_at_a_fixed_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Propose copies at a fixed lookahead, too, each of them beside a draw of the same place."""
+    proposal, expansion = ChainPolicy.proposal, ChainPolicy.expansion
+
+    def propose(policy: ChainPolicy, view: PolicyView) -> list[Node] | None:
+        return None if view.is_open(view.tree.root) else proposal(policy, view)
+
+    def expand(policy: ChainPolicy, view: PolicyView) -> Node | None:
+        return view.tree.root if view.is_open(view.tree.root) else expansion(policy, view)
+
+    monkeypatch.setattr(DrafterSession, "copies", True)
+    monkeypatch.setattr(ChainPolicy, "proposal", propose)
+    monkeypatch.setattr(ChainPolicy, "expansion", expand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+@pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
+def test_texts_have_the_targets_distribution_whatever_is_copied_beside_a_drafter(
+    lookahead: Any, undo: Any, acceptance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_at_a_fixed_lookahead(monkeypatch)
+    sampled = partial(sample, 2 * NUM_SESSIONS, target(undo=undo), drafter(), prompt=QUOTABLE, max_tokens=6)
+    tokens = run(lambda: sampled(lookahead=lookahead, draft_part=0.1, acceptance=acceptance))
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    drafters = Counter(token.drafted_by for text in tokens for token in text)
+    assert lookahead == "auto" or min(drafters["model"], drafters["copy"]) > 50
+
+
+@pytest.mark.slow
+def test_a_copy_that_decides_by_the_token_that_was_drawn_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_at_a_fixed_lookahead(monkeypatch)
+
+    async def sampled() -> float:
+        tokens = await sample(6 * NUM_SESSIONS, target(), drafter(), prompt=QUOTABLE, max_tokens=6, lookahead=3)
+        return pooled_p_value(triples([PROMPT + ids(text) for text in tokens]))
+
+    assert run(sampled) > SIGNIFICANCE
+
+    def choice(node: Node) -> Node | None:
+        """The copy where the draw is another token, and else the draw."""
+        children = sorted(node.children.values(), key=lambda child: child.copy is None)
+        return children[0] if children else None
+
+    monkeypatch.setattr(Node, "best", property(lambda node: node.guess or node.copy))
+    monkeypatch.setattr(Node, "choice", property(choice))
+    assert run(sampled) < 1e-6
 
 
 def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
+import inspect
 import io
 import signal
 import subprocess
@@ -70,6 +72,19 @@ def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
     assert outrider_threads() == []
 
 
+def in_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of an async function, which `run` runs."""
+
+    def run_in_asyncio(run: Run, **given: Any) -> None:
+        run(functools.partial(test, **given))
+
+    functools.update_wrapper(run_in_asyncio, test)
+    signature = inspect.signature(test)
+    fixtures = [*signature.parameters.values(), inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)]
+    run_in_asyncio.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    return run_in_asyncio
+
+
 def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:
     return runtime.aio.open((ours or target(), None), (theirs or drafter(), None), **options)
 
@@ -120,37 +135,33 @@ class Trace:
 @pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], indirect=True, ids=["asyncio", "uvloop"]
 )
-def test_streams_and_completions_are_what_they_are_in_trio(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            async with rt.stream(PROMPT, max_tokens=24, **SETTINGS) as stream:
-                tokens = [token async for token in stream]
-                with pytest.raises(StopAsyncIteration):
-                    await anext(stream)
-            completion = await rt.generate(PROMPT, max_tokens=24, **SETTINGS)
-            assert [token.id for token in tokens] == [token.id for token in completion.tokens] == text(24)
-            assert [token.index for token in tokens] == list(range(24))
-            assert tokens[-1].finish_reason == stream.finish_reason == completion.finish_reason == "length"
-            assert stream.statistics().generated_tokens == 24
-            assert stream.statistics().accepted == sum(token.from_draft for token in tokens) > 0
-            assert rt.statistics().generated_tokens == 48
-            assert rt.tokenizer is None
-
-    run(main)
+@in_asyncio
+async def test_streams_and_completions_are_what_they_are_in_trio() -> None:
+    async with opened() as rt:
+        async with rt.stream(PROMPT, max_tokens=24, **SETTINGS) as stream:
+            tokens = [token async for token in stream]
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        completion = await rt.generate(PROMPT, max_tokens=24, **SETTINGS)
+        assert [token.id for token in tokens] == [token.id for token in completion.tokens] == text(24)
+        assert [token.index for token in tokens] == list(range(24))
+        assert tokens[-1].finish_reason == stream.finish_reason == completion.finish_reason == "length"
+        assert stream.statistics().generated_tokens == 24
+        assert stream.statistics().accepted == sum(token.from_draft for token in tokens) > 0
+        assert rt.statistics().generated_tokens == 48
+        assert rt.tokenizer is None
 
 
-def test_tokens_are_counted_as_they_are_taken(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            for num_tokens in range(1, 10):
-                async with rt.stream(PROMPT, **LONG) as stream:
-                    assert stream.statistics().generated_tokens == 0
-                    got = [(await anext(stream)).id for _ in range(num_tokens)]
-                assert got == text(12)[:num_tokens]
-                assert stream.statistics().generated_tokens == num_tokens
-                assert stream.finish_reason is None
-
-    run(main)
+@in_asyncio
+async def test_tokens_are_counted_as_they_are_taken() -> None:
+    async with opened() as rt:
+        for num_tokens in range(1, 10):
+            async with rt.stream(PROMPT, **LONG) as stream:
+                assert stream.statistics().generated_tokens == 0
+                got = [(await anext(stream)).id for _ in range(num_tokens)]
+            assert got == text(12)[:num_tokens]
+            assert stream.statistics().generated_tokens == num_tokens
+            assert stream.finish_reason is None
 
 
 def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: Run) -> None:
@@ -175,26 +186,21 @@ def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: 
     assert began == sorted(began) == list(range(5))
 
 
-def test_the_demo_pair_gives_text(run: Run) -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
-            completion = await rt.generate("def quicksort(items):", max_tokens=16)
-            pieces = [token.text async for token in rt.stream("def quicksort(items):", max_tokens=16)]
-            assert "".join(pieces) == completion.text != ""
-            assert rt.tokenizer is not None
-
-    run(main)
+@in_asyncio
+async def test_the_demo_pair_gives_text() -> None:
+    async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        completion = await rt.generate("def quicksort(items):", max_tokens=16)
+        pieces = [token.text async for token in rt.stream("def quicksort(items):", max_tokens=16)]
+        assert "".join(pieces) == completion.text != ""
+        assert rt.tokenizer is not None
 
 
-def test_a_model_that_was_not_evaluated_yet_is_evaluated_where_it_was_made(run: Run) -> None:
+@in_asyncio
+async def test_a_model_that_was_not_evaluated_yet_is_evaluated_where_it_was_made() -> None:
     model = llama()
     model.model.norm.weight = model.model.norm.weight * 1.0
-
-    async def main() -> None:
-        async with opened(model) as rt:
-            await the_next_text_is_right(rt)
-
-    run(main)
+    async with opened(model) as rt:
+        await the_next_text_is_right(rt)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -202,41 +208,37 @@ def test_a_model_that_was_not_evaluated_yet_is_evaluated_where_it_was_made(run: 
 
 # A dropped stream whose prompt had been checked and rejected by then gets no warning.
 @pytest.mark.filterwarnings("ignore:.* was dropped unread:ResourceWarning")
-def test_settings_are_checked_at_once_and_prompts_before_the_first_token(run: Run) -> None:
-    async def main() -> None:
-        trace = Trace()
-        async with opened(trace=trace) as rt:
-            with pytest.raises(runtime.SettingsError, match="max_tokens"):
-                rt.stream(PROMPT, max_tokens=0)
-            with pytest.raises(runtime.SettingsError, match="logit_bias"):
-                rt.stream(PROMPT, logit_bias={VOCAB_SIZE: 1.0})
-            with pytest.raises(runtime.PromptError, match="empty"):
-                async with rt.stream([]):
-                    raise AssertionError("should not be reached")
-            with pytest.raises(runtime.PromptError, match="text"):
-                await anext(rt.stream("no tokenizer"))
-            with pytest.raises(runtime.PromptError, match="vocabulary"):
-                await rt.stream([VOCAB_SIZE]).opened()
-            dropped = rt.stream([])
-            assert dropped.statistics().generated_tokens == 0
-            del dropped
-            await the_next_text_is_right(rt)
-            assert trace.passes(0) > 0
-
-    run(main)
+@in_asyncio
+async def test_settings_are_checked_at_once_and_prompts_before_the_first_token() -> None:
+    trace = Trace()
+    async with opened(trace=trace) as rt:
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            rt.stream(PROMPT, max_tokens=0)
+        with pytest.raises(runtime.SettingsError, match="logit_bias"):
+            rt.stream(PROMPT, logit_bias={VOCAB_SIZE: 1.0})
+        with pytest.raises(runtime.PromptError, match="empty"):
+            async with rt.stream([]):
+                raise AssertionError("should not be reached")
+        with pytest.raises(runtime.PromptError, match="text"):
+            await anext(rt.stream("no tokenizer"))
+        with pytest.raises(runtime.PromptError, match="vocabulary"):
+            await rt.stream([VOCAB_SIZE]).opened()
+        dropped = rt.stream([])
+        assert dropped.statistics().generated_tokens == 0
+        del dropped
+        await the_next_text_is_right(rt)
+        assert trace.passes(0) > 0
 
 
-def test_a_prompt_belongs_to_its_stream_from_the_call_on(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            prompt = list(PROMPT)
-            stream = rt.stream(prompt, max_tokens=8)
-            prompt.clear()
-            assert [token.id async for token in stream] == text(8)
-            array = mx.array(PROMPT) + 0  # lazy: only this thread can evaluate it
-            assert [token.id async for token in rt.stream(array, max_tokens=8)] == text(8)
-
-    run(main)
+@in_asyncio
+async def test_a_prompt_belongs_to_its_stream_from_the_call_on() -> None:
+    async with opened() as rt:
+        prompt = list(PROMPT)
+        stream = rt.stream(prompt, max_tokens=8)
+        prompt.clear()
+        assert [token.id async for token in stream] == text(8)
+        array = mx.array(PROMPT) + 0  # lazy: only this thread can evaluate it
+        assert [token.id async for token in rt.stream(array, max_tokens=8)] == text(8)
 
 
 @pytest.mark.parametrize(
@@ -248,27 +250,22 @@ def test_a_prompt_belongs_to_its_stream_from_the_call_on(run: Run) -> None:
         ((runtime.DEMO_TARGET,), {"no_such_option": 0}, runtime.SettingsError),
     ],
 )
-def test_an_error_in_opening_comes_out_as_itself(
-    arguments: tuple[Any], options: dict[str, Any], kind: type[Exception], run: Run
+@in_asyncio
+async def test_an_error_in_opening_comes_out_as_itself(
+    arguments: tuple[Any], options: dict[str, Any], kind: type[Exception]
 ) -> None:
-    async def main() -> None:
-        with pytest.raises(kind):
-            async with runtime.aio.open(*arguments, **options):
-                raise AssertionError("should not be reached")
-
-    run(main)
+    with pytest.raises(kind):
+        async with runtime.aio.open(*arguments, **options):
+            raise AssertionError("should not be reached")
 
 
-def test_a_damaged_model_is_named_with_its_cause(run: Run, tmp_path: Path) -> None:
+@in_asyncio
+async def test_a_damaged_model_is_named_with_its_cause(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-
-    async def main() -> None:
-        with pytest.raises(runtime.ModelError) as raised:
-            async with runtime.aio.open(tmp_path):
-                raise AssertionError("should not be reached")
-        assert raised.value.__cause__ is not None
-
-    run(main)
+    with pytest.raises(runtime.ModelError) as raised:
+        async with runtime.aio.open(tmp_path):
+            raise AssertionError("should not be reached")
+    assert raised.value.__cause__ is not None
 
 
 class Failing(Wrapped):
@@ -283,18 +280,16 @@ class Failing(Wrapped):
         return super().__call__(inputs, cache)
 
 
-def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause(run: Run) -> None:
-    async def main() -> None:
-        async with opened(Failing(target())) as rt:
-            streams = [rt.stream(PROMPT, **LONG) for _ in range(3)]
-            for stream in streams:
-                with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
-                    await anext(stream)
-                assert isinstance(raised.value.__cause__, RuntimeError)
-            with pytest.raises(runtime.RuntimeBrokenError):
-                rt.stream(PROMPT)
-
-    run(main)
+@in_asyncio
+async def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause() -> None:
+    async with opened(Failing(target())) as rt:
+        streams = [rt.stream(PROMPT, **LONG) for _ in range(3)]
+        for stream in streams:
+            with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
+                await anext(stream)
+            assert isinstance(raised.value.__cause__, RuntimeError)
+        with pytest.raises(runtime.RuntimeBrokenError):
+            rt.stream(PROMPT)
 
 
 def test_an_error_in_the_body_passes_as_it_is(run: Run) -> None:
@@ -310,20 +305,18 @@ def test_an_error_in_the_body_passes_as_it_is(run: Run) -> None:
     assert raised.value is error
 
 
-def test_a_stream_has_one_consumer(run: Run) -> None:
-    async def main() -> None:
-        held = BlockingModel(target())
-        async with opened(held) as rt:
-            held.block()
-            stream = rt.stream(PROMPT, **LONG)
-            first = asyncio.create_task(anext(stream))
-            await held.blocked_in_asyncio()
-            with pytest.raises(runtime.StreamBusyError):
-                await anext(stream)
-            held.release()
-            assert (await first).id == text(1)[0]
-
-    run(main)
+@in_asyncio
+async def test_a_stream_has_one_consumer() -> None:
+    held = BlockingModel(target())
+    async with opened(held) as rt:
+        held.block()
+        stream = rt.stream(PROMPT, **LONG)
+        first = asyncio.create_task(anext(stream))
+        await held.blocked_in_asyncio()
+        with pytest.raises(runtime.StreamBusyError):
+            await anext(stream)
+        held.release()
+        assert (await first).id == text(1)[0]
 
 
 # --- which loop -----------------------------------------------------------------------------------
@@ -338,55 +331,49 @@ def test_trio_is_told_to_use_what_is_made_for_it() -> None:
     trio.run(main)
 
 
-def test_asyncio_is_told_where_it_asks_for_what_is_trios(run: Run) -> None:
-    async def main() -> None:
-        with pytest.raises(runtime.WrongEventLoopError, match=r"runtime\.aio\.open"):
-            async with runtime.open((target(), None)):
-                raise AssertionError("should not be reached")
-
-    run(main)
+@in_asyncio
+async def test_asyncio_is_told_where_it_asks_for_what_is_trios() -> None:
+    with pytest.raises(runtime.WrongEventLoopError, match=r"runtime\.aio\.open"):
+        async with runtime.open((target(), None)):
+            raise AssertionError("should not be reached")
 
 
-def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            stream = rt.stream(PROMPT, max_tokens=12)
-            said = []
+@in_asyncio
+async def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on() -> None:
+    async with opened() as rt:
+        stream = rt.stream(PROMPT, max_tokens=12)
+        said = []
 
-            async def use() -> None:
-                for call in (lambda: anext(stream), stream.aclose, stream.opened, lambda: rt.generate(PROMPT)):
-                    with pytest.raises(runtime.WrongEventLoopError) as raised:
-                        await call()
-                    said.append(str(raised.value))
-
-            def elsewhere() -> None:
-                asyncio.run(use())
-                trio.run(use)
+        async def use() -> None:
+            for call in (lambda: anext(stream), stream.aclose, stream.opened, lambda: rt.generate(PROMPT)):
                 with pytest.raises(runtime.WrongEventLoopError) as raised:
-                    rt.stream(PROMPT)
+                    await call()
                 said.append(str(raised.value))
 
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            await until_in_asyncio(lambda: not thread.is_alive())
-            assert all("another asyncio loop" in message for message in said[:4])
-            assert all("use runtime.open" in message for message in said[4:8])
-            assert "none is running here" in said[8]
-            assert len(said) == 9
-            assert [token.id async for token in stream] == text(12)
+        def elsewhere() -> None:
+            asyncio.run(use())
+            trio.run(use)
+            with pytest.raises(runtime.WrongEventLoopError) as raised:
+                rt.stream(PROMPT)
+            said.append(str(raised.value))
 
-    run(main)
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        await until_in_asyncio(lambda: not thread.is_alive())
+        assert all("another asyncio loop" in message for message in said[:4])
+        assert all("use runtime.open" in message for message in said[4:8])
+        assert "none is running here" in said[8]
+        assert len(said) == 9
+        assert [token.id async for token in stream] == text(12)
 
 
-def test_a_runtime_that_was_left_says_so(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            pass
-        with pytest.raises(runtime.RuntimeClosedError):
-            rt.stream(PROMPT)
-        assert rt.statistics().generated_tokens == 0
-
-    run(main)
+@in_asyncio
+async def test_a_runtime_that_was_left_says_so() -> None:
+    async with opened() as rt:
+        pass
+    with pytest.raises(runtime.RuntimeClosedError):
+        rt.stream(PROMPT)
+    assert rt.statistics().generated_tokens == 0
 
 
 # --- ways to cancel -------------------------------------------------------------------------------
@@ -498,77 +485,70 @@ WAYS = [
     # During prefill no token was given yet, so there is no loop body to break out of.
     [*(("prefill", way) for way in WAYS if way is not by_breaking_out), *(("decode", way) for way in WAYS)],
 )
-def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str, run: Run) -> None:
+@in_asyncio
+async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(way: Way, when: str) -> None:
     trace, held = Trace(), BlockingModel(target())
-
-    async def main() -> None:
-        async with opened(held, trace=trace) as rt:
-            with released_on_exit(held):
-                # The prompt has four chunks.
-                held.block(after=1 if when == "prefill" else 6)
-                await way(rt, held.blocked_in_asyncio())
-                # The consumer has returned while the forward pass still blocks.
-                assert trace.count("close", 0) == 0
-                before = trace.passes(0)
-                held.release()
-                await the_next_text_is_right(rt)
-                await until_in_asyncio(lambda: rt.num_streams == 0)
-                assert trace.passes(0) <= before + 1
-        assert trace.is_put_away()
-
-    run(main)
+    async with opened(held, trace=trace) as rt:
+        with released_on_exit(held):
+            # The prompt has four chunks.
+            held.block(after=1 if when == "prefill" else 6)
+            await way(rt, held.blocked_in_asyncio())
+            # The consumer has returned while the forward pass still blocks.
+            assert trace.count("close", 0) == 0
+            before = trace.passes(0)
+            held.release()
+            await the_next_text_is_right(rt)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
+            assert trace.passes(0) <= before + 1
+    assert trace.is_put_away()
 
 
 @on_both_loops
-def test_a_stream_that_waits_for_a_place_can_be_cancelled(run: Run) -> None:
+@in_asyncio
+async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
     trace, held = Trace(), BlockingModel(target())
-
-    async def main() -> None:
-        async with opened(held, trace=trace, max_streams=1) as rt:
-            with released_on_exit(held):
-                held.block()
-                first = rt.stream(PROMPT, max_tokens=12)
-                await held.blocked_in_asyncio()
-                waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
-                await until_in_asyncio(lambda: rt.num_waiting == 1)
-                waiting.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await waiting
-                await until_in_asyncio(lambda: rt.num_waiting == 0)
-                held.release()
-                assert [token.id async for token in first] == text(12)
-                assert {event.session for event in trace.events} <= {None, 0}
-
-    run(main)
+    async with opened(held, trace=trace, max_streams=1) as rt:
+        with released_on_exit(held):
+            held.block()
+            first = rt.stream(PROMPT, max_tokens=12)
+            await held.blocked_in_asyncio()
+            waiting = asyncio.create_task(rt.generate(PROMPT, **LONG))
+            await until_in_asyncio(lambda: rt.num_waiting == 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await until_in_asyncio(lambda: rt.num_waiting == 0)
+            held.release()
+            assert [token.id async for token in first] == text(12)
+            assert {event.session for event in trace.events} <= {None, 0}
 
 
 # --- leaving --------------------------------------------------------------------------------------
 
 
 @on_both_loops
-def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            unread = rt.stream(PROMPT, **LONG)
-            await unread.opened()
-            read = rt.stream(PROMPT, **LONG)
-            for _ in range(5):
-                await anext(read)
-            waiting = asyncio.create_task(anext(rt.stream(prompt_of(401), prefill_step_size=1)))
-            await turns()
-        for stream, first in ((unread, 0), (read, 5)):
-            got: list[int] = []
-            with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
-                await read_into(got, stream)
-            assert got == text(100)[first : first + len(got)]
+@in_asyncio
+async def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read() -> None:
+    async with opened() as rt:
+        unread = rt.stream(PROMPT, **LONG)
+        await unread.opened()
+        read = rt.stream(PROMPT, **LONG)
+        for _ in range(5):
+            await anext(read)
+        waiting = asyncio.create_task(anext(rt.stream(prompt_of(401), prefill_step_size=1)))
+        await turns()
+    for stream, first in ((unread, 0), (read, 5)):
+        got: list[int] = []
         with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
-            await waiting
-
-    run(main)
+            await read_into(got, stream)
+        assert got == text(100)[first : first + len(got)]
+    with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
+        await waiting
 
 
 @on_both_loops
-def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: Run) -> None:
+@in_asyncio
+async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop() -> None:
     held = BlockingModel(target())
 
     async def use() -> None:
@@ -576,27 +556,25 @@ def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(run: R
             held.block(after=2)
             await consume(rt)
 
-    async def main() -> None:
-        with released_on_exit(held):
-            task = asyncio.create_task(use())
-            await held.blocked_in_asyncio()
-            task.cancel()
-            await turns()
-            # A second cancellation; the exit still goes on to the end.
-            task.cancel()
-            await turns()
-            assert not task.done()
-            # The drafter's thread is joined first, and may have ended.
-            assert {thread.name for thread in outrider_threads()} >= {"outrider-trio", "outrider-target"}
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert outrider_threads() == []
-
-    run(main)
+    with released_on_exit(held):
+        task = asyncio.create_task(use())
+        await held.blocked_in_asyncio()
+        task.cancel()
+        await turns()
+        # A second cancellation; the exit still goes on to the end.
+        task.cancel()
+        await turns()
+        assert not task.done()
+        # The drafter's thread is joined first, and may have ended.
+        assert {thread.name for thread in outrider_threads()} >= {"outrider-trio", "outrider-target"}
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert outrider_threads() == []
 
 
 @on_both_loops
-def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> None:
+@in_asyncio
+async def test_cancelling_while_models_are_being_opened_waits_for_that() -> None:
     held = BlockingModel(target())
     held.block()  # opening runs forward passes to time the models
 
@@ -604,35 +582,29 @@ def test_cancelling_while_models_are_being_opened_waits_for_that(run: Run) -> No
         async with opened(held):
             raise AssertionError("should not be reached")
 
-    async def main() -> None:
-        task = asyncio.create_task(use())
-        await held.blocked_in_asyncio()
-        task.cancel()
-        await turns()
-        assert not task.done()
-        held.release()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert outrider_threads() == []
-
-    run(main)
+    task = asyncio.create_task(use())
+    await held.blocked_in_asyncio()
+    task.cancel()
+    await turns()
+    assert not task.done()
+    held.release()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert outrider_threads() == []
 
 
-def test_leaving_under_an_anyio_scope_that_is_cancelled(run: Run) -> None:
+@in_asyncio
+async def test_leaving_under_an_anyio_scope_that_is_cancelled() -> None:
     held = BlockingModel(target())
-
-    async def main() -> None:
-        with anyio.CancelScope() as scope:
-            async with opened(held) as rt, rt.stream(PROMPT, **LONG) as stream:
-                await anext(stream)
-                held.block()
-                await held.blocked_in_asyncio()
-                asyncio.get_running_loop().call_later(0.01, held.release)
-                scope.cancel()
-                await anext(stream)
-        assert scope.cancelled_caught
-
-    run(main)
+    with anyio.CancelScope() as scope:
+        async with opened(held) as rt, rt.stream(PROMPT, **LONG) as stream:
+            await anext(stream)
+            held.block()
+            await held.blocked_in_asyncio()
+            asyncio.get_running_loop().call_later(0.01, held.release)
+            scope.cancel()
+            await anext(stream)
+    assert scope.cancelled_caught
 
 
 @on_both_loops
@@ -687,62 +659,53 @@ def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there
 
 
 @on_both_loops
-def test_a_runtime_that_was_awaited_works_until_it_is_closed(run: Run) -> None:
-    async def main() -> None:
-        rt = await opened()
-        await the_next_text_is_right(rt)
-        stream = rt.stream(PROMPT, **LONG)
-        await anext(stream)
-        await asyncio.gather(rt.aclose(), rt.aclose())
-        assert outrider_threads() == []
-        with pytest.raises(runtime.RuntimeClosedError):
-            await read_into([], stream)
-        with pytest.raises(runtime.RuntimeClosedError):
-            rt.stream(PROMPT)
+@in_asyncio
+async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
+    rt = await opened()
+    await the_next_text_is_right(rt)
+    stream = rt.stream(PROMPT, **LONG)
+    await anext(stream)
+    await asyncio.gather(rt.aclose(), rt.aclose())
+    assert outrider_threads() == []
+    with pytest.raises(runtime.RuntimeClosedError):
+        await read_into([], stream)
+    with pytest.raises(runtime.RuntimeClosedError):
+        rt.stream(PROMPT)
+    await rt.aclose()
+
+
+@in_asyncio
+async def test_closing_within_the_block_is_leaving_it() -> None:
+    async with opened() as rt:
         await rt.aclose()
-
-    run(main)
-
-
-def test_closing_within_the_block_is_leaving_it(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            await rt.aclose()
-            assert outrider_threads() == []
-
-    run(main)
+        assert outrider_threads() == []
 
 
 @on_both_loops
-def test_a_cancelled_closing_goes_on_to_the_end(run: Run) -> None:
+@in_asyncio
+async def test_a_cancelled_closing_goes_on_to_the_end() -> None:
     held = BlockingModel(target())
-
-    async def main() -> None:
-        rt = await opened(held)
-        held.block(after=2)
-        waiting = asyncio.create_task(consume(rt))
-        await held.blocked_in_asyncio()
-        closing = asyncio.create_task(rt.aclose())
-        await turns()
-        closing.cancel()
-        await turns()
-        assert not closing.done()
-        held.release()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        with pytest.raises(runtime.RuntimeClosedError):
-            await waiting
-        assert outrider_threads() == []
-
-    run(main)
+    rt = await opened(held)
+    held.block(after=2)
+    waiting = asyncio.create_task(consume(rt))
+    await held.blocked_in_asyncio()
+    closing = asyncio.create_task(rt.aclose())
+    await turns()
+    closing.cancel()
+    await turns()
+    assert not closing.done()
+    held.release()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(runtime.RuntimeClosedError):
+        await waiting
+    assert outrider_threads() == []
 
 
-def test_an_error_in_opening_comes_out_of_await(run: Run) -> None:
-    async def main() -> None:
-        with pytest.raises(runtime.ModelError, match="does not exist"):
-            await runtime.aio.open("/no/such/model")
-
-    run(main)
+@in_asyncio
+async def test_an_error_in_opening_comes_out_of_await() -> None:
+    with pytest.raises(runtime.ModelError, match="does not exist"):
+        await runtime.aio.open("/no/such/model")
 
 
 IMPORTS = """
@@ -858,25 +821,22 @@ def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> N
 
 
 @on_both_loops
-def test_a_slow_consumer_slows_the_models(run: Run) -> None:
+@in_asyncio
+async def test_a_slow_consumer_slows_the_models() -> None:
     trace = Trace()
-
-    async def main() -> None:
-        async with opened(trace=trace) as rt:
-            slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
-            assert (await anext(slow)).id == text(1)[0]
-            for num_read in (1, 3):
-                # Each round of the slow stream can alternate with a round of the other.
-                await rt.generate(PROMPT, max_tokens=60, lookahead=0)
-                buffered = trace.count("verdict", 0) - num_read
-                # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
-                assert 16 <= buffered <= 34
-                rounds = trace.count("verdict", 0)
-                await rt.generate(PROMPT, max_tokens=60, lookahead=0)
-                assert trace.count("verdict", 0) == rounds
-                assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
-
-    run(main)
+    async with opened(trace=trace) as rt:
+        slow = rt.stream(PROMPT, max_tokens=300, lookahead=0)
+        assert (await anext(slow)).id == text(1)[0]
+        for num_read in (1, 3):
+            # Each round of the slow stream can alternate with a round of the other.
+            await rt.generate(PROMPT, max_tokens=60, lookahead=0)
+            buffered = trace.count("verdict", 0) - num_read
+            # Sixteen rounds in the buffer, one that waits for room, and those that came with the last request.
+            assert 16 <= buffered <= 34
+            rounds = trace.count("verdict", 0)
+            await rt.generate(PROMPT, max_tokens=60, lookahead=0)
+            assert trace.count("verdict", 0) == rounds
+            assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
 
 
 def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -909,38 +869,36 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
 
 @on_both_loops
 @pytest.mark.slow
-def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            await the_next_text_is_right(rt)
-            threads = threading.active_count()
-            for number in range(50):
-                match number % 5:
-                    case 0:
-                        async for _ in rt.stream(PROMPT, **LONG):
-                            break
-                    case 1:
-                        with pytest.warns(ResourceWarning, match="dropped unread"):
-                            rt.stream(PROMPT, **LONG)  # no consumer
-                    case 2:
-                        async with rt.stream(PROMPT, **LONG):
-                            pass
-                    case 3:
-                        task = asyncio.create_task(consume(rt))
-                        await turns(number)
-                        task.cancel()
-                    case 4:
-                        with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(consume(rt), 0.001)
-            await the_next_text_is_right(rt)
-            await until_in_asyncio(lambda: rt.num_streams == 0)
-            assert threading.active_count() == threads
-            del task
-            gc.collect()
-            left = [thing for thing in gc.get_objects() if isinstance(thing, runtime.aio.TokenStream)]
-            assert left == []
-
-    run(main)
+@in_asyncio
+async def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream() -> None:
+    async with opened() as rt:
+        await the_next_text_is_right(rt)
+        threads = threading.active_count()
+        for number in range(50):
+            match number % 5:
+                case 0:
+                    async for _ in rt.stream(PROMPT, **LONG):
+                        break
+                case 1:
+                    with pytest.warns(ResourceWarning, match="dropped unread"):
+                        rt.stream(PROMPT, **LONG)  # no consumer
+                case 2:
+                    async with rt.stream(PROMPT, **LONG):
+                        pass
+                case 3:
+                    task = asyncio.create_task(consume(rt))
+                    await turns(number)
+                    task.cancel()
+                case 4:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(consume(rt), 0.001)
+        await the_next_text_is_right(rt)
+        await until_in_asyncio(lambda: rt.num_streams == 0)
+        assert threading.active_count() == threads
+        del task
+        gc.collect()
+        left = [thing for thing in gc.get_objects() if isinstance(thing, runtime.aio.TokenStream)]
+        assert left == []
 
 
 async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
@@ -949,20 +907,18 @@ async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
 
 
 @on_both_loops
-def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            tokens = tokens_of(rt)
-            assert await anext(tokens) == text(1)[0]
-            await tokens.aclose()
-            await until_in_asyncio(lambda: rt.num_streams == 0)
+@in_asyncio
+async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() -> None:
+    async with opened() as rt:
+        tokens = tokens_of(rt)
+        assert await anext(tokens) == text(1)[0]
+        await tokens.aclose()
+        await until_in_asyncio(lambda: rt.num_streams == 0)
 
-            # A dropped async generator is closed by the loop.
-            async for _ in tokens_of(rt):
-                break
-            await until_in_asyncio(lambda: rt.num_streams == 0)
-
-    run(main)
+        # A dropped async generator is closed by the loop.
+        async for _ in tokens_of(rt):
+            break
+        await until_in_asyncio(lambda: rt.num_streams == 0)
 
 
 # --- many prompts, and conversations --------------------------------------------------------------
@@ -970,279 +926,250 @@ def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed(run: Run) 
 PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
 
 
-def test_many_prompts_are_completed_in_their_order_or_as_they_finish(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            many = rt.generate_many(PROMPTS, max_concurrent=2, max_tokens=12)
-            completions = await many
-            assert [ids(completion) for completion in completions] == [text(12, prompt) for prompt in PROMPTS]
-            assert await many == completions
+@in_asyncio
+async def test_many_prompts_are_completed_in_their_order_or_as_they_finish() -> None:
+    async with opened() as rt:
+        many = rt.generate_many(PROMPTS, max_concurrent=2, max_tokens=12)
+        completions = await many
+        assert [ids(completion) for completion in completions] == [text(12, prompt) for prompt in PROMPTS]
+        assert await many == completions
 
-            finished = {}
-            one_by_one = rt.generate_many(iter(PROMPTS), max_tokens=12)
-            async for index, completion in one_by_one:
-                finished[index] = ids(completion)
-            with pytest.raises(runtime.StreamBusyError, match="each is given once"):
-                await one_by_one
-            assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
-            assert await rt.generate_many([]) == []
-
-    run(main)
+        finished = {}
+        one_by_one = rt.generate_many(iter(PROMPTS), max_tokens=12)
+        async for index, completion in one_by_one:
+            finished[index] = ids(completion)
+        with pytest.raises(runtime.StreamBusyError, match="each is given once"):
+            await one_by_one
+        assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
+        assert await rt.generate_many([]) == []
 
 
-def test_many_prompts_of_which_one_will_not_do(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            with pytest.raises(runtime.SettingsError, match="max_concurrent"):
-                rt.generate_many(PROMPTS, max_concurrent=0)
-            with pytest.raises(runtime.SettingsError, match="max_tokens"):
-                rt.generate_many(PROMPTS, max_tokens=0)
-            with pytest.raises(runtime.PromptError, match=r"prompts\[1\].*empty"):
-                await rt.generate_many([PROMPTS[0], []])
-            with pytest.raises(runtime.PromptError, match="sequence of prompts"):
-                await rt.generate_many("one")
-            await the_next_text_is_right(rt)
-
-    run(main)
+@in_asyncio
+async def test_many_prompts_of_which_one_will_not_do() -> None:
+    async with opened() as rt:
+        with pytest.raises(runtime.SettingsError, match="max_concurrent"):
+            rt.generate_many(PROMPTS, max_concurrent=0)
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            rt.generate_many(PROMPTS, max_tokens=0)
+        with pytest.raises(runtime.PromptError, match=r"prompts\[1\].*empty"):
+            await rt.generate_many([PROMPTS[0], []])
+        with pytest.raises(runtime.PromptError, match="sequence of prompts"):
+            await rt.generate_many("one")
+        await the_next_text_is_right(rt)
 
 
 @on_both_loops
 @pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
-def test_many_prompts_can_be_left_in_every_way(way: str, run: Run) -> None:
+@in_asyncio
+async def test_many_prompts_can_be_left_in_every_way(way: str) -> None:
     held = BlockingModel(target())
-
-    async def main() -> None:
-        async with opened(held) as rt:
-            with released_on_exit(held):
-                many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
-                if way == "break":
-                    async for _ in many:
-                        break
-                held.block()
-                await held.blocked_in_asyncio()
-                match way:
-                    case "cancel":
-                        task = asyncio.create_task(anext(many))
-                        await turns()
-                        task.cancel()
-                        with pytest.raises(asyncio.CancelledError):
-                            await task
-                    case "aclose":
-                        await many.aclose()
-                        with pytest.raises(runtime.RuntimeClosedError):
-                            await anext(many)
-                    case "leave":
-                        async with many:
-                            pass
-                del many
-                gc.collect()
-                held.release()
-                await the_next_text_is_right(rt)
-                await until_in_asyncio(lambda: rt.num_streams == 0)
-
-    run(main)
+    async with opened(held) as rt:
+        with released_on_exit(held):
+            many = rt.generate_many(PROMPTS, max_concurrent=3, max_tokens=12)
+            if way == "break":
+                async for _ in many:
+                    break
+            held.block()
+            await held.blocked_in_asyncio()
+            match way:
+                case "cancel":
+                    task = asyncio.create_task(anext(many))
+                    await turns()
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                case "aclose":
+                    await many.aclose()
+                    with pytest.raises(runtime.RuntimeClosedError):
+                        await anext(many)
+                case "leave":
+                    async with many:
+                        pass
+            del many
+            gc.collect()
+            held.release()
+            await the_next_text_is_right(rt)
+            await until_in_asyncio(lambda: rt.num_streams == 0)
 
 
 @on_both_loops
-def test_leaving_the_runtime_tells_who_waits_for_many(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            many = rt.generate_many([prompt_of(401)], prefill_step_size=1)
-            waiting = asyncio.ensure_future(anext(many))
-            await turns()
-        with pytest.raises(runtime.RuntimeClosedError):
-            await waiting
-
-    run(main)
+@in_asyncio
+async def test_leaving_the_runtime_tells_who_waits_for_many() -> None:
+    async with opened() as rt:
+        many = rt.generate_many([prompt_of(401)], prefill_step_size=1)
+        waiting = asyncio.ensure_future(anext(many))
+        await turns()
+    with pytest.raises(runtime.RuntimeClosedError):
+        await waiting
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_from_what_was_given(run: Run) -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
-            conversation = rt.conversation("# a stack\n", max_tokens=8, ignore_eos=True)
-            first = await conversation.generate("class Stack:\n")
-            async with conversation.stream("\n\ndef push(", max_tokens=40) as stream:
-                with pytest.raises(runtime.ConversationBusyError):
-                    conversation.stream("too early")
-                with pytest.raises(runtime.ConversationBusyError):
-                    conversation.reset()
-                given = [(await anext(stream)).text for _ in range(3)]
-            said = [message["content"] for message in conversation.messages]
-            assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
+@in_asyncio
+async def test_a_conversation_goes_on_from_what_was_given() -> None:
+    async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
+        conversation = rt.conversation("# a stack\n", max_tokens=8, ignore_eos=True)
+        first = await conversation.generate("class Stack:\n")
+        async with conversation.stream("\n\ndef push(", max_tokens=40) as stream:
+            with pytest.raises(runtime.ConversationBusyError):
+                conversation.stream("too early")
+            with pytest.raises(runtime.ConversationBusyError):
+                conversation.reset()
+            given = [(await anext(stream)).text for _ in range(3)]
+        said = [message["content"] for message in conversation.messages]
+        assert said == ["# a stack\n", "class Stack:\n", first.text, "\n\ndef push(", "".join(given)]
 
-            # The withheld text is delivered too, once no further tokens come.
-            expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
-            stream = conversation.stream("\nclass ", stop=expected.text + "☂")
-            async for token in stream:
-                if token.index == 2:
-                    break
-            assert conversation.messages[-1]["content"] == ""
-            await stream.aclose()
-            assert (
-                conversation.messages[-1]["content"]
-                == stream.tail
-                == "".join(token.text for token in expected.tokens[:3])
-                != ""
-            )
-            said = [message["content"] for message in conversation.messages]
+        # The withheld text is delivered too, once no further tokens come.
+        expected = await rt.generate("".join([*said, "\nclass "]), max_tokens=8, ignore_eos=True)
+        stream = conversation.stream("\nclass ", stop=expected.text + "☂")
+        async for token in stream:
+            if token.index == 2:
+                break
+        assert conversation.messages[-1]["content"] == ""
+        await stream.aclose()
+        assert (
+            conversation.messages[-1]["content"]
+            == stream.tail
+            == "".join(token.text for token in expected.tokens[:3])
+            != ""
+        )
+        said = [message["content"] for message in conversation.messages]
 
-            # A turn that is dropped, or cancelled before its first token, makes room at once.
-            with pytest.warns(ResourceWarning, match="dropped unread"):
-                conversation.stream("never heard")
-            third = await conversation.generate("\nimport os")
-            assert [message["content"] for message in conversation.messages] == [*said, "\nimport os", third.text]
+        # A turn that is dropped, or cancelled before its first token, makes room at once.
+        with pytest.warns(ResourceWarning, match="dropped unread"):
+            conversation.stream("never heard")
+        third = await conversation.generate("\nimport os")
+        assert [message["content"] for message in conversation.messages] == [*said, "\nimport os", third.text]
 
-            alone = await rt.generate("".join([*said, "\nimport os"]), max_tokens=8, ignore_eos=True)
-            assert ids(alone) == ids(third)
-            conversation.reset()
-            assert conversation.messages == []
-
-    run(main)
+        alone = await rt.generate("".join([*said, "\nimport os"]), max_tokens=8, ignore_eos=True)
+        assert ids(alone) == ids(third)
+        conversation.reset()
+        assert conversation.messages == []
 
 
 @pytest.mark.slow
-def test_a_saved_conversation_goes_on_as_it_would_have(run: Run, tmp_path: Path) -> None:
+@in_asyncio
+async def test_a_saved_conversation_goes_on_as_it_would_have(tmp_path: Path) -> None:
     path = tmp_path / "session"
     settings: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.8, "seed": 3}
-
-    async def main() -> None:
-        async with talking() as rt:
-            conversation = rt.conversation("# a stack\n", **settings)
-            await conversation.generate("class Stack:\n")
-            async with conversation.stream("\n\ndef push(") as stream:
-                with pytest.raises(runtime.ConversationBusyError):
-                    await conversation.save(path)
-                assert [token async for token in stream]
-            assert await conversation.save(path) == path.stat().st_size
-            messages = conversation.messages
-            expected = await conversation.generate("\n\ndef pop(")
-        async with talking() as rt:
-            loaded = await rt.load(path)
-            assert loaded.messages == messages
-            found = await loaded.generate("\n\ndef pop(")
-            assert ids(found) == ids(expected)
-            assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
-            # `reset` forgets the messages, not the settings.
-            loaded.reset()
-            assert loaded.messages == []
-            anew, fresh = await loaded.generate("def f("), await rt.generate("# a stack\ndef f(", **settings)
-            assert ids(anew) == ids(fresh)
-
-    run(main)
+    async with talking() as rt:
+        conversation = rt.conversation("# a stack\n", **settings)
+        await conversation.generate("class Stack:\n")
+        async with conversation.stream("\n\ndef push(") as stream:
+            with pytest.raises(runtime.ConversationBusyError):
+                await conversation.save(path)
+            assert [token async for token in stream]
+        assert await conversation.save(path) == path.stat().st_size
+        messages = conversation.messages
+        expected = await conversation.generate("\n\ndef pop(")
+    async with talking() as rt:
+        loaded = await rt.load(path)
+        assert loaded.messages == messages
+        found = await loaded.generate("\n\ndef pop(")
+        assert ids(found) == ids(expected)
+        assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+        # `reset` forgets the messages, not the settings.
+        loaded.reset()
+        assert loaded.messages == []
+        anew, fresh = await loaded.generate("def f("), await rt.generate("# a stack\ndef f(", **settings)
+        assert ids(anew) == ids(fresh)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 5, 24])
-def test_a_stream_is_saved_in_its_middle_and_goes_on(run: Run, tmp_path: Path, cut: int) -> None:
+@in_asyncio
+async def test_a_stream_is_saved_in_its_middle_and_goes_on(tmp_path: Path, cut: int) -> None:
     path, settings = tmp_path / "stream", {"max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}
-
-    async def main() -> None:
-        got = []
-        async with talking() as rt:
-            stream = rt.stream("class Stack:\n", **settings)
-            if cut == 0:
-                assert await stream.save(path) == path.stat().st_size
-            async for token in stream:
-                got.append(token)
-                if len(got) == cut:
-                    file = io.BytesIO()
-                    assert await stream.save(file) == path.write_bytes(file.getvalue())
-            assert len(got) == 24
-        async with talking() as rt:
-            resumed = await rt.load_stream(path)
-            assert resumed.is_closed == (cut == 24)
-            assert [(token.index, token.text) async for token in resumed] == [(t.index, t.text) for t in got[cut:]]
-            assert resumed.answer.text == "".join(token.text for token in got)
-            with pytest.raises(
-                runtime.SessionFileError, match=r"has a stream, not what was asked for; use load_stream"
-            ):
-                await rt.load(path)
-
-    run(main)
+    got = []
+    async with talking() as rt:
+        stream = rt.stream("class Stack:\n", **settings)
+        if cut == 0:
+            assert await stream.save(path) == path.stat().st_size
+        async for token in stream:
+            got.append(token)
+            if len(got) == cut:
+                file = io.BytesIO()
+                assert await stream.save(file) == path.write_bytes(file.getvalue())
+        assert len(got) == 24
+    async with talking() as rt:
+        resumed = await rt.load_stream(path)
+        assert resumed.is_closed == (cut == 24)
+        assert [(token.index, token.text) async for token in resumed] == [(t.index, t.text) for t in got[cut:]]
+        assert resumed.answer.text == "".join(token.text for token in got)
+        with pytest.raises(runtime.SessionFileError, match=r"has a stream, not what was asked for; use load_stream"):
+            await rt.load(path)
 
 
-def test_a_conversation_that_was_not_begun_is_saved_and_loaded(run: Run, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
-            await rt.conversation("Be kind.", max_tokens=5).save(tmp_path / "session")
-            loaded = await rt.load(tmp_path / "session", max_tokens=3)
-            assert [message["content"] for message in loaded.messages] == ["Be kind."]
-            assert len((await loaded.generate(" I am")).tokens) == 3
-
-    run(main)
+@in_asyncio
+async def test_a_conversation_that_was_not_begun_is_saved_and_loaded(tmp_path: Path) -> None:
+    async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+        await rt.conversation("Be kind.", max_tokens=5).save(tmp_path / "session")
+        loaded = await rt.load(tmp_path / "session", max_tokens=3)
+        assert [message["content"] for message in loaded.messages] == ["Be kind."]
+        assert len((await loaded.generate(" I am")).tokens) == 3
 
 
-def test_what_cannot_be_saved_or_loaded_is_said(run: Run, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
-            conversation = rt.conversation()
-            with pytest.raises(runtime.SettingsError, match="path"):
-                await conversation.save(3)  # type: ignore[arg-type]
-            with pytest.raises(runtime.SessionFileError, match="no/such"):
-                await conversation.save(tmp_path / "no/such")
-            with pytest.raises(runtime.SessionFileError, match="no/such"):
-                await rt.load(tmp_path / "no/such")
-            await conversation.save(tmp_path / "session")
-            with pytest.raises(runtime.SettingsError, match="max_tokens"):
-                await rt.load(tmp_path / "session", max_tokens=0)
-        with pytest.raises(runtime.RuntimeClosedError):
-            await conversation.save(tmp_path / "later")
-        with pytest.raises(runtime.RuntimeClosedError):
-            await rt.load(tmp_path / "session")
-        assert [path.name for path in tmp_path.iterdir()] == ["session"]
-
-    run(main)
+@in_asyncio
+async def test_what_cannot_be_saved_or_loaded_is_said(tmp_path: Path) -> None:
+    async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+        conversation = rt.conversation()
+        with pytest.raises(runtime.SettingsError, match="path"):
+            await conversation.save(3)  # type: ignore[arg-type]
+        with pytest.raises(runtime.SessionFileError, match="no/such"):
+            await conversation.save(tmp_path / "no/such")
+        with pytest.raises(runtime.SessionFileError, match="no/such"):
+            await rt.load(tmp_path / "no/such")
+        await conversation.save(tmp_path / "session")
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            await rt.load(tmp_path / "session", max_tokens=0)
+    with pytest.raises(runtime.RuntimeClosedError):
+        await conversation.save(tmp_path / "later")
+    with pytest.raises(runtime.RuntimeClosedError):
+        await rt.load(tmp_path / "session")
+    assert [path.name for path in tmp_path.iterdir()] == ["session"]
 
 
 @on_both_loops
-def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(run: Run, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+@in_asyncio
+async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(tmp_path: Path) -> None:
+    async with runtime.aio.open(runtime.DEMO_TARGET) as rt:
+        conversation = rt.conversation(max_tokens=3)
+        await conversation.generate("def f(")
+        for number in range(6):
+            saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))
+            await turns(number)
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            for path in tmp_path.iterdir():
+                # No file, or the whole file.
+                assert path.name == "session"
+                assert (await rt.load(path)).messages == conversation.messages
+        loading = asyncio.ensure_future(rt.load(tmp_path / "session"))
+        await turns(1)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        await conversation.generate("\n")
+
+
+@in_asyncio
+async def test_a_save_under_way_when_the_runtime_is_left_is_told_that_it_is_closed(tmp_path: Path) -> None:
+    for number in range(4):
+        async with talking() as rt:
             conversation = rt.conversation(max_tokens=3)
             await conversation.generate("def f(")
-            for number in range(6):
-                saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))
-                await turns(number)
-                saving.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await saving
-                for path in tmp_path.iterdir():
-                    # No file, or the whole file.
-                    assert path.name == "session"
-                    assert (await rt.load(path)).messages == conversation.messages
-            loading = asyncio.ensure_future(rt.load(tmp_path / "session"))
-            await turns(1)
-            loading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await loading
-            await conversation.generate("\n")
-
-    run(main)
+            saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))
+            await turns(number)
+        try:
+            assert await saving == (tmp_path / "session").stat().st_size
+        except runtime.RuntimeClosedError:
+            continue
 
 
-def test_a_save_under_way_when_the_runtime_is_left_is_told_that_it_is_closed(run: Run, tmp_path: Path) -> None:
-    async def main() -> None:
-        for number in range(4):
-            async with talking() as rt:
-                conversation = rt.conversation(max_tokens=3)
-                await conversation.generate("def f(")
-                saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))
-                await turns(number)
-            try:
-                assert await saving == (tmp_path / "session").stat().st_size
-            except runtime.RuntimeClosedError:
-                continue
-
-    run(main)
-
-
-def test_what_a_conversation_cannot_be_is_said(run: Run) -> None:
-    async def main() -> None:
-        async with opened() as rt:
-            with pytest.raises(runtime.SettingsError, match="max_tokens"):
-                rt.conversation(max_tokens=0)
-            with pytest.raises(runtime.PromptError, match="tokenizer"):
-                await rt.conversation().generate("hello")
-
-    run(main)
+@in_asyncio
+async def test_what_a_conversation_cannot_be_is_said() -> None:
+    async with opened() as rt:
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            rt.conversation(max_tokens=0)
+        with pytest.raises(runtime.PromptError, match="tokenizer"):
+            await rt.conversation().generate("hello")

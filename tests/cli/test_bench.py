@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import attrs
@@ -33,8 +35,10 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
+from runtime.bench.benchmark import failures
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Run
 from runtime.bench.one_stream import OneStream, OneStreamPlan
+from runtime.bench.prompt_files import BUNDLED, BenchPrompt, read_prompts
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
@@ -191,6 +195,17 @@ def test_texts_are_compared_with_plain_decodings():
 def test_above_temperature_0_texts_are_not_compared():
     measured = scripted(plan=small(num_draft_tokens=(2,), lookaheads=("auto",), temperature=0.5))
     assert [row.same_texts for row in measured.result().rows] == [None, None, None]
+
+
+def test_plain_decoding_at_the_end_shows_whether_the_machine_became_slower():
+    measured = scripted()
+    assert measured.result().clock is None
+    for seconds, clock in ((4 / 3, 1.0), (2.0, 2 / 3)):
+        measured.closing = a_run(seconds)
+        result = measured.result()
+        assert result.clock == pytest.approx(clock)
+        said = any("at the end the first row had 0.67 times" in note for note in failures(result))
+        assert said == (clock < 0.9)
 
 
 def test_nothing_measured_is_no_figure_and_no_error():
@@ -502,7 +517,7 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
     assert "measured by outrider lookahead auto" in out
     assert "contention" in out
     if sys.platform == "linux":
-        assert f"linear algebra  {runtime.loading.blas.blas_in_use()}" in out
+        assert f"linear algebra {runtime.loading.blas.blas_in_use()}" in " ".join(out.split())
 
 
 def test_json_has_all_that_was_measured(saved, capsys):
@@ -511,19 +526,34 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert (out.count("\n"), err) == (1, "")
     said = json.loads(out)
     assert " ".join(sorted(said)) == (
-        "best_speculative draft dtypes is_complete machine max_tokens num_prompts num_ranks repeats repeats_done rows "
-        "target temperature"
+        "best_speculative categories clock draft dtypes is_complete machine max_tokens num_prompts num_ranks repeats "
+        "repeats_done rows target temperature"
     )
     assert [row["name"] for row in said["rows"]] == [contender.name for contender in small().contenders]
     for row in said["rows"]:
         assert " ".join(sorted(row)) == (
-            "acceptance draft draft_busy engine estimates failure fresh_acceptance high hit_rate limit lookahead low "
-            "median name num_texts of_limit same_texts speeds stale_acceptance target_busy tokens_per_round "
-            "vs_best_speculative vs_plain"
+            "acceptance copy_acceptance draft draft_busy engine estimates failure fresh_acceptance high hit_rate limit "
+            "lookahead low median model_acceptance name num_texts of_limit same_texts speeds stale_acceptance "
+            "target_busy tokens_per_round vs_best_speculative vs_plain"
         )
         assert row["vs_plain"] == row["median"] / said["rows"][0]["median"]
         assert (row["same_texts"], row["num_texts"]) == (2, 2)
     assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
+
+
+def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
+    assert cli.main(arguments(saved, "--repeats", "1", "--report", str(tmp_path / "mine.md"))) == 0
+    said, page = json.loads((tmp_path / "mine.json").read_text()), (tmp_path / "mine.md").read_text()
+    assert [row["name"] for row in said["results"]["rows"]] == [contender.name for contender in small().contenders]
+    assert (said["kind"], said["results"]["target"]) == ("bench", "<path>")
+    assert said["results"]["clock"] > 0
+    assert {"processor", "memory", "system", "packages"} < said["machine"].keys()
+    assert said["versions"]["mlx"] in said["machine"]["packages"]
+    assert page.startswith(f"## outrider bench\n\n{said['contents']}\n")
+    assert "| outrider lookahead auto |" in page
+    for written in (page, json.dumps(said)):
+        assert not [secret for secret in (*saved, str(Path.home()), "s3cret", "w1 w2") if secret in written]
 
 
 def test_a_dtype_is_what_is_measured_in(saved, capsys):
@@ -609,7 +639,50 @@ def test_a_model_that_is_not_there_is_one_line(saved, capsys):
 )
 def test_prompts_come_from_a_file(name, content, prompts, tmp_path):
     (tmp_path / name).write_text(content)
-    assert bench_command.read_prompts(tmp_path / name) == prompts
+    assert read_prompts(str(tmp_path / name)) == [BenchPrompt((prompt,)) for prompt in prompts]
+
+
+def test_a_line_may_have_the_fields_of_spec_bench_or_a_prompt_or_messages(tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    lines = [
+        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        {"prompt": "c", "category": "edit", "source": "somewhere"},
+        {"messages": messages},
+    ]
+    (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = read_prompts(str(tmp_path / "question.jsonl"))
+    assert found == [
+        BenchPrompt(("a", "b"), "writing", is_chat=True),
+        BenchPrompt(("c",), "edit"),
+        BenchPrompt((messages,)),
+    ]
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "b"}]
+    assert found[0].at(1, ["x"], has_template=True) == said
+    assert found[0].at(1, ["x"], has_template=False) == "a\n\nx\n\nb"
+    (tmp_path / "question.jsonl").write_text('{"turns": []}')
+    with pytest.raises(runtime.PromptError, match=r"line 1 of .* is no prompt"):
+        read_prompts(str(tmp_path / "question.jsonl"))
+
+
+def test_the_bundled_prompts_are_edits_quotes_and_free_texts_with_their_sources():
+    assert Counter(prompt.category for prompt in read_prompts(BUNDLED)) == {"edit": 16, "quote": 12, "free": 12}
+    lines = (Path(runtime.__file__).parent / "bench" / "prompts.jsonl").read_text().splitlines()
+    assert all("PSF License" in json.loads(line)["source"] for line in lines)
+
+
+async def test_figures_of_categories_are_those_of_their_turns_after_a_rest_each(saved, monkeypatch):
+    rests = []
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+
+    monkeypatch.setattr("runtime.bench.benchmark.trio", SimpleNamespace(sleep=rest))
+    prompts = [BenchPrompt(("one", "two"), "talk", is_chat=True), BenchPrompt(([1, 2, 3],), "ids")]
+    plan = small(prompts=prompts, num_draft_tokens=(), lookaheads=("auto",), repeats=1, cooldown=30)
+    result = await OneStream(plan).measure(*saved)
+    assert [(each.category, each.num_prompts) for each in result.categories] == [("talk", 2), ("ids", 1)]
+    assert [row.num_texts for each in result.categories for row in each.rows] == [2, 2, 1, 1]
+    assert rests == [30] * 2 * (3 + 1)  # two contenders, three turns, and one to warm up
 
 
 @pytest.mark.parametrize(
@@ -625,9 +698,9 @@ def test_prompts_come_from_a_file(name, content, prompts, tmp_path):
 def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(runtime.PromptError, match=complaint):
-        bench_command.read_prompts(tmp_path / name)
+        read_prompts(str(tmp_path / name))
     with pytest.raises(runtime.PromptError, match="cannot read prompts from"):
-        bench_command.read_prompts(tmp_path / "missing.txt")
+        read_prompts(str(tmp_path / "missing.txt"))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

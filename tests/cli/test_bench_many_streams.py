@@ -258,7 +258,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
     assert (out.count("\n"), err) == (1, "")
     said = json.loads(out)
     assert " ".join(sorted(said)) == (
-        "draft dtypes is_complete machine max_tokens repeats repeats_done rows streams target temperature"
+        "clock draft dtypes is_complete machine max_tokens repeats repeats_done rows streams target temperature"
     )
     assert (said["is_complete"], said["streams"], len(said["rows"])) == (True, [1, 2], 2 * 7)
     for row in said["rows"]:

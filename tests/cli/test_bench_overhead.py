@@ -73,7 +73,8 @@ def test_every_run_is_measured() -> None:
     result = trio.run(partial(overhead.measure, on_progress=steps.append))
     assert result.is_complete
     assert all(row.median is not None and row.median > 0 for row in result.rows)
-    assert steps[-1].startswith("repeat 1 of 1")
+    assert [step.partition(":")[0] for step in steps[-2:]] == ["repeat 1 of 1, 3 at once", "closing"]
+    assert result.clock is not None
 
 
 @pytest.mark.slow

@@ -40,10 +40,18 @@ class Person:
 
     process: trio.Process
     screen: Any
+    greeting: str = ""
+    farewell: str = ""
     _unseen: str = ""
 
     async def types(self, keys: str) -> None:
         await self.screen.send_all(keys.encode())
+
+    async def enters(self, line: str, *wanted: str) -> None:
+        """Type a line, and read up to the texts that must follow, one after the other, and the next prompt."""
+        await self.types(f"{line}\r")
+        for text in (*wanted, "> "):
+            await self.sees(text)
 
     async def sees(self, wanted: str) -> str:
         """Read up to and including a text; returns what has come since the last call."""
@@ -57,18 +65,21 @@ class Person:
     def interrupts(self) -> None:
         self.process.send_signal(signal.SIGINT)
 
-    async def sees_all(self) -> str:
-        return self._unseen + await read_all(self.screen)
-
 
 @asynccontextmanager
-async def at_a_terminal(*arguments: str) -> AsyncIterator[Person]:
+async def at_a_terminal(*arguments: str, shows: str = "> ", status: int = 0) -> AsyncIterator[Person]:
+    """A person who has waited for what the command `shows`; the command must then end with `status`."""
     async with (
         terminal() as (screen, given),
         outrider("chat", *arguments, stdin=given, stdout=given, stderr=given) as process,
     ):
         os.close(given)
-        yield Person(process, screen)
+        person = Person(process, screen)
+        person.greeting = await person.sees(shows)
+        yield person
+        person.farewell = person._unseen + await read_all(screen)
+        assert not any(word in person.farewell for word in ("Traceback", "error"))
+    assert process.returncode == status
 
 
 # --- pipes ----------------------------------------------------------------------------------------
@@ -172,30 +183,21 @@ async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str)
 
 async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
-        greeting = await person.sees("> ")
-        assert "the model has no chat template: it continues the text so far" in greeting
-        assert '"/help" lists' in greeting
+        assert "the model has no chat template: it continues the text so far" in person.greeting
+        assert '"/help" lists' in person.greeting
         await person.types("w1 w2\r")
         (said,) = await answers(endless, "w1 w2")
         assert said in await person.sees("> ")
         await person.types("\x04")
-        assert (await person.sees_all()).endswith("\n")
-    assert person.process.returncode == 0
+    assert person.farewell.endswith("\n")
 
 
 @pytest.mark.slow
 async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.sees("> ")
-        await person.types("/hepl\x7f\x7flp\r")
-        await person.sees("stops an answer, which stays in the conversation")
-        await person.sees("> ")
-        await person.types("\x1b[A\r")
-        await person.sees("stops an answer, which stays in the conversation")
-        await person.sees("> ")
+        await person.enters("/hepl\x7f\x7flp", "stops an answer, which stays in the conversation")
+        await person.enters("\x1b[A", "stops an answer, which stays in the conversation")
         await person.types("/exit\r")
-        await person.sees_all()
-    assert person.process.returncode == 0
 
 
 @pytest.mark.slow
@@ -204,19 +206,12 @@ async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
     async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.sees("> ")
-        await person.types(f"\x1b[200~{pasted}\x1b[201~\r")
-        await person.sees(said[0])
-        await person.sees("> ")
+        await person.enters(f"\x1b[200~{pasted}\x1b[201~", said[0])
         for keys in ('"""w4 \\\r', "/exit\r"):
             await person.types(keys)
             await person.sees(". ")
-        await person.types('w5"""\r')
-        await person.sees(said[1])
-        await person.sees("> ")
+        await person.enters('w5"""', said[1])
         await person.types("/exit\r")
-        await person.sees_all()
-    assert person.process.returncode == 0
 
 
 def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
@@ -254,26 +249,17 @@ def test_where_a_text_of_several_lines_begins_and_ends(
 @pytest.mark.slow
 async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.sees("> ")
         await person.types('"""w1\r')
         await person.sees(". ")
         person.interrupts()
-        await person.types("\r")
-        await person.sees(chat_command.HOW_TO_LEAVE)
-        await person.sees("> ")
-        await person.types("w2\r")
-        (answer,) = await answers(endless, "w2")
-        await person.sees(answer)
-        await person.sees("> ")
+        await person.enters("", chat_command.HOW_TO_LEAVE)
+        await person.enters("w2", *await answers(endless, "w2"))
         await person.types("\x04")
-        await person.sees_all()
-    assert person.process.returncode == 0
 
 
 @pytest.mark.slow
 async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:
     async with at_a_terminal("--target", endless, "--max-tokens", "none", "--stats") as person:
-        await person.sees("> ")
         await person.types("w1 w2\r")
         await person.sees("w1 w2\r\n")
         await person.sees(" w")  # an answer has begun, and has no end
@@ -291,14 +277,11 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
         assert num_asked == 2 + num_said + 1 - 2
         await person.sees("> ")
         await person.types("\x04")
-        await person.sees_all()
-    assert person.process.returncode == 0
 
 
 @pytest.mark.slow
 async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.sees("> ")
+    async with at_a_terminal("--target", endless, *MAX, status=130) as person:
         await person.types("/nope")
         await person.sees("/nope")
         person.interrupts()
@@ -308,42 +291,27 @@ async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endle
         assert "there is no command" not in seen
         await person.sees("> ")
         # After another input it is the first Ctrl-C again.
-        await person.types("/help\r")
-        await person.sees("stops an answer, which stays in the conversation")
-        await person.sees("> ")
+        await person.enters("/help", "stops an answer, which stays in the conversation")
+        person.interrupts()
+        await person.enters("", chat_command.HOW_TO_LEAVE)
         person.interrupts()
         await person.types("\r")
-        await person.sees(chat_command.HOW_TO_LEAVE)
-        await person.sees("> ")
-        person.interrupts()
-        await person.types("\r")
-        rest = await person.sees_all()
-        assert "Traceback" not in rest
-    assert person.process.returncode == 130
 
 
 async def test_a_prompt_that_is_ended_from_outside_ends_with_that_status(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.sees("> ")
+    async with at_a_terminal("--target", endless, *MAX, status=143) as person:
         person.process.send_signal(signal.SIGTERM)
         await person.types("\r")
-        assert "Traceback" not in await person.sees_all()
-    assert person.process.returncode == 143
 
 
 @pytest.mark.slow
 async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
     async with at_a_terminal("--target", short, *MAX) as person:
-        await person.sees("> ")
         for typed, complaint in (("/nope", "there is no command '/nope'"), ("w1 " * 32, "the target's context of 32")):
-            await person.types(f"{typed}\r")
-            await person.sees(complaint)
-            await person.sees("> ")
+            await person.enters(typed, complaint)
         await person.types("w1\r")
         assert (await answers(short, "w1"))[0] in await person.sees("> ")
         await person.types("/exit\r")
-        await person.sees_all()
-    assert person.process.returncode == 0
 
 
 @pytest.mark.slow
@@ -352,18 +320,13 @@ async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", context=32)
     broken_weights(model)
     os.mkfifo(model / "generation_config.json")
-    async with at_a_terminal("--target", str(model)) as person:
+    async with at_a_terminal("--target", str(model), shows="loading model", status=130) as person:
         other_side = await trio.to_thread.run_sync(
             os.open, model / "generation_config.json", os.O_WRONLY, abandon_on_cancel=True
         )
-        await person.sees("loading model")
         person.interrupts()
         await person.sees("stopping once the models are loaded")
         os.close(other_side)
-        rest = await person.sees_all()
-    assert person.process.returncode == 130
-    assert "error" not in rest
-    assert "Traceback" not in rest
 
 
 # --- thinking -------------------------------------------------------------------------------------

@@ -352,7 +352,12 @@ def statistics(**changes: Any) -> runtime.Statistics:
         ({"acceptance_rate": None}, "acceptance", "nothing was proposed"),
         ({"generation_tps": None}, "speed", "not known after a single round"),
         ({"acceptance_rate": 0.0, "proposed": 4}, "acceptance", "0.0% (0 of 4 proposed)"),
-        ({"acceptance_rate": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
+        ({"model_acceptance": 0.712, "accepted": 89, "proposed": 125}, "acceptance", "71.2% (89 of 125 proposed)"),
+        (
+            {"copy_acceptance": 0.75, "accepted": 9, "accepted_copied": 3, "rejected_copied": 1},
+            "copies",
+            "75.0% (3 of 4 proposed)",
+        ),
         (
             {"acceptance_rate": 0.7, "fresh_acceptance": 0.75, "stale_acceptance": 0.625},
             "fresh and stale",

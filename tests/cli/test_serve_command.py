@@ -385,8 +385,9 @@ def test_a_port_that_is_taken_is_named(capfd: Any) -> None:
         (["--allow-origin", "https://a.example", "--allow-origin", ""], "--allow-origin '' is not"),
         (["--trusted-proxy", "proxy.example"], "--trusted-proxy 'proxy.example' is not an IP address or a network"),
         (["--trusted-proxy", "10.0.0.1/8"], "has host bits set"),
-        (["--max-streams", "0"], "--max-streams must be a whole number of at least 1, got 0"),
+        (["--max-streams", "0"], '--max-streams must be a whole number of at least 1, or "auto", got 0'),
         (["--max-waiting", "-1"], "--max-waiting must be a whole number of at least 0, got -1"),
+        (["--stalled-seconds", "0"], "--stalled-seconds must be a finite number above 0, got 0"),
         (["--max-body-bytes", "0"], "--max-body-bytes must be a whole number of at least 1, got 0"),
     ],
 )

@@ -284,9 +284,10 @@ def test_only_the_ratios_of_a_table_matter(capfd):
     [
         (["--acceptance", "1.5"], "acceptance must be a number between 0 and 1, got 1.5"),
         (["--acceptance", "nan"], "acceptance must be a number between 0 and 1, got nan"),
-        (["--cost-ratio", "0"], "--cost-ratio must be a finite number above 0, got 0.0"),
-        (["--contention", "-1"], "contention must be a number between 0 and 1, got -1.0"),
+        (["--cost-ratio", "0"], "--cost-ratio must be a finite number above 0, got 0"),
+        (["--contention", "-1"], "contention must be a number between 0 and 1, got -1"),
         (["--verify-slope", "inf"], "--verify-slope must be a finite number of at least 0, got inf"),
+        (["--acceptance", "high"], "acceptance must be a number between 0 and 1, got 'high'"),
         (["--seed", "-1"], "seed must be a whole number"),
         (["--tokens", "0"], "tokens must be a whole number of at least 1, got 0"),
         (["--lookahead", "1,0"], "lookahead must be whole numbers between 1 and 64, separated by commas, got '1,0'"),
@@ -320,7 +321,7 @@ def test_an_argument_that_cannot_be_is_refused_with_its_bound(capfd, tmp_path, m
     assert says in refusal(capfd, *arguments)
 
 
-@pytest.mark.parametrize("arguments", [["--acceptance", "high"], ["--tokens", "1.5"], ["--no-such-option"]])
+@pytest.mark.parametrize("arguments", [["--tokens", "1.5"], ["--no-such-option"]])
 def test_what_is_no_number_and_no_option_is_refused(capfd, arguments):
     with pytest.raises(SystemExit) as caught:
         cli.main(["simulate", *SCENARIO, *arguments])
@@ -433,10 +434,11 @@ def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, m
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
-    (tmp_path / "plot.svg").mkdir()
+    (tmp_path / "plot.svg").symlink_to("plot.svg")
     said = refusal(capfd, *QUICK, "--plot", str(tmp_path / "plot.svg"), status=cli.FAILED)
     assert "cannot write the plot" in said
-    assert "Is a directory" in said
+    (tmp_path / "folder.svg").mkdir()
+    assert "is a directory; name a file in it" in refusal(capfd, "--plot", str(tmp_path / "folder.svg"))
 
 
 # --- as a process ---------------------------------------------------------------------------------

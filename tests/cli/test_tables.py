@@ -31,6 +31,7 @@ MEASURED: dict[str, Any] = {
     "repeats": 3,
     "repeats_done": 3,
     "is_complete": True,
+    "clock": None,
 }
 
 

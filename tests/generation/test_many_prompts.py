@@ -67,41 +67,34 @@ async def assert_over(simulation: Simulation) -> None:
 
 
 @sweep("max_concurrent", [1, 2, 4, 6, 100])
-def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-            assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
-            assert [completion.finish_reason for completion in completions] == ["length"] * 6
-            assert simulation.runtime.statistics().generated_tokens == 36
-            await assert_over(simulation)
-
-    run(main)
+async def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int, autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
+        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+        assert [completion.finish_reason for completion in completions] == ["length"] * 6
+        assert simulation.runtime.statistics().generated_tokens == 36
+        await assert_over(simulation)
 
 
 # A text ends with the first of these tokens, which takes a different time for each prompt.
 STOPS = [token for token in range(64) if token % 4 == 0]
 
 
-def test_one_by_one_they_come_as_they_finish() -> None:
+async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
     expected = [continuation(prompt, 40, STOPS) for prompt in PROMPTS]
     assert len({len(text) for text in expected}) > 3
-
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful)) as simulation:
-            many = simulation.runtime.generate_many(PROMPTS, max_tokens=40, stop_tokens=STOPS)
-            got, finished_at = [], []
-            async for index, completion in many:
-                got.append(index)
-                finished_at.append(trio.current_time())
-                assert ids(completion.tokens) == expected[index]
-            ends = {instant.session: instant.at for instant in simulation.instants("finish", "target")}
-            # Sessions are numbered like the prompts.
-            assert finished_at == sorted(ends.values()) == [ends[index] for index in got]
-            assert got != list(range(6))
-            assert len(expected[got[0]]) < len(expected[got[-1]])
-
-    run(main)
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        many = simulation.runtime.generate_many(PROMPTS, max_tokens=40, stop_tokens=STOPS)
+        got, finished_at = [], []
+        async for index, completion in many:
+            got.append(index)
+            finished_at.append(trio.current_time())
+            assert ids(completion.tokens) == expected[index]
+        ends = {instant.session: instant.at for instant in simulation.instants("finish", "target")}
+        # Sessions are numbered like the prompts.
+        assert finished_at == sorted(ends.values()) == [ends[index] for index in got]
+        assert got != list(range(6))
+        assert len(expected[got[0]]) < len(expected[got[-1]])
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 2, 5])
@@ -122,73 +115,55 @@ def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: i
         run(main, schedule)
 
 
-def test_eight_at_a_time_unless_told_otherwise() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful)) as simulation:
-            many = simulation.runtime.generate_many([[n] for n in range(20)], max_tokens=3)
-            await trio.testing.wait_all_tasks_blocked()
-            assert simulation.runtime.num_streams == 8
-            assert len(await many) == 20
-
-    run(main)
+async def test_eight_at_a_time_unless_told_otherwise(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        many = simulation.runtime.generate_many([[n] for n in range(20)], max_tokens=3)
+        await trio.testing.wait_all_tasks_blocked()
+        assert simulation.runtime.num_streams == 8
+        assert len(await many) == 20
 
 
-def test_no_prompts_have_no_completions() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            assert await simulation.runtime.generate_many([]) == []
-            assert [pair async for pair in simulation.runtime.generate_many(iter(()))] == []
-            assert simulation.events == []
-
-    run(main)
+async def test_no_prompts_have_no_completions(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        assert await simulation.runtime.generate_many([]) == []
+        assert [pair async for pair in simulation.runtime.generate_many(iter(()))] == []
+        assert simulation.events == []
 
 
-def test_prompts_may_come_from_a_generator() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
-            assert texts(await many) == [continuation(prompt, 6) for prompt in PROMPTS]
-
-    run(main)
+async def test_prompts_may_come_from_a_generator(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
+        assert texts(await many) == [continuation(prompt, 6) for prompt in PROMPTS]
 
 
-def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful)) as simulation:
-            many = simulation.runtime.generate_many([[n] for n in range(20)], max_concurrent=3, max_tokens=2)
-            await trio.sleep(10_000)
-            # Three are ready, and three wait for a place in the buffer.
-            assert len(begun(simulation)) == 6
-            assert simulation.runtime.num_streams == 0
-            first, _ = await anext(many)
-            assert first in range(3)
-            await trio.sleep(10_000)
-            assert len(begun(simulation)) == 7
-            assert sorted([first, *[index async for index, _ in many]]) == list(range(20))
-
-    run(main)
+async def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        many = simulation.runtime.generate_many([[n] for n in range(20)], max_concurrent=3, max_tokens=2)
+        await trio.sleep(10_000)
+        # Three are ready, and three wait for a place in the buffer.
+        assert len(begun(simulation)) == 6
+        assert simulation.runtime.num_streams == 0
+        first, _ = await anext(many)
+        assert first in range(3)
+        await trio.sleep(10_000)
+        assert len(begun(simulation)) == 7
+        assert sorted([first, *[index async for index, _ in many]]) == list(range(20))
 
 
-def test_awaited_again_they_are_the_same() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-            completions = await many
-            assert await many is completions
-
-    run(main)
+async def test_awaited_again_they_are_the_same(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+        completions = await many
+        assert await many is completions
 
 
-def test_a_list_that_was_iterated_over_is_at_its_end() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
-                assert len([index async for index, _ in many]) == 6
-            assert [index async for index, _ in many] == []
-            with pytest.raises(StreamBusyError, match="given once"):
-                await many
-
-    run(main)
+async def test_a_list_that_was_iterated_over_is_at_its_end(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
+            assert len([index async for index, _ in many]) == 6
+        assert [index async for index, _ in many] == []
+        with pytest.raises(StreamBusyError, match="given once"):
+            await many
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
@@ -208,62 +183,47 @@ async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
 
 @sweep("nth", [0, 2, 5])
 @sweep("bad", [[], [64], [-1], "text", 7, None, {"role": "user"}, [1, 2, 3, 4, 5, 6, 7, 8]])
-def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: int) -> None:
-    async def main() -> None:
-        target, draft = ScriptedModel(truthful, context_length=8), ScriptedModel(truthful)
-        async with simulated(target, draft) as simulation:
-            prompts = [*PROMPTS[:nth], bad, *PROMPTS[nth:]]
-            with pytest.raises(PromptError, match=rf"^prompts\[{nth}\]: ") as caught:
-                simulation.runtime.generate_many(prompts)
-            with pytest.raises(PromptError) as alone:
-                simulation.runtime.stream(bad)
-            assert str(caught.value) == f"prompts[{nth}]: {alone.value}"
-            await trio.sleep(100)
-            assert simulation.events == []
-
-    run(main)
+async def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: int, autojump_clock: Any) -> None:
+    target, draft = ScriptedModel(truthful, context_length=8), ScriptedModel(truthful)
+    async with simulated(target, draft) as simulation:
+        prompts = [*PROMPTS[:nth], bad, *PROMPTS[nth:]]
+        with pytest.raises(PromptError, match=rf"^prompts\[{nth}\]: ") as caught:
+            simulation.runtime.generate_many(prompts)
+        with pytest.raises(PromptError) as alone:
+            simulation.runtime.stream(bad)
+        assert str(caught.value) == f"prompts[{nth}]: {alone.value}"
+        await trio.sleep(100)
+        assert simulation.events == []
 
 
 @sweep("prompts", ["a single text", b"bytes", {"role": "user"}, 7, None])
-def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            with pytest.raises(PromptError, match=r"must be a sequence of prompts.*use generate\(\)"):
-                simulation.runtime.generate_many(prompts)
-
-    run(main)
+async def test_what_is_no_list_of_prompts_is_refused(prompts: Any, autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        with pytest.raises(PromptError, match=r"must be a sequence of prompts.*use generate\(\)"):
+            simulation.runtime.generate_many(prompts)
 
 
 @sweep("max_concurrent", [0, -1, 2.0, True, None, "8"])
-def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: Any) -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            with pytest.raises(SettingsError, match="max_concurrent must be a whole number of at least 1"):
-                simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent)
-
-    run(main)
+async def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: Any, autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        with pytest.raises(SettingsError, match="max_concurrent must be a whole number of at least 1"):
+            simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent)
 
 
 @sweep("settings", [{"max_tokens": 0}, {"stop_tokens": [64]}, {"stop": "x"}, {"maxtokens": 3}])
-def test_a_setting_that_will_not_do_is_refused_before_anything_begins(settings: Any) -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            with pytest.raises(SettingsError):
-                simulation.runtime.generate_many(PROMPTS, **settings)
-            await trio.sleep(100)
-            assert simulation.events == []
-
-    run(main)
+async def test_a_setting_that_will_not_do_is_refused_before_anything_begins(settings: Any, autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        with pytest.raises(SettingsError):
+            simulation.runtime.generate_many(PROMPTS, **settings)
+        await trio.sleep(100)
+        assert simulation.events == []
 
 
-def test_a_runtime_that_is_closed_begins_nothing() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            pass
-        with pytest.raises(RuntimeClosedError):
-            simulation.runtime.generate_many(PROMPTS)
-
-    run(main)
+async def test_a_runtime_that_is_closed_begins_nothing(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        pass
+    with pytest.raises(RuntimeClosedError):
+        simulation.runtime.generate_many(PROMPTS)
 
 
 # --- cancelling -----------------------------------------------------------------------------------
@@ -366,29 +326,23 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(
         run(main, at)
 
 
-def test_break_ends_what_is_not_finished() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful)) as simulation:
-            async for _index, _completion in simulation.runtime.generate_many(PROMPTS, max_concurrent=2, max_tokens=4):
-                break
-            gc.collect()
-            await trio.testing.wait_all_tasks_blocked()
-            # Two at a time, which share passes and so end together.
-            assert len(begun(simulation)) <= 4 < len(PROMPTS)
-            await assert_over(simulation)
-
-    run(main)
+async def test_break_ends_what_is_not_finished(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        async for _index, _completion in simulation.runtime.generate_many(PROMPTS, max_concurrent=2, max_tokens=4):
+            break
+        gc.collect()
+        await trio.testing.wait_all_tasks_blocked()
+        # Two at a time, which share passes and so end together.
+        assert len(begun(simulation)) <= 4 < len(PROMPTS)
+        await assert_over(simulation)
 
 
-def test_other_streams_go_on_when_many_are_cancelled() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            stream = simulation.runtime.stream([2, 2], **SETTINGS)
-            async with simulation.runtime.generate_many(PROMPTS, **SETTINGS):
-                await trio.sleep(10)
-            assert [token.id async for token in stream] == continuation([2, 2], 6)
-
-    run(main)
+async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        stream = simulation.runtime.stream([2, 2], **SETTINGS)
+        async with simulation.runtime.generate_many(PROMPTS, **SETTINGS):
+            await trio.sleep(10)
+        assert [token.id async for token in stream] == continuation([2, 2], 6)
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -410,23 +364,20 @@ async def iterated(many: Completions) -> None:
 
 @sweep("consume", [gathered, iterated])
 @sweep("nth_check", [1, 4, 9])
-def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int) -> None:
-    async def main() -> None:
-        async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
-            many = simulation.runtime.generate_many(PROMPTS, max_concurrent=3, **SETTINGS)
-            with pytest.raises(RewindError, match=f"check {nth_check} failed") as caught:
-                await consume(many)
-            (note,) = caught.value.__notes__
-            assert note.startswith("prompts[")
-            assert len(begun(simulation)) < len(PROMPTS), "others began although one had failed"
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(RewindError):
-                await anext(many)
-            with pytest.raises(RewindError):
-                await many
-            await assert_over(simulation)
-
-    run(main)
+async def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int, autojump_clock: Any) -> None:
+    async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
+        many = simulation.runtime.generate_many(PROMPTS, max_concurrent=3, **SETTINGS)
+        with pytest.raises(RewindError, match=f"check {nth_check} failed") as caught:
+            await consume(many)
+        (note,) = caught.value.__notes__
+        assert note.startswith("prompts[")
+        assert len(begun(simulation)) < len(PROMPTS), "others began although one had failed"
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(RewindError):
+            await anext(many)
+        with pytest.raises(RewindError):
+            await many
+        await assert_over(simulation)
 
 
 def test_what_was_ready_before_a_failure_is_given_before_it() -> None:
@@ -448,27 +399,21 @@ def test_what_was_ready_before_a_failure_is_given_before_it() -> None:
     run(main, run(count))
 
 
-def test_a_target_that_fails_breaks_the_runtime_and_is_the_cause() -> None:
-    async def main() -> None:
-        target = ScriptedModel(truthful, fails={"feed": range(6, 1000)})
-        async with simulated(target) as simulation:
-            with pytest.raises(RuntimeBrokenError, match="feed 6 failed") as caught:
-                await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-            assert "feed 6 failed" in str(caught.value.__cause__)
-            assert not hasattr(caught.value, "__notes__")
-            assert simulation.runtime.num_streams == 0
-
-    run(main)
+async def test_a_target_that_fails_breaks_the_runtime_and_is_the_cause(autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, fails={"feed": range(6, 1000)})
+    async with simulated(target) as simulation:
+        with pytest.raises(RuntimeBrokenError, match="feed 6 failed") as caught:
+            await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+        assert "feed 6 failed" in str(caught.value.__cause__)
+        assert not hasattr(caught.value, "__notes__")
+        assert simulation.runtime.num_streams == 0
 
 
-def test_a_drafter_that_fails_costs_no_text() -> None:
-    async def main() -> None:
-        draft = ScriptedModel(truthful, fails={"feed": [5, 9]})
-        async with simulated(ScriptedModel(truthful), draft) as simulation:
-            completions = await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-            assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
-
-    run(main)
+async def test_a_drafter_that_fails_costs_no_text(autojump_clock: Any) -> None:
+    draft = ScriptedModel(truthful, fails={"feed": [5, 9]})
+    async with simulated(ScriptedModel(truthful), draft) as simulation:
+        completions = await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
 
 
 class Broken:
@@ -481,102 +426,92 @@ class Broken:
         raise LookupError("no such token")
 
 
-def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime() -> None:
-    async def main() -> None:
-        async with simulated(*pair(), tokenizer=Broken()) as simulation:
-            with pytest.raises(LookupError, match="no such token"):
-                await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-            await trio.testing.wait_all_tasks_blocked()
-            assert simulation.runtime.num_streams == 0
-            simulation.runtime.check_open()
-
-    run(main)
+async def test_an_error_of_somebody_elses_code_reaches_who_waits_and_not_the_runtime(autojump_clock: Any) -> None:
+    async with simulated(*pair(), tokenizer=Broken()) as simulation:
+        with pytest.raises(LookupError, match="no such token"):
+            await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+        await trio.testing.wait_all_tasks_blocked()
+        assert simulation.runtime.num_streams == 0
+        simulation.runtime.check_open()
 
 
 @sweep("at", [0.0, 9.25, 33.5, 1000.0])
-def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(at: float) -> None:
-    async def main() -> None:
-        ends: list[str] = []
-        begun = trio.Event()
+async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_ready(
+    at: float, autojump_clock: Any
+) -> None:
+    ends: list[str] = []
+    begun = trio.Event()
 
-        async def wait() -> None:
-            await begun.wait()
-            try:
-                await awaited
-                ends.append("whole")
-            except RuntimeClosedError:
-                ends.append("closed")
+    async def wait() -> None:
+        await begun.wait()
+        try:
+            await awaited
+            ends.append("whole")
+        except RuntimeClosedError:
+            ends.append("closed")
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(wait)
-            async with simulated(*pair()) as simulation:
-                begin = partial(simulation.runtime.generate_many, PROMPTS, max_concurrent=2, **SETTINGS)
-                awaited, kept = begin(), begin()
-                begun.set()
-                await trio.sleep(at)
-        got: list[int] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        async with simulated(*pair()) as simulation:
+            begin = partial(simulation.runtime.generate_many, PROMPTS, max_concurrent=2, **SETTINGS)
+            awaited, kept = begin(), begin()
+            begun.set()
+            await trio.sleep(at)
+    got: list[int] = []
 
-        async def read() -> None:
-            async for index, _ in kept:
-                got.append(index)
+    async def read() -> None:
+        async for index, _ in kept:
+            got.append(index)
 
-        with pytest.raises(RuntimeClosedError, match="closed"):
-            await read()
-        # Of the results that nobody took, two were kept ready.
-        assert len(got) == 2 if at == 1000.0 else len(got) <= 2
-        assert ends == (["whole"] if at == 1000.0 else ["closed"])
-
-    run(main)
+    with pytest.raises(RuntimeClosedError, match="closed"):
+        await read()
+    # Of the results that nobody took, two were kept ready.
+    assert len(got) == 2 if at == 1000.0 else len(got) <= 2
+    assert ends == (["whole"] if at == 1000.0 else ["closed"])
 
 
 # --- one reader -----------------------------------------------------------------------------------
 
 
-def test_each_is_given_once_and_to_one_task() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
-            for first, second in (
-                (gathered, iterated),
-                (gathered, gathered),
-                (iterated, iterated),
-                (iterated, gathered),
-            ):
-                many, refused = begin(), []
+async def test_each_is_given_once_and_to_one_task(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
+        for first, second in (
+            (gathered, iterated),
+            (gathered, gathered),
+            (iterated, iterated),
+            (iterated, gathered),
+        ):
+            many, refused = begin(), []
 
-                async def try_too(many: Completions, second: Any, refused: list[StreamBusyError]) -> None:
-                    with pytest.raises(StreamBusyError) as caught:
-                        await second(many)
-                    refused.append(caught.value)
-
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(first, many)
-                    await trio.testing.wait_all_tasks_blocked()
-                    nursery.start_soon(try_too, many, second, refused)
-                assert len(refused) == 1
-            many = begin()
-            await anext(many)
-            with pytest.raises(StreamBusyError, match="given once"):
-                await many
-            assert len([index async for index, _ in many]) == 5
-
-    run(main)
-
-
-def test_one_that_was_closed_says_so_to_who_waits_in_another_task() -> None:
-    async def main() -> None:
-        async with simulated(*pair()) as simulation:
-            many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-
-            async def wait() -> None:
-                with pytest.raises(RuntimeClosedError, match="these generations were closed"):
-                    await many
+            async def try_too(many: Completions, second: Any, refused: list[StreamBusyError]) -> None:
+                with pytest.raises(StreamBusyError) as caught:
+                    await second(many)
+                refused.append(caught.value)
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(wait)
-                await trio.sleep(5)
-                await many.aclose()
-            await trio.testing.wait_all_tasks_blocked()
-            await assert_over(simulation)
+                nursery.start_soon(first, many)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.start_soon(try_too, many, second, refused)
+            assert len(refused) == 1
+        many = begin()
+        await anext(many)
+        with pytest.raises(StreamBusyError, match="given once"):
+            await many
+        assert len([index async for index, _ in many]) == 5
 
-    run(main)
+
+async def test_one_that_was_closed_says_so_to_who_waits_in_another_task(autojump_clock: Any) -> None:
+    async with simulated(*pair()) as simulation:
+        many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
+
+        async def wait() -> None:
+            with pytest.raises(RuntimeClosedError, match="these generations were closed"):
+                await many
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await trio.sleep(5)
+            await many.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        await assert_over(simulation)

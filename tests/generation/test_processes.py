@@ -359,6 +359,12 @@ def child(way: str, directory: Path) -> Iterator[Child]:
         process.kill()
 
 
+def end_of(way: str, directory: Path) -> Ended:
+    """How a process ends that nobody interrupts."""
+    with child(way, directory) as process:
+        return process.end()
+
+
 ODD = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fatal", "ExceptionGroup")
 
 
@@ -388,14 +394,12 @@ def is_one_traceback_of(error: str, errors: str) -> bool:
     ],
 )
 def test_a_process_that_ends_well_says_nothing_odd(way: str, said: list[str], tmp_path: Path) -> None:
-    with child(way, tmp_path) as process:
-        ended = process.end()
+    ended = end_of(way, tmp_path)
     assert ended == Ended(0, said, "")
 
 
 def test_a_process_that_exits_in_mid_stream_has_the_status_it_asked_for(tmp_path: Path) -> None:
-    with child("exit_in_the_body", tmp_path) as process:
-        ended = process.end()
+    ended = end_of("exit_in_the_body", tmp_path)
     assert ended == Ended(3, [], "")
 
 
@@ -410,15 +414,15 @@ def test_a_process_that_exits_in_mid_stream_has_the_status_it_asked_for(tmp_path
     ],
 )
 def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(way: str, error: str, tmp_path: Path) -> None:
-    with child(way, tmp_path) as process:
-        ended = process.end()
+    ended = end_of(way, tmp_path)
     assert ended.status == 1
     assert is_one_traceback_of(error, ended.errors), ended.errors
 
 
-def interrupted_status() -> int:
+def assert_interrupted(ended: Ended, *said: str) -> None:
     """A process that dies of Ctrl-C tells its parent so; then a shell's loop stops with it."""
-    return -signal.SIGINT
+    assert (ended.status, ended.said) == (-signal.SIGINT, [*said])
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
 
 
 @pytest.mark.parametrize(
@@ -440,9 +444,7 @@ def test_a_process_that_is_interrupted_in_a_forward_pass_finishes_it_and_dies_of
         assert process.hears() == "interrupted"
         process.go_on()
         ended = process.end()
-    assert ended.said == ["left"]
-    assert ended.status == interrupted_status()
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+    assert_interrupted(ended, "left")
 
 
 @pytest.mark.parametrize("who", ["target", "drafter"])
@@ -454,9 +456,7 @@ def test_a_process_that_is_interrupted_while_it_opens_its_models_dies_of_the_int
         process.interrupt()
         process.go_on()
         ended = process.end()
-    assert ended.said == ["left"]
-    assert ended.status == interrupted_status()
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+    assert_interrupted(ended, "left")
 
 
 def test_a_process_that_is_interrupted_again_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
@@ -467,9 +467,7 @@ def test_a_process_that_is_interrupted_again_while_it_leaves_dies_of_the_interru
         process.interrupt()
         process.go_on()
         ended = process.end()
-    assert ended.said == ["left"]
-    assert ended.status == interrupted_status()
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+    assert_interrupted(ended, "left")
 
 
 def test_a_process_that_is_interrupted_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
@@ -479,8 +477,7 @@ def test_a_process_that_is_interrupted_while_it_leaves_dies_of_the_interrupt(tmp
         process.interrupt()
         process.go_on()
         ended = process.end()
-    assert ended.status == interrupted_status()
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+    assert_interrupted(ended)
 
 
 def test_generate_sync_can_be_interrupted(tmp_path: Path) -> None:
@@ -489,9 +486,7 @@ def test_generate_sync_can_be_interrupted(tmp_path: Path) -> None:
         process.interrupt()
         process.go_on()
         ended = process.end()
-    assert ended.said == []
-    assert ended.status == interrupted_status()
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+    assert_interrupted(ended)
 
 
 def test_a_stream_without_an_event_loop_can_be_interrupted(tmp_path: Path) -> None:
@@ -502,13 +497,11 @@ def test_a_stream_without_an_event_loop_can_be_interrupted(tmp_path: Path) -> No
         assert process.hears() == "interrupted"
         process.go_on()
         ended = process.end()
-    assert ended.status == interrupted_status()
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
+    assert_interrupted(ended)
 
 
 def test_a_process_can_end_with_a_runtime_open_that_has_no_event_loop(tmp_path: Path) -> None:
-    with child("sync_never_closed", tmp_path) as process:
-        ended = process.end()
+    ended = end_of("sync_never_closed", tmp_path)
     assert (ended.status, ended.errors) == (0, "")
 
 
@@ -521,6 +514,6 @@ def test_an_asyncio_program_can_be_interrupted(tmp_path: Path) -> None:
         process.go_on()
         ended = process.end()
     assert ended.said == []
-    assert ended.status == interrupted_status()
+    assert ended.status == -signal.SIGINT
     assert ended.errors.splitlines()[-1] == "KeyboardInterrupt"
     assert not any(word in ended.errors for word in ODD), ended.errors

@@ -460,20 +460,17 @@ TEXT = OneLetterTokenizer().decode(TOKENS)
     ],
 )
 @sweep("lookahead", [0, 3])
-def test_a_reason_is_what_the_user_named(
-    settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int
+async def test_a_reason_is_what_the_user_named(
+    settings: Any, finish_reason: str, stop_reason: Any, num_tokens: int, lookahead: int, autojump_clock: Any
 ) -> None:
-    async def main() -> None:
-        tokenizer = OneLetterTokenizer([TOKENS[7]])
-        async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
-            completion = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=lookahead, **settings)
-            assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
-            assert ids(completion.tokens) == TOKENS[:num_tokens]
-            trimmed = num_tokens - (1 if finish_reason == "stop" else 0)
-            trimmed -= len(stop_reason) - 1 if isinstance(stop_reason, str) else 0
-            assert completion.text == TEXT[:trimmed]
-
-    run(main)
+    tokenizer = OneLetterTokenizer([TOKENS[7]])
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=tokenizer) as simulation:
+        completion = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=lookahead, **settings)
+        assert (completion.finish_reason, completion.stop_reason) == (finish_reason, stop_reason)
+        assert ids(completion.tokens) == TOKENS[:num_tokens]
+        trimmed = num_tokens - (1 if finish_reason == "stop" else 0)
+        trimmed -= len(stop_reason) - 1 if isinstance(stop_reason, str) else 0
+        assert completion.text == TEXT[:trimmed]
 
 
 # --- the models, in simulated time ----------------------------------------------------------------
@@ -543,49 +540,40 @@ def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, look
             assert run(lambda s=stop: counts(stop=s)) == by_token
 
 
-def test_a_stop_string_inside_a_proposal_cuts_it() -> None:
-    async def main() -> None:
-        async with simulated(
-            ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=OneLetterTokenizer()
-        ) as simulation:
-            completion = await simulation.runtime.generate(DISTINCT, lookahead=5, stop=TEXT[6:8])
-            assert completion.text == TEXT[:6]
-            # Rounds of six; the second ends with its second token.
-            assert ids(completion.tokens) == TOKENS[:8]
-            assert [token.from_draft for token in completion.tokens] == [True] * 5 + [False] + [True] * 2
-            statistics = completion.statistics
-            assert (statistics.rounds, statistics.accepted, statistics.bonus, statistics.rejected) == (2, 7, 1, 0)
-
-    run(main)
+async def test_a_stop_string_inside_a_proposal_cuts_it(autojump_clock: Any) -> None:
+    async with simulated(
+        ScriptedModel(truthful), ScriptedModel(truthful), tokenizer=OneLetterTokenizer()
+    ) as simulation:
+        completion = await simulation.runtime.generate(DISTINCT, lookahead=5, stop=TEXT[6:8])
+        assert completion.text == TEXT[:6]
+        # Rounds of six; the second ends with its second token.
+        assert ids(completion.tokens) == TOKENS[:8]
+        assert [token.from_draft for token in completion.tokens] == [True] * 5 + [False] + [True] * 2
+        statistics = completion.statistics
+        assert (statistics.rounds, statistics.accepted, statistics.bonus, statistics.rejected) == (2, 7, 1, 0)
 
 
-def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to() -> None:
-    async def main() -> None:
-        stop = TEXT[2:5] + "☂"
-        async with simulated(ScriptedModel(truthful), tokenizer=OneLetterTokenizer()) as simulation:
-            stream = simulation.runtime.stream(DISTINCT, max_tokens=7, stop=stop)
-            pieces = [token.text async for token in stream]
-        assert pieces == [TEXT[0], TEXT[1], "", "", "", TEXT[2:6], TEXT[6]]
-
-    run(main)
+async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autojump_clock: Any) -> None:
+    stop = TEXT[2:5] + "☂"
+    async with simulated(ScriptedModel(truthful), tokenizer=OneLetterTokenizer()) as simulation:
+        stream = simulation.runtime.stream(DISTINCT, max_tokens=7, stop=stop)
+        pieces = [token.text async for token in stream]
+    assert pieces == [TEXT[0], TEXT[1], "", "", "", TEXT[2:6], TEXT[6]]
 
 
-def test_other_streams_go_on_after_one_was_stopped() -> None:
-    async def main() -> None:
-        async with simulated(
-            ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=OneLetterTokenizer()
-        ) as simulation:
-            completions: dict[int, Completion] = {}
+async def test_other_streams_go_on_after_one_was_stopped(autojump_clock: Any) -> None:
+    async with simulated(
+        ScriptedModel(truthful), ScriptedModel(agreeing(0.6)), tokenizer=OneLetterTokenizer()
+    ) as simulation:
+        completions: dict[int, Completion] = {}
 
-            async def generate(n: int) -> None:
-                completions[n] = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=3, stop=TEXT[n])
+        async def generate(n: int) -> None:
+            completions[n] = await simulation.runtime.generate(DISTINCT, max_tokens=14, lookahead=3, stop=TEXT[n])
 
-            async with trio.open_nursery() as nursery:
-                for n in (3, 7, 13):
-                    nursery.start_soon(generate, n)
-            assert {n: completion.text for n, completion in completions.items()} == {n: TEXT[:n] for n in (3, 7, 13)}
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            for n in (3, 7, 13):
+                nursery.start_soon(generate, n)
+        assert {n: completion.text for n, completion in completions.items()} == {n: TEXT[:n] for n in (3, 7, 13)}
 
 
 @pytest.mark.parametrize("lookahead", [0, 3])
@@ -616,15 +604,12 @@ def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def test_without_a_tokenizer_there_is_no_text_to_stop_at() -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(truthful)) as simulation:
-            with pytest.raises(SettingsError, match=r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"):
-                simulation.runtime.stream(DISTINCT, stop="x")
-            assert simulation.runtime.num_streams == 0
-            assert simulation.target.sequences == []
-
-    run(main)
+async def test_without_a_tokenizer_there_is_no_text_to_stop_at(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        with pytest.raises(SettingsError, match=r"stop \['x'\] needs text.*without a tokenizer.*stop_tokens"):
+            simulation.runtime.stream(DISTINCT, stop="x")
+        assert simulation.runtime.num_streams == 0
+        assert simulation.target.sequences == []
 
 
 def test_a_stop_is_of_one_token_at_least() -> None:

@@ -93,7 +93,7 @@ def ids_of(tokens: Iterable[runtime.Token]) -> list[int]:
 
 def content(tokens: list[runtime.Token]) -> list[runtime.Token]:
     """Tokens without their origin, which depends on where rounds begin, and so on time."""
-    return [attrs.evolve(token, from_draft=False) for token in tokens]
+    return [attrs.evolve(token, drafted_by=None) for token in tokens]
 
 
 async def check(
@@ -494,7 +494,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=6,
 )
-COMMIT = ("num_tokens", "num_from_draft", "finish_reason", "stop_reason", "likelihoods")
+COMMIT = ("num_tokens", "num_from_draft", "copied", "finish_reason", "stop_reason", "likelihoods")
 NAMES = ("num_prompt", "seed", "num_given", "commits", "finish_reason", "stop_reason")
 
 

@@ -19,6 +19,7 @@ PACKAGES = ("protocol", "actors", "runtime")
 ORDER = (
     {"terminal"},
     {"loading"},
+    {"remote"},
     {"ranks"},
     {"generation"},
     {"tracing"},
@@ -316,7 +317,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/mlx/layer_evaluation.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
-        "runtime/ranks/draft_process.py",  # the program of another process
+        "runtime/remote/draft_process.py",  # the program of another process
         "actors/workers/core_sharing.py",
         "runtime/selftest/baselines.py",  # models on plain threads, to compare with
         "runtime/selftest/check_process.py",  # the program of another process
@@ -354,6 +355,7 @@ def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
         "actors/trained/eagle3.py",  # layers of mlx-lm's
         "actors/trained/kinds/dflash.py",  # likewise
         "actors/trained/kinds/mtp.py",  # likewise
+        "runtime/bench/small_models.py",  # wraps models of mlx-lm's, caches and all
         "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }
 

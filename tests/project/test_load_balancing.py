@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import trio
-from asgi import CHAT, COMPLETIONS, DEF, MESSAGES, RESPONSES, Served, ask, looping, simulated_server
-from scripted import ScriptedModel
+from asgi import CHAT, COMPLETIONS, DEF, MESSAGES, RESPONSES, Served, ask, looping, on_server
 
 from runtime.cli.serve_command import _LOCAL_HOSTS
 from runtime.server.answers.api import _KEEP_ALIVE_S
@@ -27,30 +26,27 @@ def setting(pattern: str, text: str = HAPROXY) -> str:
     return str(found)
 
 
-def test_the_check_of_a_server_passes_until_it_drains_and_its_refusal_is_sent_elsewhere() -> None:
+@on_server(looping, hosts=_LOCAL_HOSTS)
+async def test_the_check_of_a_server_passes_until_it_drains_and_its_refusal_is_sent_elsewhere(server: Served) -> None:
     method, path, host = re.findall(r"http-check send meth (\S+) uri (\S+) ver HTTP/1.1 hdr Host (\S+)", HAPROXY)[0]
     expected = int(setting(r"http-check expect status (\d+)"))
     retried = setting(r"retry-on (.*)").split()
 
-    async def test(server: Served) -> None:
-        async def check() -> int:
-            return (await server.ask(path, method=method, headers={"host": host})).status
+    async def check() -> int:
+        return (await server.ask(path, method=method, headers={"host": host})).status
 
-        assert await check() == expected
-        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 0, "stream": True}) as running:
-            await trio.sleep(5)
-            server.app.admission.drain()
-            assert await check() != expected
-            refused = await server.ask(COMPLETIONS, DEF, headers={"host": host, "content-type": "application/json"})
-            assert str(refused.status) in retried
-            assert f"http_{refused.status}" in setting(r"proxy_next_upstream (.*);", NGINX).split()
-            await running.until(lambda one: one.over_at is not None)
-        assert running.is_whole
-        # Only drained, and never marked down for what it had begun: that would cut the answer off.
-        assert "on-marked-down" not in HAPROXY
-
-    # As without a key.
-    simulated_server(test, ScriptedModel(looping), hosts=_LOCAL_HOSTS)
+    assert await check() == expected
+    async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 0, "stream": True}) as running:
+        await trio.sleep(5)
+        server.app.admission.drain()
+        assert await check() != expected
+        refused = await server.ask(COMPLETIONS, DEF, headers={"host": host, "content-type": "application/json"})
+        assert str(refused.status) in retried
+        assert f"http_{refused.status}" in setting(r"proxy_next_upstream (.*);", NGINX).split()
+        await running.until(lambda one: one.over_at is not None)
+    assert running.is_whole
+    # Only drained, and never marked down for what it had begun: that would cut the answer off.
+    assert "on-marked-down" not in HAPROXY
 
 
 HELLO = {"role": "user", "content": "hello"}
@@ -85,18 +81,15 @@ def looked_up(path: str, body: Any) -> Any:
     return body
 
 
-def test_each_field_that_chooses_a_server_is_one_that_requests_have() -> None:
+@on_server(looping)
+async def test_each_field_that_chooses_a_server_is_one_that_requests_have(server: Served) -> None:
     paths = re.findall(r"json_query\('\$\.(.*?)'\)", HAPROXY)
     assert sorted(paths) == sorted(BODIES)
-
-    async def test(server: Served) -> None:
-        for path in paths:
-            endpoint, body = BODIES[path]
-            assert isinstance(looked_up(path, body), str)
-            limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
-            assert (await server.ask(endpoint, {**body, limit: 1})).status == 200, path
-
-    simulated_server(test, ScriptedModel(looping))
+    for path in paths:
+        endpoint, body = BODIES[path]
+        assert isinstance(looked_up(path, body), str)
+        limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
+        assert (await server.ask(endpoint, {**body, limit: 1})).status == 200, path
 
 
 @pytest.mark.parametrize("text", [HAPROXY, NGINX], ids=["haproxy", "nginx"])

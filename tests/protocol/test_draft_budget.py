@@ -15,7 +15,7 @@ from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree, Node
+from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=160)
@@ -214,13 +214,15 @@ def test_before_the_prices_are_known_the_drafter_asks():
 
 
 @pytest.mark.parametrize("due", [None, 5.0])
-def test_where_something_was_looked_up_the_drafter_asks(due):
-    # The best token after it may be a looked-up one, not the drafter's choice.
+def test_where_something_was_copied_the_drafter_asks(due):
+    # The best token after it may be a copied one, not the drafter's choice.
     tree = LookaheadTree(ROOT, POSITION)
-    tree.look_up([Guess(1, 0.9, rank=LOOKED_UP, raw=0.9)])
+    tree.copy([Guess(1, 0.9, rank=COPIED, raw=0.9, worth=9.0)])
     policy = auto(prices_of())
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root) is EMPTY_BUDGET
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), at(tree, 1)).max_steps > 0
+    tree.copy([Guess(1, 0.3, rank=COPIED, raw=0.3)])
+    assert policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root).max_steps > 0
 
 
 def test_a_budget_does_not_change_with_what_is_learnt_after_it_was_given():

@@ -11,7 +11,7 @@ from trees import POSITION, ROOT
 
 import protocol
 from protocol.leaving import withdrawal
-from protocol.lookahead_tree import LOOKED_UP, Guess, LookaheadTree
+from protocol.lookahead_tree import COPIED, Guess, LookaheadTree
 from protocol.messages import Withdraw
 
 SESSION = 3
@@ -31,7 +31,7 @@ def tree_of(*guesses: Guess) -> LookaheadTree:
 
 
 @pytest.mark.parametrize(
-    "guesses", [(), (Guess(1, 0.5), Guess(2, 0.5)), (Guess(1, 0.5, rank=LOOKED_UP),)], ids=["nothing", "match", "text"]
+    "guesses", [(), (Guess(1, 0.5), Guess(2, 0.5)), (Guess(1, 0.5, rank=COPIED),)], ids=["nothing", "match", "text"]
 )
 def test_a_drafter_that_has_drawn_nothing_may_leave(guesses: tuple[Guess, ...]) -> None:
     assert withdrawal(SESSION, tree_of(*guesses)) == Withdraw(SESSION)

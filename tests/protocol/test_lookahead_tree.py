@@ -14,7 +14,7 @@ from sweeps import sweep
 from trees import POSITION, ROOT, at
 
 from protocol.errors import ProtocolError
-from protocol.lookahead_tree import Guess, LookaheadTree, Node
+from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.randomness import further
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
@@ -166,6 +166,52 @@ def test_a_node_keeps_its_token_and_distribution_when_the_root_moves():
     assert [first.guess, second.guess] == guesses
     assert second.guess is not None
     assert second.guess.probs is probs
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def copied(token: int, confidence: float, worth: float) -> Guess:
+    return Guess(token, confidence, rank=COPIED, worth=worth)
+
+
+@pytest.mark.parametrize("worth", [0.5, 3.0])
+@pytest.mark.parametrize("token", [1, 2])
+@pytest.mark.parametrize("copy_first", [True, False])
+def test_whether_a_copy_or_a_draft_is_proposed_does_not_depend_on_which_token_was_drafted(token, worth, copy_first):
+    tree, drafted = LookaheadTree(ROOT, POSITION), Guess(token, 0.7, worth=2.0)
+    if copy_first:
+        tree.copy([copied(1, 0.9, worth)])
+    tree.expand(tree.root, drafted)
+    if not copy_first:
+        tree.copy([copied(1, 0.9, worth)])
+    choice = tree.root.choice
+    assert (choice.best is drafted) == (worth < 2.0)
+    assert choice.reach == (0.7 if worth < 2.0 else 0.9)
+
+
+def test_another_copy_takes_the_place_of_one_and_leaves_what_was_drafted():
+    tree = LookaheadTree(ROOT, POSITION)
+    tree.copy([copied(1, 0.9, 3.0), copied(2, 0.9, 2.0), copied(3, 0.9, 1.0)])
+    drafted, alone = at(tree, 1), at(tree, 1, 2, 3)
+    tree.expand(drafted, Guess(7, 0.4))
+    assert (drafted.reach, drafted.open_reach) == (0.9, pytest.approx(0.0))
+    tree.copy([copied(5, 0.5, 4.0)])
+    assert tokens_of(tree.chain()) == [5]
+    assert (alone.alive, drafted.alive, drafted.best, drafted.reach) == (False, True, None, 0.0)
+    tree.copy([copied(1, 0.9, 3.0)])
+    assert tokens_of(tree.chain()) == [1, 7]
+    assert at(tree, 1, 7).reach == pytest.approx(0.9 * 0.4)
+
+
+def test_a_drafter_that_goes_on_where_a_copy_ends_lengthens_the_chain():
+    tree = LookaheadTree(ROOT, POSITION)
+    tree.copy([copied(1, 0.9, 3.0), copied(2, 0.8, 2.0)])
+    assert tree.frontier() == [at(tree, 1, 2), at(tree, 1), tree.root]
+    tree.expand(at(tree, 1, 2), Guess(3, 0.5), Guess(4, 0.2, rank=1))
+    assert tokens_of(tree.chain()) == [1, 2, 3]
+    assert tree.advance([1, 2]) is True
+    assert tokens_of(tree.chain()) == [3]
 
 
 # --- trails ---------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +73,57 @@ def test_a_declared_setting_is_a_keyword_and_a_flag_with_help_and_hints(capfd: A
         cli.main(["generate", "--help-all"])
     said = " ".join(capfd.readouterr().out.split())
     assert '--top-h BITS keep the likeliest tokens up to this entropy in bits, >= 0; "none" keeps all (' in said
+
+
+_SERVED = """
+import json
+import attrs
+import protocol.settings
+from protocol.options import declared, option
+from protocol.validation import check_integer, validator
+
+@declared
+@attrs.frozen(kw_only=True)
+class More(protocol.settings.Settings):
+    '''Settings.
+
+    Attributes:
+        top_h: keep the likeliest tokens up to this entropy in bits, >= 0; None keeps all.
+    '''
+
+    top_h: int | None = attrs.field(
+        default=None, validator=validator(check_integer, 0, 9), metadata=option("BITS", fields="entropy_bits")
+    )
+
+protocol.settings.Settings = More
+from runtime.server.anthropic.requests import MessagesRequest, parse_chat
+from runtime.server.answers.body import parse_request
+from runtime.server.openai.requests import ChatRequest, CompletionRequest
+from runtime.server.responses.requests import ResponsesRequest, parse_response_request
+from runtime.server.responses.store import ResponseStore
+
+hello = [{"role": "user", "content": "hello"}]
+asked = lambda **body: json.dumps({**body, "entropy_bits": 3}).encode()
+read = [
+    parse_request(ChatRequest, asked(messages=hello)),
+    parse_request(CompletionRequest, asked(prompt="hello")),
+    parse_chat(MessagesRequest, asked(messages=hello)),
+    parse_response_request(asked(input="hello"), ResponseStore(1, 1)).chat,
+]
+types = [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
+print(json.dumps([[request.settings().get("top_h") for request in read],
+                  [each.model_json_schema()["properties"]["top_h"] for each in types]]))
+"""
+
+
+def test_a_declared_setting_is_a_field_of_requests_in_every_api() -> None:
+    # In a process of its own: the types of requests are made as their modules are imported.
+    done = subprocess.run([sys.executable, "-c", _SERVED], capture_output=True, text=True, check=True)
+    taken, described = json.loads(done.stdout)
+    assert taken == [3] * 4
+    about = "keep the likeliest tokens up to this entropy in bits, >= 0; null keeps all; also `entropy_bits`"
+    assert {each["description"] for each in described} == {about}
+    assert all({"maximum": 9, "minimum": 0, "type": "integer"} in each["anyOf"] for each in described)
 
 
 @pytest.mark.parametrize("declaration", [Settings, OpenOptions])

@@ -38,12 +38,12 @@ def statistics() -> runtime.Statistics:
 
 TOP = tuple(runtime.TopLogprob(i, LONG, -0.123456789) for i in range(128))
 TOKEN = runtime.Token(
-    312, LONG, 4, True, finish_reason="stop", logprob=-0.5, top_logprobs=TOP, stop_reason=LONG, is_thinking=True
+    312, LONG, 4, "copy", finish_reason="stop", logprob=-0.5, top_logprobs=TOP, stop_reason=LONG, is_thinking=True
 )
 
 SHORT: list[tuple[Any, list[str]]] = [
-    (TOKEN, ["Token(id=312, text='long text", "…", "index=4", "from_draft=True", "finish_reason='stop'"]),
-    (runtime.Token(312, " a", 4, False), ["Token(id=312, text=' a', index=4, from_draft=False)"]),
+    (TOKEN, ["Token(id=312, text='long text", "…", "index=4", "drafted_by='copy'", "finish_reason='stop'"]),
+    (runtime.Token(312, " a", 4, None), ["Token(id=312, text=' a', index=4, drafted_by=None)"]),
     (TOP[0], ["TopLogprob(id=0, text='long text", "logprob=-0.1235)"]),
     (
         runtime.Completion(LONG, (TOKEN,) * 96, "stop", statistics(), stop_reason=LONG, thinking=LONG),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import attrs
@@ -51,12 +52,32 @@ def snapshot(counts: Counts, **changes) -> Statistics:
     return counts.snapshot(**times | {"estimates": ESTIMATES} | changes)
 
 
+def judged(accepted: int, rejected: int = 0) -> dict[str, Any]:
+    proposed = range(accepted + rejected)
+    by_place = {"accepted_at": Counter(proposed[:accepted]), "proposed_at": Counter(proposed)}
+    return {"accepted": accepted, "rejected": rejected, **by_place}
+
+
 # --- tokens ---------------------------------------------------------------------------------------
+
+
+def test_what_was_copied_counts_apart_from_what_a_model_has_drafted():
+    copied = (True, True, False, False, True)
+    counts = given_all(
+        commit(4, 5, 6, 9, num_from_draft=3, num_rejected=2, copied=copied),
+        commit(7, num_from_draft=1, copied=(True, True), finish_reason="stop"),  # the rest was not judged
+    )
+    assert (counts.accepted, counts.accepted_copied, counts.rejected, counts.rejected_copied) == (4, 3, 2, 1)
+    statistics = snapshot(counts)
+    assert (statistics.copy_acceptance, statistics.model_acceptance) == (3 / 4, 1 / 2)
+    assert statistics.acceptance_rate == 4 / 6
+    assert statistics.fresh_acceptance == statistics.model_acceptance
+    assert "3 of them copied" in repr(statistics)
 
 
 def test_a_rejection_counts_what_stood_and_what_fell():
     counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3))
-    assert counts == Counts(generated_tokens=3, accepted=2, rejected=3, rounds=1)
+    assert counts == Counts(generated_tokens=3, rounds=1, **judged(2, 3))
 
 
 @sweep(("num_stale", "accepted", "rejected"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (4, 2, 2), (5, 2, 3)])
@@ -70,7 +91,7 @@ def test_stale_drafts_are_counted_apart(num_stale, accepted, rejected):
 
 def test_a_full_acceptance_counts_a_bonus():
     counts = given_all(commit(4, 5, 9, num_from_draft=2, bonus=True))
-    assert counts == Counts(generated_tokens=3, accepted=2, bonus=1, rounds=1)
+    assert counts == Counts(generated_tokens=3, bonus=1, rounds=1, **judged(2))
 
 
 def test_plain_decoding_counts_no_proposals():
@@ -79,26 +100,35 @@ def test_plain_decoding_counts_no_proposals():
 
 def test_a_single_step_round_is_counted_among_the_rounds_too():
     counts = given_all(commit(4, num_from_draft=1, single_step=True), commit(9, num_rejected=1, single_step=True))
-    assert counts == Counts(generated_tokens=2, accepted=1, rejected=1, rounds=2, n1_rounds=2)
+    assert counts == Counts(
+        generated_tokens=2,
+        accepted=1,
+        rejected=1,
+        accepted_at=Counter([0]),
+        proposed_at=Counter([0, 0]),
+        rounds=2,
+        n1_rounds=2,
+    )
+    assert (snapshot(counts).accepted_by_position, snapshot(counts).proposed_by_position) == ((1,), (2,))
 
 
 def test_a_round_that_was_left_to_the_target_is_counted_among_the_rounds_too():
     counts = given_all(commit(4, resting=True), commit(5, num_rejected=1), commit(6, resting=True))
-    assert counts == Counts(generated_tokens=3, rejected=1, rounds=3, resting_rounds=2)
+    assert counts == Counts(generated_tokens=3, rounds=3, resting_rounds=2, **judged(0, 1))
 
 
 def test_a_step_that_settles_a_replay_is_no_fallback():
     counts = given_all(commit(4, num_from_draft=1, single_step=True, settles=True))
-    assert counts == Counts(generated_tokens=1, accepted=1, rounds=1, settling_rounds=1)
+    assert counts == Counts(generated_tokens=1, rounds=1, settling_rounds=1, **judged(1))
 
 
 @sweep(
     ("num_given", "expected"),
     [
         (0, Counts()),
-        (1, Counts(generated_tokens=1, accepted=1, rounds=1)),
-        (2, Counts(generated_tokens=2, accepted=2, rounds=1)),
-        (3, Counts(generated_tokens=3, accepted=2, rejected=4, rounds=1)),
+        (1, Counts(generated_tokens=1, rounds=1, **judged(1))),
+        (2, Counts(generated_tokens=2, rounds=1, **judged(2))),
+        (3, Counts(generated_tokens=3, rounds=1, **judged(2, 4))),
     ],
 )
 def test_what_the_consumer_was_not_given_is_not_counted(num_given, expected):
@@ -156,7 +186,15 @@ def test_every_count_is_added():
 
 
 def test_a_snapshot_carries_every_count_and_its_times():
-    for_rates = {"pass_shares", "prefilled_tokens", "prefill_seconds", "target_seconds", "draft_seconds"}
+    for_rates = {
+        "accepted_at",
+        "proposed_at",
+        "pass_shares",
+        "prefilled_tokens",
+        "prefill_seconds",
+        "target_seconds",
+        "draft_seconds",
+    }
     numbers = {field.name: i + 1 for i, field in enumerate(attrs.fields(Counts)) if field.name not in for_rates}
     taken = snapshot(Counts(**numbers))
     assert {name: getattr(taken, name) for name in numbers} == numbers

@@ -18,7 +18,7 @@ from models import greedy
 from polling import until_in_trio
 
 import runtime
-from runtime.ranks import draft_process
+from runtime.remote import draft_process
 
 PROMPT = [1, 2, 3, 4, 5]
 ASKED: dict[str, Any] = {"lookahead": 3, "ignore_eos": True}
@@ -93,7 +93,7 @@ async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[s
 def test_the_process_does_not_outlive_a_runtime_that_is_killed() -> None:
     program = (
         "import os, trio\n"
-        "from runtime.ranks.draft_process import draft_process\n"
+        "from runtime.remote.draft_process import draft_process\n"
         "async def main():\n"
         "    async with draft_process(None) as link:\n"
         "        print(link.name.split()[-1], flush=True)\n"

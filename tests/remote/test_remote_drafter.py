@@ -244,8 +244,8 @@ async def test_a_trained_drafter_is_given_its_features_there(kind: str, tmp_path
 async def test_it_drafts_what_it_would_draft_here(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     # At such a temperature both choose by the noise alone, so even random weights agree.
     settings: dict[str, Any] = {"temperature": 30.0, "lookahead": 3, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    found = []
-    for is_elsewhere in (False, True):
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    for is_elsewhere, results in found.items():
         target = make(kind, tmp_path)
         price = priced(draft=1.0, verify=4.0, load=0.0)
         async with drafted(tmp_path, target, price=price, is_elsewhere=is_elsewhere, max_batch=1) as rt:
@@ -254,5 +254,5 @@ async def test_it_drafts_what_it_would_draft_here(kind: str, tmp_path: Path, aut
                 statistics = completion.statistics
                 assert statistics.draft_failures == 0
                 assert statistics.accepted > 0
-                found.append((is_elsewhere, ids(completion.tokens), statistics.accepted, statistics.proposed))
-    assert [each[1:] for each in found[:3]] == [each[1:] for each in found[3:]]
+                results.append((ids(completion.tokens), statistics.accepted, statistics.proposed))
+    assert found[False] == found[True]

@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import pytest
+from device_tables import all_tables
+from fixed_lookaheads import auto
 from models import Wrapped, llama, save
+from sweeps import sweep
 
 import actors.mlx.memory
 import actors.target.target_actor
@@ -20,9 +24,13 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import RowKVCache
 from actors.mlx.sequence import MLXSequence
 from actors.workers import thread_pool
-from runtime.selftest import exactness, speed, stability
+from runtime.selftest import checks, exactness, speed, stability
 from runtime.selftest.checks import Finding
+from runtime.selftest.report import SelfTestReport
+from runtime.selftest.runner import CheckRun
 from runtime.selftest.subject import Subject
+from runtime.simulation.scenario import Scenario
+from runtime.simulation.simulation import run_simulation
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +62,6 @@ CHECKS = [
     stability.failures,
     stability.device_isolation,
     stability.failing_allocation,
-    speed.prices,
     speed.overlap,
     speed.switch_intervals,
     speed.models,
@@ -84,13 +91,51 @@ def test_a_check_passes_here(check: Callable[[Subject], Finding]) -> None:
     assert finding.status == "passed", finding
 
 
-def test_speeds_are_measured(tmp_path: Path) -> None:
+@sweep(
+    ("check", "names"),
+    [
+        (speed.speeds, {"mlx-lm plain", "mlx-lm speculative 2", "outrider lookahead 0", "outrider lookahead auto"}),
+        (speed.shape, {"mlx-lm plain", "mlx-lm speculative 4", "outrider lookahead 0", "outrider lookahead auto"}),
+        (speed.many_streams, {"4 streams, outrider at once", "16 streams, mlx-lm BatchGenerator"}),
+    ],
+)
+def test_speeds_are_measured(check: Callable[[Subject], Finding], names: set[str], tmp_path: Path) -> None:
     target, draft = (save(tmp_path / name, llama(seed)) for seed, name in enumerate(("target", "draft")))
-    finding = speed.speeds(Subject(target=target, draft=draft, seconds=1.0, max_tokens=16))
+    finding = check(Subject(target=target, draft=draft, seconds=1.0, max_tokens=16, shape="tiny", is_quick=True))
     assert finding.status == "passed"
     speeds = finding.figures["tokens_per_second"]
-    assert {"mlx-lm plain", "outrider lookahead 0", "outrider lookahead auto"} < speeds.keys()
+    assert names < speeds.keys()
     assert all(speed > 0 for speed in speeds.values())
+    assert finding.figures["clock"] > 0
+
+
+def test_a_cpu_is_spared_the_shape_of_a_real_pair() -> None:
+    assert speed.shape(TINY).status == "skipped"
+
+
+def test_what_python_takes_of_a_pass_is_measured_by_layers() -> None:
+    figures = speed.python(TINY).figures
+    few, many = figures["building_s"].values()
+    assert 0 < few < many
+    assert set(figures["microseconds_a_token"]) >= {"1 streams, outrider plain", "16 streams, mlx-lm BatchGenerator"}
+
+
+def test_a_report_s_price_tables_are_read_as_those_of_a_device_and_auto_is_simulated_with_them(tmp_path: Path) -> None:
+    finding = speed.prices(attrs.evolve(TINY, is_quick=True))
+    assert finding.status == "passed"
+    (check,) = (each for each in checks.CHECKS if each.name == "prices")
+    SelfTestReport(False, runs=[CheckRun(check, finding, 1.0)]).write(tmp_path / "my.mac")
+    read = all_tables(tmp_path / "my.json")
+    # By tokens and by texts, as they are and in 4 bits.
+    assert [sorted(table) for table in read] == [["draft", "target"], ["target"]] * 2
+    assert [[width for width, _ in table["target"]] for table in read[:2]] == [list(speed.WIDTHS), [1, 2, 4, 8, 16]]
+    for table in read:
+        scenario = Scenario(0.8, 0.1, verify_table=table["target"], draft_table=table.get("draft", ()))
+        assert run_simulation(scenario, num_tokens=20, make_policy=auto).speed > 0
+    page = (tmp_path / "my.md").read_text()
+    assert "### Passes: by texts that share a pass, the bundled pair" in page
+    assert "| target, 64 tokens of text |" in page
+    assert "It has no paths" in page
 
 
 # --- broken on purpose ----------------------------------------------------------------------------

@@ -157,7 +157,7 @@ async def test_checks_run_in_order_and_the_report_has_words_and_json_without_pat
     await run_checks([check("finds"), check("raises")], {}, said.append, report.runs.append)
     assert said == ["check 1 of 2: finds", "check 2 of 2: raises"]
     assert [run.check.name for run in report.failures] == ["raises"]
-    assert summary(report.runs) == "1 of 2 checks failed; attach the report of --json to an issue"
+    assert summary(report.runs) == "1 of 2 checks failed; attach the report of --report to an issue"
     assert summary(report.runs[:1]) == "1 checks passed"
     sections = dict(report.sections())
     assert sections["what that means"] == [("raises", "it is broken")]
@@ -217,9 +217,11 @@ def test_the_variables_that_the_user_has_set_are_in_the_report(monkeypatch: pyte
     monkeypatch.setattr(mlx_environment, "_set_here", {"MLX_MAX_OPS_PER_BUFFER": "1000"})
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
     monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "77")
+    monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
     machine = SelfTestReport(False).as_json()["machine"]
     assert machine["MLX_MAX_MB_PER_BUFFER"] == "77"
     assert "MLX_MAX_OPS_PER_BUFFER" not in machine
+    assert "s3cret" not in machine.values()
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -241,12 +243,41 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
 def test_the_command_writes_its_report_and_keeps_it_for_the_doctor(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("loads", "finds", arguments=["--json", str(tmp_path / "report.json")]) == 0
+    assert command("loads", "finds", arguments=["--report", str(tmp_path / "report")]) == 0
     printed = capsys.readouterr()
     assert "all is well for 30 s" in printed.out
     assert "2 checks passed" in printed.err
-    assert json.loads((tmp_path / "report.json").read_text())["checks"]["finds"]["status"] == "passed"
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["results"]["checks"]["finds"]["status"] == "passed"
+    page = (tmp_path / "report.md").read_text()
+    assert page.startswith(f"## outrider selftest\n\n{written['contents']}\n\n### machine\n\n- processor: ")
+    assert "- finds: all is well for 30 s" in page
     assert rows_of_last_report()[0][1].startswith("2 checks passed")
+
+
+async def test_a_check_is_skipped_when_the_time_is_up() -> None:
+    report = SelfTestReport(False)
+    await run_checks([check("hangs")], {}, lambda _: None, report.runs.append, deadline=trio.current_time())
+    assert [run.finding for run in report.runs] == [Finding("skipped", "the time was up")]
+
+
+def test_quick_runs_the_checks_that_matter_most(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "QUICK", ("finds",))
+    assert command("loads", "finds", "raises", arguments=["--quick"]) == 0
+    printed = capsys.readouterr()
+    assert "all is well for 5 s" in printed.out
+    assert "raises" not in printed.out
+    assert "2 checks passed" in printed.err
+
+
+def test_beside_a_pair_of_ones_own_the_bundled_one_is_measured_too(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "OF_THE_BUNDLED_PAIR", check("finds", of_bundled_pair=True))
+    assert command("loads", arguments=["--target", "my/secret", "--draft", "my/draft"]) == 0
+    assert "finds of bundled pair" in " ".join(capsys.readouterr().out.replace("the ", "").split())
 
 
 def test_a_failed_check_is_the_commands_status(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +302,7 @@ def test_nothing_else_is_checked_where_the_models_do_not_load(
         (["--draft", "none"], "needs a draft model"),
         (["--draft", "ngram"], "needs a draft model"),
         (["--minutes", "0"], "--minutes must be a finite number above 0"),
-        (["--json", "/"], "is a directory"),
+        (["--report", "/"], "is a directory"),
         (["--json", "/nowhere/at/all.json"], "in no directory that exists"),
     ],
 )

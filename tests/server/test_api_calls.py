@@ -54,9 +54,9 @@ def answer(tokenizer: Any = None) -> Answer:
 
 def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    tokens = [Token(i, piece, i, from_draft=False) for i, piece in enumerate(pieces)]
+    tokens = [Token(i, piece, i, drafted_by=None) for i, piece in enumerate(pieces)]
     reason = "stop" if is_complete else "length"
-    return [*tokens, Token(0, "", len(tokens), from_draft=False, finish_reason=reason)]  # type: ignore[arg-type]
+    return [*tokens, Token(0, "", len(tokens), drafted_by=None, finish_reason=reason)]  # type: ignore[arg-type]
 
 
 def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:

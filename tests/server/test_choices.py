@@ -19,6 +19,7 @@ from asgi import (
     direct,
     looping,
     models,
+    on_server,
     simulated_server,
     watched_streams,
 )
@@ -26,7 +27,7 @@ from scripted import ScriptedModel
 from sweeps import sweep
 
 from runtime.server.answers.preparation import make_echo
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
 
@@ -60,126 +61,112 @@ async def asked(server: Served, path: str, body: dict[str, Any]) -> Any:
 
 @sweep("stream", [False, True])
 @sweep(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
-def test_a_seeded_request_has_the_same_answers_each_time_and_the_first_is_that_of_one(
-    path: str, body: dict[str, Any], stream: bool
+@on_server()
+async def test_a_seeded_request_has_the_same_answers_each_time_and_the_first_is_that_of_one(
+    server: Served, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    async def test(server: Served) -> None:
-        ask = {**body, **SAMPLED}
-        one = texts(await asked(server, path, ask))
-        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        first, again = [await asked(server, path, {**ask, "n": 3, **options}) for _ in range(2)]
-        assert texts(first) == texts(again)
-        assert texts(first)[0] == one[0]
-        assert len(set(texts(first))) == 3
-        assert first["usage"]["completion_tokens"] == 36
-        num_prompt_tokens = (await direct(server, body, max_tokens=1)).statistics.prompt_tokens
-        assert first["usage"]["prompt_tokens"] == num_prompt_tokens
-        assert first["usage"]["total_tokens"] == 36 + num_prompt_tokens
-        if stream:
-            assert len(first["id"]) == 1
-        assert (await server.outcomes()) == {"finished": 3}
-
-    simulated_server(test)
+    ask = {**body, **SAMPLED}
+    one = texts(await asked(server, path, ask))
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    first, again = [await asked(server, path, {**ask, "n": 3, **options}) for _ in range(2)]
+    assert texts(first) == texts(again)
+    assert texts(first)[0] == one[0]
+    assert len(set(texts(first))) == 3
+    assert first["usage"]["completion_tokens"] == 36
+    num_prompt_tokens = (await direct(server, body, max_tokens=1)).statistics.prompt_tokens
+    assert first["usage"]["prompt_tokens"] == num_prompt_tokens
+    assert first["usage"]["total_tokens"] == 36 + num_prompt_tokens
+    if stream:
+        assert len(first["id"]) == 1
+    assert (await server.outcomes()) == {"finished": 3}
 
 
-def test_each_prompt_of_a_list_has_its_answers() -> None:
-    async def test(server: Served) -> None:
-        prompts = ["def f", "import", "class C"]
-        alone = [texts(await asked(server, COMPLETIONS, {"prompt": each, "max_tokens": 8}))[0] for each in prompts]
-        assert texts(await asked(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 8})) == alone
-        ids = [server.tokenizer.encode(each) for each in prompts]
-        both = await asked(server, COMPLETIONS, {"prompt": ids, "max_tokens": 8, "n": 2})
-        assert texts(both) == [text for text in alone for _ in range(2)]
-        assert [choice["index"] for choice in both["choices"]] == list(range(6))
-        assert both["usage"]["prompt_tokens"] == sum(map(len, ids))
-        streamed = await asked(server, COMPLETIONS, {"prompt": ids, "max_tokens": 8, "stream": True})
-        assert texts(streamed) == alone
-
-    simulated_server(test)
+@on_server()
+async def test_each_prompt_of_a_list_has_its_answers(server: Served) -> None:
+    prompts = ["def f", "import", "class C"]
+    alone = [texts(await asked(server, COMPLETIONS, {"prompt": each, "max_tokens": 8}))[0] for each in prompts]
+    assert texts(await asked(server, COMPLETIONS, {"prompt": prompts, "max_tokens": 8})) == alone
+    ids = [server.tokenizer.encode(each) for each in prompts]
+    both = await asked(server, COMPLETIONS, {"prompt": ids, "max_tokens": 8, "n": 2})
+    assert texts(both) == [text for text in alone for _ in range(2)]
+    assert [choice["index"] for choice in both["choices"]] == list(range(6))
+    assert both["usage"]["prompt_tokens"] == sum(map(len, ids))
+    streamed = await asked(server, COMPLETIONS, {"prompt": ids, "max_tokens": 8, "stream": True})
+    assert texts(streamed) == alone
 
 
-def test_the_best_of_several_is_the_likeliest_and_all_are_counted() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": "def f", **SAMPLED, "logprobs": 1}
-        four = await asked(server, COMPLETIONS, {**body, "n": 4})
+@on_server()
+async def test_the_best_of_several_is_the_likeliest_and_all_are_counted(server: Served) -> None:
+    body = {"prompt": "def f", **SAMPLED, "logprobs": 1}
+    four = await asked(server, COMPLETIONS, {**body, "n": 4})
 
-        def likelihood(choice: Any) -> float:
-            return sum(choice["logprobs"]["token_logprobs"]) / 12
+    def likelihood(choice: Any) -> float:
+        return sum(choice["logprobs"]["token_logprobs"]) / 12
 
-        ranked = sorted(four["choices"], key=likelihood, reverse=True)
-        del body["logprobs"]
-        best = await asked(server, COMPLETIONS, {**body, "best_of": 4, "n": 2})
-        assert texts(best) == [choice["text"] for choice in ranked[:2]]
-        assert [choice["index"] for choice in best["choices"]] == [0, 1]
-        assert all(choice["logprobs"] is None for choice in best["choices"])
-        assert best["usage"]["completion_tokens"] == 48
-
-    simulated_server(test)
+    ranked = sorted(four["choices"], key=likelihood, reverse=True)
+    del body["logprobs"]
+    best = await asked(server, COMPLETIONS, {**body, "best_of": 4, "n": 2})
+    assert texts(best) == [choice["text"] for choice in ranked[:2]]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in best["choices"])
+    assert best["usage"]["completion_tokens"] == 48
 
 
 @pytest.mark.parametrize("more", [{"n": 4}, {"n": 8}, {"n": 1, "best_of": 8}])
-def test_a_prompt_is_read_once_for_all_of_its_answers(more: dict[str, Any]) -> None:
-    async def test(server: Served) -> None:
-        prompt = "def f and g, " * 4
-        answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, **more})
-        num_read = sum(span.num_tokens for span in server.simulation.spans("target", "prefill"))
-        assert num_read == len(server.tokenizer.encode(prompt)) - 1
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        each = {"prompt": prompt, **SAMPLED, **more, "cache_prompt": False}
-        assert texts(await asked(server, COMPLETIONS, each)) == texts(answer)
-        assert sum(span.num_tokens for span in server.simulation.spans("target", "prefill")) == num_read * (
-            1 + max(more.values())
-        )
-
-    simulated_server(test)
+@on_server()
+async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served, more: dict[str, Any]) -> None:
+    prompt = "def f and g, " * 4
+    answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, **more})
+    num_read = sum(span.num_tokens for span in server.simulation.spans("target", "prefill"))
+    assert num_read == len(server.tokenizer.encode(prompt)) - 1
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    each = {"prompt": prompt, **SAMPLED, **more, "cache_prompt": False}
+    assert texts(await asked(server, COMPLETIONS, each)) == texts(answer)
+    assert sum(span.num_tokens for span in server.simulation.spans("target", "prefill")) == num_read * (
+        1 + max(more.values())
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_all_answers(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        body = {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}
-        async with server.exchange(CHAT, body) as one:
-            await trio.sleep(1.0)  # simulated
-            assert len(seen) == 4
-            assert all(each.finish_reason is None for _, each in seen)
-            one.leave()
-        assert server.simulation.runtime.num_streams == 0
-        assert all(each.is_closed and each.finish_reason is None for _, each in seen)
-        assert await server.outcomes() == {"cancelled": 1}
-
-    simulated_server(test)
+@on_server()
+async def test_a_client_that_leaves_ends_all_answers(server: Served, stream: bool) -> None:
+    seen = watched_streams(server)
+    body = {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}
+    async with server.exchange(CHAT, body) as one:
+        await trio.sleep(1.0)  # simulated
+        assert len(seen) == 4
+        assert all(each.finish_reason is None for _, each in seen)
+        one.leave()
+    assert server.simulation.runtime.num_streams == 0
+    assert all(each.is_closed and each.finish_reason is None for _, each in seen)
+    assert await server.outcomes() == {"cancelled": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_failure_of_one_answer_is_that_of_the_request(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        body = {**HELLO, "n": 3, "max_tokens": 500, "stream": stream}
-        async with server.exchange(CHAT, body) as one:
-            await trio.sleep(1.0)  # simulated
-            assert len(seen) == 3
-            seen[1][1].close()  # as the runtime does with a stream that fails
-        if stream:
-            assert "error" in one.events[-1]
-            assert not one.is_done
-        else:
-            assert one.status == 503
-        assert server.simulation.runtime.num_streams == 0
-        assert await server.outcomes() == {"failed": 1}
-
-    simulated_server(test)
+@on_server()
+async def test_the_failure_of_one_answer_is_that_of_the_request(server: Served, stream: bool) -> None:
+    seen = watched_streams(server)
+    body = {**HELLO, "n": 3, "max_tokens": 500, "stream": stream}
+    async with server.exchange(CHAT, body) as one:
+        await trio.sleep(1.0)  # simulated
+        assert len(seen) == 3
+        seen[1][1].close()  # as the runtime does with a stream that fails
+    if stream:
+        assert "error" in one.events[-1]
+        assert not one.is_done
+    else:
+        assert one.status == 503
+    assert server.simulation.runtime.num_streams == 0
+    assert await server.outcomes() == {"failed": 1}
 
 
-def test_answers_differ_where_the_seed_is_the_servers() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": "def f", "temperature": 1.0, "max_tokens": 12}
-        named = texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": 7}))
-        assert len(set(named)) == 3
-        assert texts(await asked(server, COMPLETIONS, {**body, "n": 3})) == named
-        assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
-
-    simulated_server(test, settings={"seed": 7})
+@on_server(settings={"seed": 7})
+async def test_answers_differ_where_the_seed_is_the_servers(server: Served) -> None:
+    body = {"prompt": "def f", "temperature": 1.0, "max_tokens": 12}
+    named = texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": 7}))
+    assert len(set(named)) == 3
+    assert texts(await asked(server, COMPLETIONS, {**body, "n": 3})) == named
+    assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
 
 
 def test_biases_of_texts_are_found_once_for_all_prompts() -> None:
@@ -234,20 +221,18 @@ def test_answers_that_begin_when_others_have_ended_are_the_same(stream: bool) ->
     assert len(answers[0]) == 6
 
 
-def test_a_request_for_many_answers_leaves_others_their_turn() -> None:
-    async def test(server: Served) -> None:
-        runtime, seen = server.simulation.runtime, watched_streams(server)
-        many = {"prompt": ["def f", "import", "class C"], "n": 4, "max_tokens": 12, "stream": True}
-        async with server.exchange(COMPLETIONS, many) as first:
-            await first.until(lambda one: bool(one.sent))
-            assert (runtime.num_streams, runtime.num_waiting, len(seen)) == (2, 0, 2)
-            async with server.exchange(COMPLETIONS, {"prompt": "def", "max_tokens": 1}, address="10.0.0.1") as other:
-                await other.until(lambda one: one.is_whole)
-                assert len(seen) <= 5
-        assert first.is_done
-        assert len(seen) == 13
-
-    simulated_server(test, max_streams=2)
+@on_server(max_streams=2)
+async def test_a_request_for_many_answers_leaves_others_their_turn(server: Served) -> None:
+    runtime, seen = server.simulation.runtime, watched_streams(server)
+    many = {"prompt": ["def f", "import", "class C"], "n": 4, "max_tokens": 12, "stream": True}
+    async with server.exchange(COMPLETIONS, many) as first:
+        await first.until(lambda one: bool(one.sent))
+        assert (runtime.num_streams, runtime.num_waiting, len(seen)) == (2, 0, 2)
+        async with server.exchange(COMPLETIONS, {"prompt": "def", "max_tokens": 1}, address="10.0.0.1") as other:
+            await other.until(lambda one: one.is_whole)
+            assert len(seen) <= 5
+    assert first.is_done
+    assert len(seen) == 13
 
 
 @sweep(
@@ -259,22 +244,20 @@ def test_a_request_for_many_answers_leaves_others_their_turn() -> None:
         (COMPLETIONS, {"prompt": "abc" * 20_000, "prompt_logprobs": 20, "max_tokens": 1}),
     ],
 )
-def test_a_response_that_may_be_too_long_is_refused_before_any_model_work(path: str, body: dict[str, Any]) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, body)
-        assert answer.status == 400
-        assert "the most is 1048576; ask for fewer answers" in answer.fault["message"]
-        assert server.simulation.target_worker.handed == []
+@on_server()
+async def test_a_response_that_may_be_too_long_is_refused_before_any_model_work(
+    server: Served, path: str, body: dict[str, Any]
+) -> None:
+    answer = await server.ask(path, body)
+    assert answer.status == 400
+    assert "the most is 1048576; ask for fewer answers" in answer.fault["message"]
+    assert server.simulation.target_worker.handed == []
 
-    simulated_server(test)
 
-
-def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": "abcd", "logprobs": 20, "n": 2, "max_tokens": 10**6}
-        assert (await server.ask(COMPLETIONS, body)).status == 200
-
-    simulated_server(test, ScriptedModel(looping, context_length=12))
+@on_server(ScriptedModel(looping, context_length=12))
+async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response(server: Served) -> None:
+    body = {"prompt": "abcd", "logprobs": 20, "n": 2, "max_tokens": 10**6}
+    assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
 def test_prompts_that_begin_later_are_checked_before_any_begins() -> None:
@@ -290,29 +273,25 @@ def test_prompts_that_begin_later_are_checked_before_any_begins() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failure_ends_a_request_whose_answers_have_not_all_begun(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        seen, third = watched_until(server, 3)
-        async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
-            await third.wait()
-            seen[-1].close()  # as the runtime does with a stream that fails
-        assert len(seen) == 3
-        assert ("error" in one.events[-1]) if stream else (one.status == 503)
-        assert await server.outcomes() == {"failed": 1}
-
-    simulated_server(test, max_streams=1)
+@on_server(max_streams=1)
+async def test_a_failure_ends_a_request_whose_answers_have_not_all_begun(server: Served, stream: bool) -> None:
+    seen, third = watched_until(server, 3)
+    async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
+        await third.wait()
+        seen[-1].close()  # as the runtime does with a stream that fails
+    assert len(seen) == 3
+    assert ("error" in one.events[-1]) if stream else (one.status == 503)
+    assert await server.outcomes() == {"failed": 1}
 
 
-def test_a_client_that_leaves_before_all_answers_have_begun_has_cancelled_its_request() -> None:
-    async def test(server: Served) -> None:
-        seen, third = watched_until(server, 3)
-        async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3}) as one:
-            await third.wait()
-            one.leave()
-        assert len(seen) == 3
-        assert await server.outcomes() == {"cancelled": 1}
-
-    simulated_server(test, max_streams=1)
+@on_server(max_streams=1)
+async def test_a_client_that_leaves_before_all_answers_have_begun_has_cancelled_its_request(server: Served) -> None:
+    seen, third = watched_until(server, 3)
+    async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3}) as one:
+        await third.wait()
+        one.leave()
+    assert len(seen) == 3
+    assert await server.outcomes() == {"cancelled": 1}
 
 
 # --- echoes ---------------------------------------------------------------------------------------
@@ -327,90 +306,88 @@ def logits_of(script: Any, history: list[int]) -> list[float]:
 
 @sweep("max_tokens", [0, 1, 5])
 @sweep("stream", [False, True])
-def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(max_tokens: int, stream: bool) -> None:
-    async def test(server: Served) -> None:
-        prompt = "def f and g"
-        ids = server.tokenizer.encode(prompt)
-        body = {"prompt": [ids], "temperature": 0, "max_tokens": max_tokens, "logprobs": 2, "echo": True, "seed": 1234}
-        generated = ""
-        if max_tokens:
-            plain = {"prompt": prompt, "max_tokens": max_tokens}
-            generated = texts(await asked(server, COMPLETIONS, plain))[0]
-        if stream:
-            events = (await server.ask(COMPLETIONS, {**body, "stream": True})).events
-            assert "".join(choice["text"] for event in events for choice in event["choices"]) == prompt + generated
-            *before, last = [choice for event in events for choice in event["choices"]]
-            # Some clients do not look for text where they find a finish reason.
-            assert (last["text"], last["finish_reason"]) == ("", "length")
-            assert {choice["finish_reason"] for choice in before} == {None}
-            return
-        answer = await asked(server, COMPLETIONS, body)
-        (choice,) = answer["choices"]
-        assert (choice["text"], choice["finish_reason"]) == (prompt + generated, "length")
-        logprobs = choice["logprobs"]
-        assert logprobs["tokens"] == list(prompt + generated)
-        assert logprobs["text_offset"] == list(range(len(ids) + max_tokens))
-        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-        told = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-        whole = server.tokenizer.encode(prompt + generated)
-        for end, (logprob, top) in list(enumerate(told))[1:]:
-            expected = logits_of(looping, whole[:end])
-            assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
-            named = {*sorted(expected)[-2:], expected[whole[end]]}
-            assert sorted(top.values()) == pytest.approx(sorted(named), abs=1e-4)
-        assert answer["usage"]["prompt_tokens"] == len(ids)
-        assert answer["usage"]["completion_tokens"] == max_tokens
-        assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
-
-    simulated_server(test)
+@on_server()
+async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(
+    server: Served, max_tokens: int, stream: bool
+) -> None:
+    prompt = "def f and g"
+    ids = server.tokenizer.encode(prompt)
+    body = {"prompt": [ids], "temperature": 0, "max_tokens": max_tokens, "logprobs": 2, "echo": True, "seed": 1234}
+    generated = ""
+    if max_tokens:
+        plain = {"prompt": prompt, "max_tokens": max_tokens}
+        generated = texts(await asked(server, COMPLETIONS, plain))[0]
+    if stream:
+        events = (await server.ask(COMPLETIONS, {**body, "stream": True})).events
+        assert "".join(choice["text"] for event in events for choice in event["choices"]) == prompt + generated
+        *before, last = [choice for event in events for choice in event["choices"]]
+        # Some clients do not look for text where they find a finish reason.
+        assert (last["text"], last["finish_reason"]) == ("", "length")
+        assert {choice["finish_reason"] for choice in before} == {None}
+        return
+    answer = await asked(server, COMPLETIONS, body)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (prompt + generated, "length")
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == list(prompt + generated)
+    assert logprobs["text_offset"] == list(range(len(ids) + max_tokens))
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    told = zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    whole = server.tokenizer.encode(prompt + generated)
+    for end, (logprob, top) in list(enumerate(told))[1:]:
+        expected = logits_of(looping, whole[:end])
+        assert logprob == pytest.approx(expected[whole[end]], abs=1e-4)
+        named = {*sorted(expected)[-2:], expected[whole[end]]}
+        assert sorted(top.values()) == pytest.approx(sorted(named), abs=1e-4)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
 
 
 @sweep("num_top", [0, 2])
 @sweep("max_tokens", [1, 5])
 @sweep("path", [COMPLETIONS, CHAT])
-def test_log_probabilities_of_the_prompt_are_those_of_its_score(path: str, max_tokens: int, num_top: int) -> None:
-    async def test(server: Served) -> None:
-        said = {"prompt": "def f and g"} if path == COMPLETIONS else HELLO
-        body = {**said, "max_tokens": max_tokens, "n": 2, "prompt_logprobs": num_top}
-        answer = await asked(server, path, body)
-        if path == COMPLETIONS:
-            ids = server.tokenizer.encode("def f and g")
-            given, again = (choice["prompt_logprobs"] for choice in answer["choices"])
-            assert given == again
-        else:
-            ids = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
-            given = answer["prompt_logprobs"]
-        first, *others = given
-        assert first is None
-        assert len(others) == len(ids) - 1
-        for i, found in enumerate(others, start=1):
-            expected = logits_of(looping, ids[:i])
-            order = sorted(range(64), key=lambda id: expected[id], reverse=True)
-            named = [ids[i], *(id for id in order[:num_top] if id != ids[i])]
-            assert list(found) == list(map(str, named))
-            for id, told in found.items():
-                assert told["logprob"] == pytest.approx(expected[int(id)], abs=1e-4)
-                assert told["rank"] == order.index(int(id)) + 1
-                assert told["decoded_token"] == server.tokenizer.decode([int(id)])
+@on_server()
+async def test_log_probabilities_of_the_prompt_are_those_of_its_score(
+    server: Served, path: str, max_tokens: int, num_top: int
+) -> None:
+    said = {"prompt": "def f and g"} if path == COMPLETIONS else HELLO
+    body = {**said, "max_tokens": max_tokens, "n": 2, "prompt_logprobs": num_top}
+    answer = await asked(server, path, body)
+    if path == COMPLETIONS:
+        ids = server.tokenizer.encode("def f and g")
+        given, again = (choice["prompt_logprobs"] for choice in answer["choices"])
+        assert given == again
+    else:
+        ids = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+        given = answer["prompt_logprobs"]
+    first, *others = given
+    assert first is None
+    assert len(others) == len(ids) - 1
+    for i, found in enumerate(others, start=1):
+        expected = logits_of(looping, ids[:i])
+        order = sorted(range(64), key=lambda id: expected[id], reverse=True)
+        named = [ids[i], *(id for id in order[:num_top] if id != ids[i])]
+        assert list(found) == list(map(str, named))
+        for id, told in found.items():
+            assert told["logprob"] == pytest.approx(expected[int(id)], abs=1e-4)
+            assert told["rank"] == order.index(int(id)) + 1
+            assert told["decoded_token"] == server.tokenizer.decode([int(id)])
 
-    simulated_server(test)
 
-
-def test_log_probabilities_of_a_prompt_stand_beside_an_echo_and_not_in_a_stream() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": ["abc", "a"], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
-        long, short = (await asked(server, COMPLETIONS, body))["choices"]
-        assert {len(each) for each in long["prompt_logprobs"][1:]} <= {3, 4}
-        assert {len(each) for each in long["logprobs"]["top_logprobs"][1:]} <= {1, 2}
-        assert long["logprobs"]["token_logprobs"][1] == long["prompt_logprobs"][1]["1"]["logprob"]
-        assert (short["prompt_logprobs"], short["logprobs"]["token_logprobs"]) == ([None], [None])
-        assert (await asked(server, COMPLETIONS, {"prompt": "def f"}))["choices"][0]["prompt_logprobs"] is None
-        for more, message in (({"stream": True}, "prompt_logprobs are not for streams"), ({"prompt_logprobs": -1}, "")):
-            refused = await server.ask(COMPLETIONS, {**body, **more})
-            assert (refused.status, refused.fault["param"]) == (400, "prompt_logprobs")
-            assert message in refused.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_log_probabilities_of_a_prompt_stand_beside_an_echo_and_not_in_a_stream(server: Served) -> None:
+    body = {"prompt": ["abc", "a"], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    long, short = (await asked(server, COMPLETIONS, body))["choices"]
+    assert {len(each) for each in long["prompt_logprobs"][1:]} <= {3, 4}
+    assert {len(each) for each in long["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+    assert long["logprobs"]["token_logprobs"][1] == long["prompt_logprobs"][1]["1"]["logprob"]
+    assert (short["prompt_logprobs"], short["logprobs"]["token_logprobs"]) == ([None], [None])
+    assert (await asked(server, COMPLETIONS, {"prompt": "def f"}))["choices"][0]["prompt_logprobs"] is None
+    for more, message in (({"stream": True}, "prompt_logprobs are not for streams"), ({"prompt_logprobs": -1}, "")):
+        refused = await server.ask(COMPLETIONS, {**body, **more})
+        assert (refused.status, refused.fault["param"]) == (400, "prompt_logprobs")
+        assert message in refused.fault["message"]
 
 
 class Pieces:
@@ -443,24 +420,21 @@ def test_tokens_that_the_tokenizer_has_put_in_front_move_no_offsets(
     assert (echo.offsets, echo.text) == (offsets, "".join(pieces) if prompt is None else prompt)
 
 
-def test_the_log_likelihoods_that_lm_eval_reads() -> None:
+@on_server()
+async def test_the_log_likelihoods_that_lm_eval_reads(server: Served) -> None:
     """The request of lm-eval's `local-completions`, and how it reads the response."""
-
-    async def test(server: Served) -> None:
-        context, continuation = "def f", " and g"
-        ids = [server.tokenizer.encode(context + continuation), server.tokenizer.encode(context + ". No")]
-        body = {"model": "x", "prompt": ids, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1, "echo": True}
-        answer = await asked(server, COMPLETIONS, body)
-        for choice, tokens in zip(sorted(answer["choices"], key=lambda each: each["index"]), ids, strict=True):
-            logprobs = choice["logprobs"]
-            told = logprobs["token_logprobs"][len(context) : -1]
-            score = await server.simulation.runtime.score(context, tokens[len(context) :])
-            assert sum(told) == pytest.approx(score.logprob, abs=1e-4)
-            tops = logprobs["top_logprobs"][len(context) : -1]
-            is_greedy = all(own == max(top.values()) for own, top in zip(told, tops, strict=True))
-            assert is_greedy == score.is_greedy
-
-    simulated_server(test)
+    context, continuation = "def f", " and g"
+    ids = [server.tokenizer.encode(context + continuation), server.tokenizer.encode(context + ". No")]
+    body = {"model": "x", "prompt": ids, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1, "echo": True}
+    answer = await asked(server, COMPLETIONS, body)
+    for choice, tokens in zip(sorted(answer["choices"], key=lambda each: each["index"]), ids, strict=True):
+        logprobs = choice["logprobs"]
+        told = logprobs["token_logprobs"][len(context) : -1]
+        score = await server.simulation.runtime.score(context, tokens[len(context) :])
+        assert sum(told) == pytest.approx(score.logprob, abs=1e-4)
+        tops = logprobs["top_logprobs"][len(context) : -1]
+        is_greedy = all(own == max(top.values()) for own, top in zip(told, tops, strict=True))
+        assert is_greedy == score.is_greedy
 
 
 def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo() -> None:
@@ -477,37 +451,33 @@ def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_a
     simulated_server(test, ScriptedModel(ending))
 
 
-def test_an_echo_without_log_probabilities_is_the_prompt_in_front() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": ["abc", "b"], "max_tokens": 0, "echo": True}
-        answer = await asked(server, COMPLETIONS, body)
-        assert texts(answer) == ["abc", "b"]
-        assert all(choice["logprobs"] is None for choice in answer["choices"])
-        assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
-        assert server.simulation.runtime.statistics().prompt_tokens == 0
-        (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
-        assert one["logprobs"] == {
-            "tokens": ["a"],
-            "token_logprobs": [None],
-            "top_logprobs": [None],
-            "text_offset": [0],
-        }
-
-    simulated_server(test)
+@on_server()
+async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server: Served) -> None:
+    body = {"prompt": ["abc", "b"], "max_tokens": 0, "echo": True}
+    answer = await asked(server, COMPLETIONS, body)
+    assert texts(answer) == ["abc", "b"]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
+    assert server.simulation.runtime.statistics().prompt_tokens == 0
+    (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
+    assert one["logprobs"] == {
+        "tokens": ["a"],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
 
 
-def test_the_prompt_of_an_echo_is_read_as_the_request_has_it() -> None:
-    async def test(server: Served) -> None:
-        ids = list(range(3, 23))
-        body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
-        runtime = server.simulation.runtime
-        await asked(server, COMPLETIONS, {**body, "cache_prompt": False})
-        assert (await runtime.score(ids[:-1], ids[-1:])).cached_tokens == 0
-        # In passes of five tokens.
-        kinds = [span for span in server.simulation.spans("target", "prefill") if span.session == 0]
-        assert len(kinds) >= 4
-
-    simulated_server(test, limits=Limits(prefill_step_size=5))
+@on_server(limits=Limits(prefill_step_size=5))
+async def test_the_prompt_of_an_echo_is_read_as_the_request_has_it(server: Served) -> None:
+    ids = list(range(3, 23))
+    body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+    runtime = server.simulation.runtime
+    await asked(server, COMPLETIONS, {**body, "cache_prompt": False})
+    assert (await runtime.score(ids[:-1], ids[-1:])).cached_tokens == 0
+    # In passes of five tokens.
+    kinds = [span for span in server.simulation.spans("target", "prefill") if span.session == 0]
+    assert len(kinds) >= 4
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -528,12 +498,10 @@ def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_one_is_r
     simulated_server(test, ScriptedModel(looping, context_length=40))
 
 
-def test_the_longest_prompt_is_named_where_prompts_are_bounded() -> None:
-    async def test(server: Served) -> None:
-        refused = await server.ask(COMPLETIONS, {"prompt": ["abc", "abcdef"]})
-        assert refused.fault["message"] == "prompt[1]: the prompt must have at most 5 tokens, got 6; shorten it"
-
-    simulated_server(test, limits=Limits(max_prompt_tokens=5))
+@on_server(limits=Limits(max_prompt_tokens=5))
+async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server: Served) -> None:
+    refused = await server.ask(COMPLETIONS, {"prompt": ["abc", "abcdef"]})
+    assert refused.fault["message"] == "prompt[1]: the prompt must have at most 5 tokens, got 6; shorten it"
 
 
 # --- fill in the middle ----------------------------------------------------------------------------
@@ -722,12 +690,10 @@ def test_what_cannot_be_answered_is_told_before_anything_is_generated(
     simulated_server(test, *models(), tokenizer=Coder())
 
 
-def test_a_description_names_the_fields() -> None:
-    async def test(server: Served) -> None:
-        described = (await server.ask("/openapi.json")).json
-        assert FIM in described["paths"]
-        fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
-        assert {"echo", "best_of", "suffix", "n"} <= set(fields)
-        json.dumps(described)
-
-    simulated_server(test)
+@on_server()
+async def test_a_description_names_the_fields(server: Served) -> None:
+    described = (await server.ask("/openapi.json")).json
+    assert FIM in described["paths"]
+    fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"echo", "best_of", "suffix", "n"} <= set(fields)
+    json.dumps(described)

@@ -14,10 +14,9 @@ from asgi import (
     Letters,
     Served,
     looping,
-    simulated_server,
+    on_server,
 )
 from assembled import assembled_message, assembled_response, text_of_message, text_of_response
-from scripted import ScriptedModel
 from sweeps import sweep
 
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -46,16 +45,14 @@ async def prompt_of(server: Served, **chat: Any) -> str:
 
 @sweep("stream", [False, True])
 @sweep("path", [CHAT, MESSAGES, RESPONSES])
-def test_the_answer_goes_on_where_the_message_ends(path: str, stream: bool) -> None:
-    async def test(server: Served) -> None:
-        expected = await server.simulation.runtime.generate(server.tokenizer.encode(CONTINUED), max_tokens=9)
-        asked = {"messages": [HELLO, BEGUN], "input": [HELLO, BEGUN], "max_tokens": 9, "max_output_tokens": 9}
-        answer = await server.ask(path, {**asked, "stream": stream})
-        # Without what it continues, which the client has.
-        assert text_of(path, answer) == expected.text
-        assert server.tokenizer.seen[-1] == [HELLO, BEGUN]
-
-    simulated_server(test, ScriptedModel(looping))
+@on_server(looping)
+async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: str, stream: bool) -> None:
+    expected = await server.simulation.runtime.generate(server.tokenizer.encode(CONTINUED), max_tokens=9)
+    asked = {"messages": [HELLO, BEGUN], "input": [HELLO, BEGUN], "max_tokens": 9, "max_output_tokens": 9}
+    answer = await server.ask(path, {**asked, "stream": stream})
+    # Without what it continues, which the client has.
+    assert text_of(path, answer) == expected.text
+    assert server.tokenizer.seen[-1] == [HELLO, BEGUN]
 
 
 @sweep(
@@ -78,14 +75,14 @@ def test_the_answer_goes_on_where_the_message_ends(path: str, stream: bool) -> N
         (HELLO, {"add_generation_prompt": False}, "user:hello.user:hello."),
     ],
 )
-def test_a_request_says_whether_a_new_message_begins(last: Any, fields: dict[str, Any], prompt: str) -> None:
-    async def test(server: Served) -> None:
-        assert await prompt_of(server, messages=[HELLO, last], **fields) == prompt
-        answer = await server.ask(CHAT, {"messages": [HELLO, last], **fields, "max_tokens": 1})
-        assert (answer.status, answer.headers.get("x-outrider-ignored")) == (200, None)
-        assert answer.json["usage"]["prompt_tokens"] == len(prompt)
-
-    simulated_server(test)
+@on_server()
+async def test_a_request_says_whether_a_new_message_begins(
+    server: Served, last: Any, fields: dict[str, Any], prompt: str
+) -> None:
+    assert await prompt_of(server, messages=[HELLO, last], **fields) == prompt
+    answer = await server.ask(CHAT, {"messages": [HELLO, last], **fields, "max_tokens": 1})
+    assert (answer.status, answer.headers.get("x-outrider-ignored")) == (200, None)
+    assert answer.json["usage"]["prompt_tokens"] == len(prompt)
 
 
 @pytest.mark.parametrize(
@@ -96,52 +93,47 @@ def test_a_request_says_whether_a_new_message_begins(last: Any, fields: dict[str
         (CALLING, {}, "cannot continue a message with calls"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(last: Any, fields: dict[str, Any], message: str) -> None:
-    async def test(server: Served) -> None:
-        asked = {"messages": [HELLO, last], "continue_final_message": True, **fields}
-        for path in (CHAT, "/v1/tokenize"):
-            answer = await server.ask(path, asked)
-            assert (answer.status, answer.fault["param"]) == (400, "continue_final_message")
-            assert message in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_what_cannot_be_continued_is_refused(
+    server: Served, last: Any, fields: dict[str, Any], message: str
+) -> None:
+    asked = {"messages": [HELLO, last], "continue_final_message": True, **fields}
+    for path in (CHAT, "/v1/tokenize"):
+        answer = await server.ask(path, asked)
+        assert (answer.status, answer.fault["param"]) == (400, "continue_final_message")
+        assert message in answer.fault["message"]
 
 
 @pytest.mark.parametrize("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
-def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(content: Any) -> None:
-    async def test(server: Served) -> None:
-        asked = {"messages": [HELLO, {"role": "assistant", "content": content}], "max_tokens": 3}
-        answer = await server.ask(MESSAGES, asked)
-        assert answer.status == 400
-        assert "final assistant content cannot end with trailing whitespace" in answer.json["error"]["message"]
-        assert (await server.ask(COUNT_TOKENS, asked)).status == 200
-        # In the middle, and in other APIs, it may.
-        asked["messages"].append(HELLO)
-        assert (await server.ask(MESSAGES, asked)).status == 200
-
-    simulated_server(test)
-
-
-def test_a_response_that_continues_a_message_is_kept_as_one_message_with_it() -> None:
-    async def test(server: Served) -> None:
-        first = (await server.ask(RESPONSES, {"input": [HELLO, BEGUN], "max_output_tokens": 5})).json
-        asked = {"input": [], "previous_response_id": first["id"], "max_output_tokens": 5}
-        second = (await server.ask(RESPONSES, asked)).json
-        said = "well, yes" + text_of_response(first) + text_of_response(second)
-        asked = {"input": [HELLO], "previous_response_id": second["id"], "max_output_tokens": 1}
-        assert (await server.ask(RESPONSES, asked)).status == 200
-        assert server.tokenizer.seen[-1] == [HELLO, {"role": "assistant", "content": said}, HELLO]
-
-    simulated_server(test, ScriptedModel(looping))
+@on_server()
+async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(
+    server: Served, content: Any
+) -> None:
+    asked = {"messages": [HELLO, {"role": "assistant", "content": content}], "max_tokens": 3}
+    answer = await server.ask(MESSAGES, asked)
+    assert answer.status == 400
+    assert "final assistant content cannot end with trailing whitespace" in answer.json["error"]["message"]
+    assert (await server.ask(COUNT_TOKENS, asked)).status == 200
+    # In the middle, and in other APIs, it may.
+    asked["messages"].append(HELLO)
+    assert (await server.ask(MESSAGES, asked)).status == 200
 
 
-def test_a_call_at_the_end_is_not_continued_in_anthropics_api() -> None:
+@on_server(looping)
+async def test_a_response_that_continues_a_message_is_kept_as_one_message_with_it(server: Served) -> None:
+    first = (await server.ask(RESPONSES, {"input": [HELLO, BEGUN], "max_output_tokens": 5})).json
+    asked = {"input": [], "previous_response_id": first["id"], "max_output_tokens": 5}
+    second = (await server.ask(RESPONSES, asked)).json
+    said = "well, yes" + text_of_response(first) + text_of_response(second)
+    asked = {"input": [HELLO], "previous_response_id": second["id"], "max_output_tokens": 1}
+    assert (await server.ask(RESPONSES, asked)).status == 200
+    assert server.tokenizer.seen[-1] == [HELLO, {"role": "assistant", "content": said}, HELLO]
+
+
+@on_server()
+async def test_a_call_at_the_end_is_not_continued_in_anthropics_api(server: Served) -> None:
     call = {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {}}
-
-    async def test(server: Served) -> None:
-        content = [{"type": "text", "text": "well, "}, call]
-        asked = {"messages": [HELLO, {"role": "assistant", "content": content}], "max_tokens": 1}
-        answer = await server.ask(MESSAGES, asked)
-        assert answer.json["usage"]["input_tokens"] == len(ANSWERED.replace("yes", ""))
-
-    simulated_server(test)
+    content = [{"type": "text", "text": "well, "}, call]
+    asked = {"messages": [HELLO, {"role": "assistant", "content": content}], "max_tokens": 1}
+    answer = await server.ask(MESSAGES, asked)
+    assert answer.json["usage"]["input_tokens"] == len(ANSWERED.replace("yes", ""))

@@ -18,7 +18,7 @@ from asgi import (
     Served,
     figures,
     looping,
-    simulated_server,
+    on_server,
 )
 from scripted import ScriptedModel
 
@@ -33,70 +33,64 @@ async def over(server: Served) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_that_run_and_wait_end_and_others_are_told_to_ask_elsewhere(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        async with AsyncExitStack() as stack:
-            running = await stack.enter_async_context(server.exchange(COMPLETIONS, {**LONG, "stream": stream}))
-            await trio.sleep(1)
-            waiting = await stack.enter_async_context(server.exchange(COMPLETIONS, {**LONG, "stream": stream}))
-            await trio.sleep(1)
-            assert (await server.ask("/health")).json["waiting"] == 1
-            server.app.admission.drain()
-            for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO), (RESPONSES, {"input": "hello"})):
-                refused = await server.ask(path, body)
-                assert (refused.status, refused.fault["code"]) == (503, "draining")
-                assert refused.headers["retry-after"] == "1"
-            for path in (MESSAGES, COUNT_TOKENS):
-                refused = await server.ask(path, {**HELLO, "max_tokens": 1})
-                assert (refused.status, refused.json["error"]["type"]) == (503, "overloaded_error")
-            assert not await over(server)
-            await running.until(lambda one: one.over_at is not None)
-            assert not await over(server)
-            await waiting.until(lambda one: one.over_at is not None)
-        assert await over(server)
-        assert [one.status for one in (running, waiting)] == [200, 200]
-        assert running.is_whole
-        assert waiting.is_whole
-        # The count of tokens is no generation, and so no outcome.
-        assert await server.outcomes() == {"finished": 2, "refused": 4}
-
-    simulated_server(test, ScriptedModel(looping), max_streams=1)
-
-
-def test_a_server_that_drains_says_so_until_it_ends() -> None:
-    async def test(server: Served) -> None:
-        before = await server.ask("/health")
-        assert (before.status, before.json["status"]) == (200, "ok")
-        assert (await figures(server.app))["outrider_draining", ""] == 0
-        async with server.exchange(COMPLETIONS, LONG) as running:
-            await trio.sleep(5)
-            server.app.admission.drain()
-            health = await server.ask("/health")
-            assert (health.status, health.json["status"], health.json["streams"]) == (503, "draining", 1)
-            assert (await figures(server.app))["outrider_draining", ""] == 1
-            assert (await server.ask("/v1/models")).status == 200
-            await running.until(lambda one: one.over_at is not None)
-
-    simulated_server(test, ScriptedModel(looping))
-
-
-def test_a_request_whose_body_was_under_way_is_refused() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(COMPLETIONS) as late:
-            late.give(b'{"prompt": ', more=True)
-            await trio.sleep(1)
-            server.app.admission.drain()
-            late.give(b'"def f"}')
-        assert (late.status, late.fault["code"]) == (503, "draining")
-        assert await over(server)
-
-    simulated_server(test)
-
-
-def test_a_failed_target_is_of_more_interest_than_the_end() -> None:
-    async def test(server: Served) -> None:
-        await server.ask(COMPLETIONS, DEF)
+@on_server(looping, max_streams=1)
+async def test_requests_that_run_and_wait_end_and_others_are_told_to_ask_elsewhere(
+    server: Served, stream: bool
+) -> None:
+    async with AsyncExitStack() as stack:
+        running = await stack.enter_async_context(server.exchange(COMPLETIONS, {**LONG, "stream": stream}))
+        await trio.sleep(1)
+        waiting = await stack.enter_async_context(server.exchange(COMPLETIONS, {**LONG, "stream": stream}))
+        await trio.sleep(1)
+        assert (await server.ask("/health")).json["waiting"] == 1
         server.app.admission.drain()
-        assert (await server.ask("/health")).json["status"] == "broken"
+        for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO), (RESPONSES, {"input": "hello"})):
+            refused = await server.ask(path, body)
+            assert (refused.status, refused.fault["code"]) == (503, "draining")
+            assert refused.headers["retry-after"] == "1"
+        for path in (MESSAGES, COUNT_TOKENS):
+            refused = await server.ask(path, {**HELLO, "max_tokens": 1})
+            assert (refused.status, refused.json["error"]["type"]) == (503, "overloaded_error")
+        assert not await over(server)
+        await running.until(lambda one: one.over_at is not None)
+        assert not await over(server)
+        await waiting.until(lambda one: one.over_at is not None)
+    assert await over(server)
+    assert [one.status for one in (running, waiting)] == [200, 200]
+    assert running.is_whole
+    assert waiting.is_whole
+    # The count of tokens is no generation, and so no outcome.
+    assert await server.outcomes() == {"finished": 2, "refused": 4}
 
-    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+
+@on_server(looping)
+async def test_a_server_that_drains_says_so_until_it_ends(server: Served) -> None:
+    before = await server.ask("/health")
+    assert (before.status, before.json["status"]) == (200, "ok")
+    assert (await figures(server.app))["outrider_draining", ""] == 0
+    async with server.exchange(COMPLETIONS, LONG) as running:
+        await trio.sleep(5)
+        server.app.admission.drain()
+        health = await server.ask("/health")
+        assert (health.status, health.json["status"], health.json["streams"]) == (503, "draining", 1)
+        assert (await figures(server.app))["outrider_draining", ""] == 1
+        assert (await server.ask("/v1/models")).status == 200
+        await running.until(lambda one: one.over_at is not None)
+
+
+@on_server()
+async def test_a_request_whose_body_was_under_way_is_refused(server: Served) -> None:
+    async with server.exchange(COMPLETIONS) as late:
+        late.give(b'{"prompt": ', more=True)
+        await trio.sleep(1)
+        server.app.admission.drain()
+        late.give(b'"def f"}')
+    assert (late.status, late.fault["code"]) == (503, "draining")
+    assert await over(server)
+
+
+@on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+async def test_a_failed_target_is_of_more_interest_than_the_end(server: Served) -> None:
+    await server.ask(COMPLETIONS, DEF)
+    server.app.admission.drain()
+    assert (await server.ask("/health")).json["status"] == "broken"

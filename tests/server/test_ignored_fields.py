@@ -15,12 +15,12 @@ from asgi import (
     RESPONSES,
     Served,
     direct,
-    simulated_server,
+    on_server,
 )
 from sweeps import sweep
 
 from runtime.server.answers.body import IgnoredFields
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 HEADER = "x-outrider-ignored"
 BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
@@ -50,14 +50,12 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 
 
 @BOTH
-def test_a_field_that_means_nothing_is_ignored_and_named(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        expected = await direct(server, body, max_tokens=9)
-        for fields, named in IGNORED:
-            answer = await server.ask(path, {**body, **fields, "max_tokens": 9})
-            assert (answer.status, answer.text, answer.headers[HEADER]) == (200, expected.text, named)
-
-    simulated_server(test)
+@on_server()
+async def test_a_field_that_means_nothing_is_ignored_and_named(server: Served, path: str, body: Any) -> None:
+    expected = await direct(server, body, max_tokens=9)
+    for fields, named in IGNORED:
+        answer = await server.ask(path, {**body, **fields, "max_tokens": 9})
+        assert (answer.status, answer.text, answer.headers[HEADER]) == (200, expected.text, named)
 
 
 # The same in every API, and within other objects.
@@ -77,23 +75,19 @@ NESTED: list[tuple[str, dict[str, Any], str | None]] = [
 ]
 
 
-def test_what_is_ignored_in_any_api_and_within_other_objects_is_named() -> None:
-    async def test(server: Served) -> None:
-        for path, fields, named in NESTED:
-            answer = await server.ask(path, {**ASKED[path], **fields})
-            assert (answer.status, answer.headers.get(HEADER)) == (200, named)
-
-    simulated_server(test, limits=Limits(max_tokens=3))
+@on_server(limits=Limits(max_tokens=3))
+async def test_what_is_ignored_in_any_api_and_within_other_objects_is_named(server: Served) -> None:
+    for path, fields, named in NESTED:
+        answer = await server.ask(path, {**ASKED[path], **fields})
+        assert (answer.status, answer.headers.get(HEADER)) == (200, named)
 
 
-def test_nothing_is_named_where_nothing_was_ignored() -> None:
-    async def test(server: Served) -> None:
-        nothing = {"audio": None, "web_search_options": None, "annotations": [], "user": None, "model": "gpt-4o"}
-        for path, body in ASKED.items():
-            answer = await server.ask(path, {**body, **nothing, "seed": 3})
-            assert (answer.status, answer.headers.get(HEADER)) == (200, None)
-
-    simulated_server(test, limits=Limits(max_tokens=3))
+@on_server(limits=Limits(max_tokens=3))
+async def test_nothing_is_named_where_nothing_was_ignored(server: Served) -> None:
+    nothing = {"audio": None, "web_search_options": None, "annotations": [], "user": None, "model": "gpt-4o"}
+    for path, body in ASKED.items():
+        answer = await server.ask(path, {**body, **nothing, "seed": 3})
+        assert (answer.status, answer.headers.get(HEADER)) == (200, None)
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -109,28 +103,26 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @BOTH
-def test_a_strict_server_refuses_an_unknown_field(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        for fields, param, said in REFUSED:
-            answer = await server.ask(path, {**body, **fields})
-            assert (answer.status, answer.fault["param"]) == (400, param)
-            assert said in answer.fault["message"]
-        assert server.simulation.target_worker.handed == []
-
-    simulated_server(test, is_strict=True)
+@on_server(is_strict=True)
+async def test_a_strict_server_refuses_an_unknown_field(server: Served, path: str, body: Any) -> None:
+    for fields, param, said in REFUSED:
+        answer = await server.ask(path, {**body, **fields})
+        assert (answer.status, answer.fault["param"]) == (400, param)
+        assert said in answer.fault["message"]
+    assert server.simulation.target_worker.handed == []
 
 
-def test_a_strict_server_takes_what_has_no_effect_and_says_in_its_description_what_it_refuses() -> None:
-    async def test(server: Served) -> None:
-        described = (await server.ask("/openapi.json")).json
-        for path, body in ASKED.items():
-            assert (await server.ask(path, {**body, "zzz": 1})).status == 400
-            accepted = await server.ask(path, {**body, "service_tier": "auto", "audio": None})
-            assert (accepted.status, accepted.headers[HEADER]) == (200, "service_tier")
-            name = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-            assert described["components"]["schemas"][name.rpartition("/")[2]]["additionalProperties"] is False
-
-    simulated_server(test, is_strict=True, limits=Limits(max_tokens=3))
+@on_server(is_strict=True, limits=Limits(max_tokens=3))
+async def test_a_strict_server_takes_what_has_no_effect_and_says_in_its_description_what_it_refuses(
+    server: Served,
+) -> None:
+    described = (await server.ask("/openapi.json")).json
+    for path, body in ASKED.items():
+        assert (await server.ask(path, {**body, "zzz": 1})).status == 400
+        accepted = await server.ask(path, {**body, "service_tier": "auto", "audio": None})
+        assert (accepted.status, accepted.headers[HEADER]) == (200, "service_tier")
+        name = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert described["components"]["schemas"][name.rpartition("/")[2]]["additionalProperties"] is False
 
 
 def test_a_header_has_only_so_many_names() -> None:
@@ -139,24 +131,20 @@ def test_a_header_has_only_so_many_names() -> None:
     assert header.split(", ") == [*(f"a{i}" for i in range(32)), "+8 more"]
 
 
-def test_any_model_name_means_the_one_model() -> None:
-    async def test(server: Served) -> None:
-        for path, body in ASKED.items():
-            answer = await server.ask(path, {**body, "model": "gpt-4o"})
-            assert answer.status == 200
-            assert path == COUNT_TOKENS or answer.json["model"] == MODEL
-            assert path not in (COMPLETIONS, CHAT) or answer.json["system_fingerprint"].startswith("outrider-")
-
-    simulated_server(test, limits=Limits(max_tokens=3))
+@on_server(limits=Limits(max_tokens=3))
+async def test_any_model_name_means_the_one_model(server: Served) -> None:
+    for path, body in ASKED.items():
+        answer = await server.ask(path, {**body, "model": "gpt-4o"})
+        assert answer.status == 200
+        assert path == COUNT_TOKENS or answer.json["model"] == MODEL
+        assert path not in (COMPLETIONS, CHAT) or answer.json["system_fingerprint"].startswith("outrider-")
 
 
-def test_paths_without_a_version_are_those_with_it_and_need_the_key() -> None:
-    async def test(server: Served) -> None:
-        for path, body in {**ASKED, "/v1/models": None}.items():
-            headers = {} if body is None else {"content-type": "application/json"}
-            short = path.removeprefix("/v1")
-            assert (await server.ask(short, body, headers=headers)).status == 401
-            keyed = {**headers, "authorization": "Bearer s3cret"}
-            assert (await server.ask(short, body, headers=keyed)).status == 200
-
-    simulated_server(test, api_key="s3cret", limits=Limits(max_tokens=3))
+@on_server(api_key="s3cret", limits=Limits(max_tokens=3))
+async def test_paths_without_a_version_are_those_with_it_and_need_the_key(server: Served) -> None:
+    for path, body in {**ASKED, "/v1/models": None}.items():
+        headers = {} if body is None else {"content-type": "application/json"}
+        short = path.removeprefix("/v1")
+        assert (await server.ask(short, body, headers=headers)).status == 401
+        keyed = {**headers, "authorization": "Bearer s3cret"}
+        assert (await server.ask(short, body, headers=keyed)).status == 200

@@ -16,6 +16,7 @@ from asgi import (
     direct,
     looping,
     models,
+    on_server,
     saying,
     simulated_server,
     watched_streams,
@@ -29,8 +30,8 @@ from protocol.settings import settings_from
 from runtime.server.answers.request import SchemaJson
 from runtime.server.anthropic.bodies import AnthropicMessage
 from runtime.server.anthropic.requests import MessagesRequest, parse_chat
-from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
+from runtime.server.limits import Limits
 
 ASKED: dict[str, Any] = {**HELLO, "max_tokens": 20}
 
@@ -61,25 +62,23 @@ def test_events_add_up_to_the_whole_message(ending: str) -> None:
     simulated_server(test, *pair)
 
 
-def test_usage_tells_what_was_cached_apart_from_what_was_read() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(MESSAGES, ASKED)
-        streamed = await server.ask(MESSAGES, {**ASKED, "stream": True})
-        usages = [answer.json["usage"], streamed.named_events[-2]["usage"]]
-        for usage, (_, stream) in zip(usages, seen, strict=True):
-            statistics = stream.statistics()
-            assert usage == {
-                "input_tokens": statistics.prompt_tokens - statistics.cached_tokens,
-                "cache_creation_input_tokens": 0,
-                "cache_read_input_tokens": statistics.cached_tokens,
-                "output_tokens": 20,
-            }
-        assert usages[0]["cache_read_input_tokens"] == 0 < usages[1]["cache_read_input_tokens"]
-        # The prompt's length is known from the beginning.
-        assert streamed.named_events[0]["message"]["usage"]["input_tokens"] == usages[0]["input_tokens"]
-
-    simulated_server(test)
+@on_server()
+async def test_usage_tells_what_was_cached_apart_from_what_was_read(server: Served) -> None:
+    seen = watched_streams(server)
+    answer = await server.ask(MESSAGES, ASKED)
+    streamed = await server.ask(MESSAGES, {**ASKED, "stream": True})
+    usages = [answer.json["usage"], streamed.named_events[-2]["usage"]]
+    for usage, (_, stream) in zip(usages, seen, strict=True):
+        statistics = stream.statistics()
+        assert usage == {
+            "input_tokens": statistics.prompt_tokens - statistics.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": statistics.cached_tokens,
+            "output_tokens": 20,
+        }
+    assert usages[0]["cache_read_input_tokens"] == 0 < usages[1]["cache_read_input_tokens"]
+    # The prompt's length is known from the beginning.
+    assert streamed.named_events[0]["message"]["usage"]["input_tokens"] == usages[0]["input_tokens"]
 
 
 @sweep(
@@ -105,41 +104,36 @@ def test_reasoning_is_blocks_of_their_own_in_their_order(text: str, blocks: Any)
     simulated_server(test, ScriptedModel(saying(text, start)), tokenizer=tokenizer)
 
 
-def test_a_stream_without_news_is_kept_alive_by_pings() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(MESSAGES, {**ASKED, "max_tokens": 3, "stream": True, "lookahead": 0})
-        assert [event["type"] for event in answer.named_events].count("ping") >= 2 * 3
-        assert len(text_of_message(assembled_message(answer.named_events))) == 3
-
-    simulated_server(test, ScriptedModel(looping), price=priced(prefill=40.0, decode=40.0, verify=40.0))
+@on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
+async def test_a_stream_without_news_is_kept_alive_by_pings(server: Served) -> None:
+    answer = await server.ask(MESSAGES, {**ASKED, "max_tokens": 3, "stream": True, "lookahead": 0})
+    assert [event["type"] for event in answer.named_events].count("ping") >= 2 * 3
+    assert len(text_of_message(assembled_message(answer.named_events))) == 3
 
 
-def test_a_client_that_leaves_ends_its_generation() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(MESSAGES, {**ASKED, "max_tokens": 500, "stream": True}) as leaving:
-            await leaving.until(lambda answer: b"text_delta" in answer.body)
-            leaving.leave()
-        assert await server.outcomes() == {"cancelled": 1}
-
-    simulated_server(test)
+@on_server()
+async def test_a_client_that_leaves_ends_its_generation(server: Served) -> None:
+    async with server.exchange(MESSAGES, {**ASKED, "max_tokens": 500, "stream": True}) as leaving:
+        await leaving.until(lambda answer: b"text_delta" in answer.body)
+        leaving.leave()
+    assert await server.outcomes() == {"cancelled": 1}
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
-def test_fields_are_the_settings_that_they_stand_for() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["☂"], "seed": 3, "lookahead": 2}
-        await server.ask(MESSAGES, {**ASKED, **fields})
-        wanted = {**fields, "stop": ["☂"], "max_tokens": 20, "reuse_prefix": True}
-        del wanted["stop_sequences"]
-        assert [each for each, _ in seen] == [settings_from(wanted)]
-
-    simulated_server(test)
+@on_server()
+async def test_fields_are_the_settings_that_they_stand_for(server: Served) -> None:
+    seen = watched_streams(server)
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop_sequences": ["☂"], "seed": 3, "lookahead": 2}
+    await server.ask(MESSAGES, {**ASKED, **fields})
+    wanted = {**fields, "stop": ["☂"], "max_tokens": 20, "reuse_prefix": True}
+    del wanted["stop_sequences"]
+    assert [each for each, _ in seen] == [settings_from(wanted)]
 
 
-def test_a_conversation_is_that_of_a_chat() -> None:
+@on_server()
+async def test_a_conversation_is_that_of_a_chat(server: Served) -> None:
     conversation = {
         "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief", "cache_control": None}],
         "messages": [
@@ -161,17 +155,14 @@ def test_a_conversation_is_that_of_a_chat() -> None:
         {"role": "assistant", "content": "two", "reasoning_content": "hm"},
         {"role": "user", "content": "three"},
     ]
-
-    async def test(server: Served) -> None:
-        answer = await server.ask(MESSAGES, {**conversation, "max_tokens": 8})
-        same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
-        assert server.tokenizer.seen[-1] == server.tokenizer.seen[-2] == chat
-        assert text_of_message(answer.json) == same.text
-
-    simulated_server(test)
+    answer = await server.ask(MESSAGES, {**conversation, "max_tokens": 8})
+    same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
+    assert server.tokenizer.seen[-1] == server.tokenizer.seen[-2] == chat
+    assert text_of_message(answer.json) == same.text
 
 
-def test_what_a_client_sends_by_itself_is_not_refused() -> None:
+@on_server()
+async def test_what_a_client_sends_by_itself_is_not_refused(server: Served) -> None:
     by_itself = {
         "metadata": {"user_id": "me"},
         "service_tier": "auto",
@@ -186,15 +177,11 @@ def test_what_a_client_sends_by_itself_is_not_refused() -> None:
     content = [
         {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": "5m"}, "citations": None}
     ]
-
-    async def test(server: Served) -> None:
-        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
-        asked = {**ASKED, **by_itself, "messages": [{"role": "user", "content": content}]}
-        answer = await server.ask(MESSAGES, asked, headers=headers)
-        assert answer.status == 200
-        assert text_of_message(answer.json) == text_of_message((await server.ask(MESSAGES, ASKED)).json)
-
-    simulated_server(test)
+    headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    asked = {**ASKED, **by_itself, "messages": [{"role": "user", "content": content}]}
+    answer = await server.ask(MESSAGES, asked, headers=headers)
+    assert answer.status == 200
+    assert text_of_message(answer.json) == text_of_message((await server.ask(MESSAGES, ASKED)).json)
 
 
 @sweep(
@@ -220,19 +207,17 @@ def test_a_format_is_that_of_a_chat() -> None:
     assert chat.template_variables == {"reasoning_effort": "low"}
 
 
-def test_tokens_are_counted_without_generating() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        counted = await server.ask(COUNT_TOKENS, HELLO)
-        assert seen == []
-        answer = await server.ask(MESSAGES, ASKED)
-        assert counted.json == {"input_tokens": answer.json["usage"]["input_tokens"]}
-        # Also of a prompt that would be refused, so that a client knows by how much.
-        long = await server.ask(COUNT_TOKENS, {"messages": [{"role": "user", "content": "word " * 100}]})
-        assert long.json["input_tokens"] > 500
-        assert await server.outcomes() == {"finished": 1}
-
-    simulated_server(test, limits=Limits(max_prompt_tokens=100))
+@on_server(limits=Limits(max_prompt_tokens=100))
+async def test_tokens_are_counted_without_generating(server: Served) -> None:
+    seen = watched_streams(server)
+    counted = await server.ask(COUNT_TOKENS, HELLO)
+    assert seen == []
+    answer = await server.ask(MESSAGES, ASKED)
+    assert counted.json == {"input_tokens": answer.json["usage"]["input_tokens"]}
+    # Also of a prompt that would be refused, so that a client knows by how much.
+    long = await server.ask(COUNT_TOKENS, {"messages": [{"role": "user", "content": "word " * 100}]})
+    assert long.json["input_tokens"] > 500
+    assert await server.outcomes() == {"finished": 1}
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -253,48 +238,42 @@ def test_tokens_are_counted_without_generating() -> None:
         ({"seed": -7}, "seed must be at least"),
     ],
 )
-def test_a_wrong_field_is_named_in_the_form_of_this_api(fields: Any, message: str) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(MESSAGES, {**ASKED, **fields})
-        assert answer.status == 400
-        assert set(answer.json) == {"type", "error"}
-        assert answer.json["type"] == "error"
-        assert answer.json["error"]["type"] == "invalid_request_error"
-        assert message in answer.json["error"]["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_a_wrong_field_is_named_in_the_form_of_this_api(server: Served, fields: Any, message: str) -> None:
+    answer = await server.ask(MESSAGES, {**ASKED, **fields})
+    assert answer.status == 400
+    assert set(answer.json) == {"type", "error"}
+    assert answer.json["type"] == "error"
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert message in answer.json["error"]["message"]
 
 
-def test_every_error_has_the_form_and_the_type_of_this_api() -> None:
-    async def test(server: Served) -> None:
-        keyed = {"content-type": "application/json"}
-        wrong = await server.ask(MESSAGES, ASKED, headers={**keyed, "x-api-key": "another"})
-        right = await server.ask(MESSAGES, ASKED, headers={**keyed, "x-api-key": "s3cret"})
-        bearer = await server.ask(MESSAGES, ASKED, headers={**keyed, "authorization": "Bearer s3cret"})
-        assert (wrong.status, right.status, bearer.status) == (401, 200, 200)
-        assert wrong.json["error"]["type"] == "authentication_error"
-        keyed["x-api-key"] = "s3cret"
-        long = await server.ask(MESSAGES, b" " * 3000, headers=keyed)
-        assert (long.status, long.json["error"]["type"]) == (413, "request_too_large")
-        nowhere = await server.ask(f"{MESSAGES}/batches", headers=keyed)
-        assert (nowhere.status, nowhere.json["error"]["type"]) == (404, "not_found_error")
-        method = await server.ask(MESSAGES, headers=keyed, method="GET")
-        assert (method.status, method.json["error"]["type"]) == (405, "invalid_request_error")
-
-    simulated_server(test, api_key="s3cret", limits=Limits(max_body_bytes=2000))
+@on_server(api_key="s3cret", limits=Limits(max_body_bytes=2000))
+async def test_every_error_has_the_form_and_the_type_of_this_api(server: Served) -> None:
+    keyed = {"content-type": "application/json"}
+    wrong = await server.ask(MESSAGES, ASKED, headers={**keyed, "x-api-key": "another"})
+    right = await server.ask(MESSAGES, ASKED, headers={**keyed, "x-api-key": "s3cret"})
+    bearer = await server.ask(MESSAGES, ASKED, headers={**keyed, "authorization": "Bearer s3cret"})
+    assert (wrong.status, right.status, bearer.status) == (401, 200, 200)
+    assert wrong.json["error"]["type"] == "authentication_error"
+    keyed["x-api-key"] = "s3cret"
+    long = await server.ask(MESSAGES, b" " * 3000, headers=keyed)
+    assert (long.status, long.json["error"]["type"]) == (413, "request_too_large")
+    nowhere = await server.ask(f"{MESSAGES}/batches", headers=keyed)
+    assert (nowhere.status, nowhere.json["error"]["type"]) == (404, "not_found_error")
+    method = await server.ask(MESSAGES, headers=keyed, method="GET")
+    assert (method.status, method.json["error"]["type"]) == (405, "invalid_request_error")
 
 
-def test_a_full_house_is_a_rate_limit() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(MESSAGES, {**ASKED, "max_tokens": 500, "stream": True}) as first:
-            await first.until(lambda answer: b"text_delta" in answer.body)
-            for path in (MESSAGES, COUNT_TOKENS):
-                answer = await server.ask(path, ASKED)
-                assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
-                assert int(answer.headers["retry-after"]) >= 1
-            first.leave()
-
-    simulated_server(test, max_streams=1, max_waiting=0)
+@on_server(max_streams=1, max_waiting=0)
+async def test_a_full_house_is_a_rate_limit(server: Served) -> None:
+    async with server.exchange(MESSAGES, {**ASKED, "max_tokens": 500, "stream": True}) as first:
+        await first.until(lambda answer: b"text_delta" in answer.body)
+        for path in (MESSAGES, COUNT_TOKENS):
+            answer = await server.ask(path, ASKED)
+            assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
+            assert int(answer.headers["retry-after"]) >= 1
+        first.leave()
 
 
 @pytest.mark.parametrize("stream", [False, True])

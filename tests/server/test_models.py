@@ -108,7 +108,7 @@ def test_models_are_loaded_one_after_the_other_in_the_order_in_which_they_were_a
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream: bool) -> None:
+async def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream: bool, autojump_clock: Any) -> None:
     async def leave_after(seconds: float) -> None:
         async with served_models(A, spec("b", idle_s=3.0)) as server:
             began = trio.current_time()
@@ -123,13 +123,10 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream: bool) -> None
             await trio.sleep(4)
             assert server.loads.in_memory == []
 
-    async def main() -> None:
-        seconds = 0.0
-        while seconds < LOAD_S + 80:
-            await leave_after(seconds)
-            seconds += 20 if seconds < LOAD_S - 20 else 4.25
-
-    run(main)
+    seconds = 0.0
+    while seconds < LOAD_S + 80:
+        await leave_after(seconds)
+        seconds += 20 if seconds < LOAD_S - 20 else 4.25
 
 
 def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgotten() -> None:
@@ -163,19 +160,16 @@ def test_a_load_that_has_begun_is_finished_for_the_next_client() -> None:
     with_models(test, A)
 
 
-def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing() -> None:
-    async def main() -> None:
-        for seconds in (0.0, 1.0, LOAD_S, LOAD_S + 1):
-            with trio.CancelScope() as scope:
-                async with served_models(A, B) as server, trio.open_nursery() as nursery:
-                    nursery.start_soon(server.complete, "a")
-                    nursery.start_soon(server.complete, "b")
-                    await trio.sleep(seconds)
-                    scope.cancel()
-            assert scope.cancelled_caught
-            assert server.loads.in_memory == []
-
-    run(main)
+async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojump_clock: Any) -> None:
+    for seconds in (0.0, 1.0, LOAD_S, LOAD_S + 1):
+        with trio.CancelScope() as scope:
+            async with served_models(A, B) as server, trio.open_nursery() as nursery:
+                nursery.start_soon(server.complete, "a")
+                nursery.start_soon(server.complete, "b")
+                await trio.sleep(seconds)
+                scope.cancel()
+        assert scope.cancelled_caught
+        assert server.loads.in_memory == []
 
 
 # --- unloading ------------------------------------------------------------------------------------

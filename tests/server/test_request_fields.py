@@ -17,6 +17,7 @@ from asgi import (
     Letters,
     Served,
     direct,
+    on_server,
     saying,
     simulated_server,
     watched_streams,
@@ -40,19 +41,19 @@ BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
 
 
 @BOTH
-def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        whole = (await direct(server, body, max_tokens=30)).text
-        stop = whole[11:13]
-        asked = {**body, "max_tokens": 30, "include_stop_str_in_output": True}
-        token = {"stop": "", "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
-        for stream in (False, True):
-            answer = await server.ask(path, {**asked, "stop": stop, "stream": stream})
-            assert answer.text == whole[: whole.index(stop)] + stop
-            answer = await server.ask(path, {**asked, **token, "stream": stream})
-            assert answer.text == whole[: whole.index(whole[11]) + 1]
-
-    simulated_server(test)
+@on_server()
+async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(
+    server: Served, path: str, body: Any
+) -> None:
+    whole = (await direct(server, body, max_tokens=30)).text
+    stop = whole[11:13]
+    asked = {**body, "max_tokens": 30, "include_stop_str_in_output": True}
+    token = {"stop": "", "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
+    for stream in (False, True):
+        answer = await server.ask(path, {**asked, "stop": stop, "stream": stream})
+        assert answer.text == whole[: whole.index(stop)] + stop
+        answer = await server.ask(path, {**asked, **token, "stream": stream})
+        assert answer.text == whole[: whole.index(whole[11]) + 1]
 
 
 @BOTH
@@ -74,16 +75,14 @@ def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(path
     simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 1.0, script)))
 
 
-def test_a_stop_token_does_not_end_an_answer_before_its_least_length() -> None:
-    async def test(server: Served) -> None:
-        token = Letters.ALPHABET.index((await direct(server, DEF, max_tokens=5)).text[0])
-        stop = {**DEF, "max_tokens": 30, "stop_token_ids": [token]}
-        assert (await server.ask(COMPLETIONS, stop)).json["usage"]["completion_tokens"] == 1
-        longer = await server.ask(COMPLETIONS, {**stop, "min_tokens": 8})
-        assert longer.json["usage"]["completion_tokens"] >= 8
-        assert Letters.ALPHABET[token] not in longer.text
-
-    simulated_server(test)
+@on_server()
+async def test_a_stop_token_does_not_end_an_answer_before_its_least_length(server: Served) -> None:
+    token = Letters.ALPHABET.index((await direct(server, DEF, max_tokens=5)).text[0])
+    stop = {**DEF, "max_tokens": 30, "stop_token_ids": [token]}
+    assert (await server.ask(COMPLETIONS, stop)).json["usage"]["completion_tokens"] == 1
+    longer = await server.ask(COMPLETIONS, {**stop, "min_tokens": 8})
+    assert longer.json["usage"]["completion_tokens"] >= 8
+    assert Letters.ALPHABET[token] not in longer.text
 
 
 def test_a_text_may_end_where_nothing_else_is_allowed() -> None:
@@ -95,18 +94,14 @@ def test_a_text_may_end_where_nothing_else_is_allowed() -> None:
     assert processor(mx.array([0, 0, 0, 0]), logits).tolist() == logits.tolist()
 
 
-def test_an_answer_that_may_be_longer_than_the_context_ends_there() -> None:
-    async def test(server: Served) -> None:
-        for max_tokens in (-1, 36, 10**30):
-            answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
-            assert answer.json["usage"]["total_tokens"] == 40
-            answer = await server.ask(MESSAGES, {**HELLO, "max_tokens": max_tokens})
-            usage = answer.json["usage"]
-            assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 40
-
-    simulated_server(
-        test, ScriptedModel(lambda history: [float(i == history[-1]) for i in range(64)], context_length=40)
-    )
+@on_server(ScriptedModel(lambda history: [float(i == history[-1]) for i in range(64)], context_length=40))
+async def test_an_answer_that_may_be_longer_than_the_context_ends_there(server: Served) -> None:
+    for max_tokens in (-1, 36, 10**30):
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
+        assert answer.json["usage"]["total_tokens"] == 40
+        answer = await server.ask(MESSAGES, {**HELLO, "max_tokens": max_tokens})
+        usage = answer.json["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"] == 40
 
 
 VARIABLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -149,7 +144,7 @@ def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
 def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_reasoning() -> None:
     tokenizer = calling_tokenizer()
     ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
-    tokens = [Token(id, tokenizer.decode([id]), i, from_draft=False) for i, id in enumerate(ids)]
+    tokens = [Token(id, tokenizer.decode([id]), i, drafted_by=None) for i, id in enumerate(ids)]
 
     def shown(**fields: Any) -> str:
         request = ChatRequest.model_validate({**HELLO, **fields})
@@ -174,21 +169,21 @@ ASSEMBLED: Any = {RESPONSES: assembled_response, MESSAGES: assembled_message}
 
 
 @OTHERS
-def test_the_other_apis_show_what_has_stopped_a_text_too(path: str, body: Any, text_of: Any) -> None:
-    async def test(server: Served) -> None:
-        whole = (await direct(server, HELLO, max_tokens=30)).text
-        stop = whole[11:13]
-        token = {"stop": [], "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
-        for more, expected in (
-            ({"stop": stop}, whole[: whole.index(stop)] + stop),
-            (token, whole[: whole.index(whole[11]) + 1]),
-        ):
-            asked = {**body, "include_stop_str_in_output": True, **more}
-            answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
-            assert "x-outrider-ignored" not in answer.headers
-            assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
-
-    simulated_server(test)
+@on_server()
+async def test_the_other_apis_show_what_has_stopped_a_text_too(
+    server: Served, path: str, body: Any, text_of: Any
+) -> None:
+    whole = (await direct(server, HELLO, max_tokens=30)).text
+    stop = whole[11:13]
+    token = {"stop": [], "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
+    for more, expected in (
+        ({"stop": stop}, whole[: whole.index(stop)] + stop),
+        (token, whole[: whole.index(whole[11]) + 1]),
+    ):
+        asked = {**body, "include_stop_str_in_output": True, **more}
+        answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
+        assert "x-outrider-ignored" not in answer.headers
+        assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
 
 
 @OTHERS
@@ -275,27 +270,49 @@ def test_a_prediction_is_drafted_from() -> None:
     simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 20.0)))
 
 
-def test_a_seed_of_minus_one_is_a_fresh_one() -> None:
-    async def test(server: Served) -> None:
-        asked = {**DEF, "temperature": 1, "max_tokens": 30, "seed": -1}
-        one, other = [(await server.ask(COMPLETIONS, asked)).text for _ in range(2)]
-        assert one != other
-
-    simulated_server(test)
+@on_server()
+async def test_a_seed_of_minus_one_is_a_fresh_one(server: Served) -> None:
+    asked = {**DEF, "temperature": 1, "max_tokens": 30, "seed": -1}
+    one, other = [(await server.ask(COMPLETIONS, asked)).text for _ in range(2)]
+    assert one != other
 
 
 @BOTH
-def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(path: str, body: Any) -> None:
+@on_server()
+async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: Served, path: str, body: Any) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True}
+    answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in answer.events]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 20
+    assert len(set(counts)) > 2
+    options["include_usage"] = False
+    answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
+    assert all("usage" not in event for event in answer.events)
+
+
+@BOTH
+def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(path: str, body: Any) -> None:
     async def test(server: Served) -> None:
-        options = {"continuous_usage_stats": True, "include_usage": True}
-        answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
-        counts = [event["usage"]["completion_tokens"] for event in answer.events]
-        assert counts == sorted(counts)
-        assert 0 < counts[0] < counts[-1] == 20
-        assert len(set(counts)) > 2
-        options["include_usage"] = False
-        answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "stream_options": options})
-        assert all("usage" not in event for event in answer.events)
+        seen = watched_streams(server)
+        for options in (None, {"include_usage": True}):
+            asked = {**body, "max_tokens": 20, "lookahead": 3}
+            streamed = await server.ask(path, {**asked, "stream": True, "stream_options": options})
+            *chunks, last = streamed.events
+            assert not any("timings" in chunk for chunk in chunks)
+            whole = (await server.ask(path, asked)).json
+            for timings, (_, stream) in zip((last["timings"], whole["timings"]), seen[-2:], strict=True):
+                s = stream.statistics()
+                assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (s.prompt_tokens, 20)
+                assert (timings["draft_n"], timings["draft_n_accepted"]) == (s.proposed, s.accepted)
+                assert timings["predicted_per_second"] == s.generation_tps
+                assert timings["predicted_ms"] == pytest.approx(20 * timings["predicted_per_token_ms"])
+                assert timings["prompt_ms"] == pytest.approx(
+                    1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0
+                )
+        for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
+            assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
+        assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
 
     simulated_server(test)
 

@@ -15,6 +15,7 @@ from asgi import (
     direct,
     looping,
     models,
+    on_server,
     saying,
     simulated_server,
     watched_streams,
@@ -32,7 +33,7 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import Answer
 from runtime.server.answers.request import SchemaJson
 from runtime.server.answers.splitting import AnswerSplitter
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 from runtime.server.responses.bodies import ResponseBody
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
@@ -66,24 +67,22 @@ def test_events_add_up_to_the_whole_response(status: str) -> None:
     simulated_server(test, *pair)
 
 
-def test_usage_is_what_the_statistics_say() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(RESPONSES, ASKED)
-        streamed = await server.ask(RESPONSES, {**ASKED, "stream": True})
-        usages = [answer.json["usage"], streamed.named_events[-1]["response"]["usage"]]
-        for usage, (_, stream) in zip(usages, seen, strict=True):
-            statistics = stream.statistics()
-            assert usage == {
-                "input_tokens": statistics.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": statistics.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": 20,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": statistics.prompt_tokens + 20,
-            }
-        assert usages[1]["input_tokens_details"]["cached_tokens"] > 0
-
-    simulated_server(test)
+@on_server()
+async def test_usage_is_what_the_statistics_say(server: Served) -> None:
+    seen = watched_streams(server)
+    answer = await server.ask(RESPONSES, ASKED)
+    streamed = await server.ask(RESPONSES, {**ASKED, "stream": True})
+    usages = [answer.json["usage"], streamed.named_events[-1]["response"]["usage"]]
+    for usage, (_, stream) in zip(usages, seen, strict=True):
+        statistics = stream.statistics()
+        assert usage == {
+            "input_tokens": statistics.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": statistics.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": 20,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": statistics.prompt_tokens + 20,
+        }
+    assert usages[1]["input_tokens_details"]["cached_tokens"] > 0
 
 
 @sweep(
@@ -113,21 +112,19 @@ def test_reasoning_is_items_of_their_own_in_their_order(text: str, items: Any) -
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
 
 
-def test_log_probabilities_are_those_of_a_chat() -> None:
-    async def test(server: Served) -> None:
-        chat = await server.ask(CHAT, {**HELLO, "max_tokens": 20, "logprobs": True, "top_logprobs": 2})
-        expected = chat.json["choices"][0]["logprobs"]["content"]
-        assert {len(token["top_logprobs"]) for token in expected} == {2}
-        for fields in ({**LOGPROBS, "top_logprobs": 2}, {"top_logprobs": 2}):
-            answer = await server.ask(RESPONSES, {**ASKED, **fields})
-            streamed = await server.ask(RESPONSES, {**ASKED, **fields, "stream": True})
-            for response in (answer.json, assembled_response(streamed.named_events)):
-                assert response["output"][0]["content"][0]["logprobs"] == expected
-                assert response["top_logprobs"] == 2
-        bare = (await server.ask(RESPONSES, {**ASKED, **LOGPROBS})).json["output"][0]["content"][0]["logprobs"]
-        assert bare == [{**token, "top_logprobs": []} for token in expected]
-
-    simulated_server(test)
+@on_server()
+async def test_log_probabilities_are_those_of_a_chat(server: Served) -> None:
+    chat = await server.ask(CHAT, {**HELLO, "max_tokens": 20, "logprobs": True, "top_logprobs": 2})
+    expected = chat.json["choices"][0]["logprobs"]["content"]
+    assert {len(token["top_logprobs"]) for token in expected} == {2}
+    for fields in ({**LOGPROBS, "top_logprobs": 2}, {"top_logprobs": 2}):
+        answer = await server.ask(RESPONSES, {**ASKED, **fields})
+        streamed = await server.ask(RESPONSES, {**ASKED, **fields, "stream": True})
+        for response in (answer.json, assembled_response(streamed.named_events)):
+            assert response["output"][0]["content"][0]["logprobs"] == expected
+            assert response["top_logprobs"] == 2
+    bare = (await server.ask(RESPONSES, {**ASKED, **LOGPROBS})).json["output"][0]["content"][0]["logprobs"]
+    assert bare == [{**token, "top_logprobs": []} for token in expected]
 
 
 def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning() -> None:
@@ -153,14 +150,15 @@ def test_log_probabilities_are_there_where_the_answer_begins_in_reasoning_that_t
     serializer = ResponseSerializer(parsed, Answer("x", letters, splitter, watch=lambda id: None), ResponseStore(1, 1))  # type: ignore[arg-type, return-value]
     texts, statistics = list("yes"), cast(Any, None)
     tokens = [
-        Token(letters.encode(text)[0], text, i, from_draft=False, logprob=-1.0, is_thinking=True)
+        Token(letters.encode(text)[0], text, i, drafted_by=None, logprob=-1.0, is_thinking=True)
         for i, text in enumerate(texts)
     ]
     deltas = [json.loads(event.data) for event in serializer.events(tokens, statistics)]
     assert [each["token"] for delta in deltas for each in delta.get("logprobs", ())] == texts
 
 
-def test_settings_are_given_back() -> None:
+@on_server()
+async def test_settings_are_given_back(server: Served) -> None:
     given = {
         "instructions": "be brief",
         "metadata": {"a": "b"},
@@ -171,40 +169,32 @@ def test_settings_are_given_back() -> None:
         "user": "me",
         "store": False,
     }
-
-    async def test(server: Served) -> None:
-        answer = await server.ask(RESPONSES, {**ASKED, **given, "reasoning": {"effort": "low", "summary": "auto"}})
-        assert {name: answer.json[name] for name in given} == given
-        assert answer.json["reasoning"] == {"effort": "low", "summary": "auto"}
-        assert answer.json["text"] == {"format": {"type": "text"}}
-
-    simulated_server(test)
+    answer = await server.ask(RESPONSES, {**ASKED, **given, "reasoning": {"effort": "low", "summary": "auto"}})
+    assert {name: answer.json[name] for name in given} == given
+    assert answer.json["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert answer.json["text"] == {"format": {"type": "text"}}
 
 
-def test_a_client_that_leaves_ends_its_generation_which_is_not_stored() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(RESPONSES, {"input": "hello", "max_output_tokens": 500, "stream": True}) as leaving:
-            await leaving.until(lambda answer: b"output_text.delta" in answer.body)
-            leaving.leave()
-        assert await server.outcomes() == {"cancelled": 1}
-        id = leaving.named_events[0]["response"]["id"]
-        assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
-
-    simulated_server(test)
+@on_server()
+async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(server: Served) -> None:
+    async with server.exchange(RESPONSES, {"input": "hello", "max_output_tokens": 500, "stream": True}) as leaving:
+        await leaving.until(lambda answer: b"output_text.delta" in answer.body)
+        leaving.leave()
+    assert await server.outcomes() == {"cancelled": 1}
+    id = leaving.named_events[0]["response"]["id"]
+    assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
 
 
 # --- requests -------------------------------------------------------------------------------------
 
 
-def test_fields_are_the_settings_that_they_stand_for() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop": ["☂"], "seed": 3, "lookahead": 2}
-        await server.ask(RESPONSES, {**ASKED, **fields})
-        wanted = {**fields, "max_tokens": 20, "reuse_prefix": True}
-        assert [each for each, _ in seen] == [settings_from(wanted)]
-
-    simulated_server(test)
+@on_server()
+async def test_fields_are_the_settings_that_they_stand_for(server: Served) -> None:
+    seen = watched_streams(server)
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "stop": ["☂"], "seed": 3, "lookahead": 2}
+    await server.ask(RESPONSES, {**ASKED, **fields})
+    wanted = {**fields, "max_tokens": 20, "reuse_prefix": True}
+    assert [each for each, _ in seen] == [settings_from(wanted)]
 
 
 def test_a_format_is_that_of_a_chat() -> None:
@@ -227,7 +217,8 @@ def test_effort_is_what_the_template_is_told(effort: str | None, variables: Any)
     assert parse_response_request(body, ResponseStore(0, 0)).chat.template_variables == variables
 
 
-def test_items_are_the_messages_of_a_chat() -> None:
+@on_server()
+async def test_items_are_the_messages_of_a_chat(server: Served) -> None:
     items = [
         {"role": "developer", "content": "be brief"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
@@ -248,17 +239,14 @@ def test_items_are_the_messages_of_a_chat() -> None:
         {"role": "assistant", "content": "two", "reasoning_content": "hm"},
         {"role": "user", "content": "three"},
     ]
-
-    async def test(server: Served) -> None:
-        answer = await server.ask(RESPONSES, {"instructions": "be kind", "input": items, "max_output_tokens": 8})
-        same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
-        assert server.tokenizer.seen[-1] == server.tokenizer.seen[-2] == chat
-        assert text_of_response(answer.json) == same.text
-
-    simulated_server(test)
+    answer = await server.ask(RESPONSES, {"instructions": "be kind", "input": items, "max_output_tokens": 8})
+    same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
+    assert server.tokenizer.seen[-1] == server.tokenizer.seen[-2] == chat
+    assert text_of_response(answer.json) == same.text
 
 
-def test_what_a_client_sends_by_itself_is_not_refused() -> None:
+@on_server()
+async def test_what_a_client_sends_by_itself_is_not_refused(server: Served) -> None:
     by_itself = {
         "include": ["reasoning.encrypted_content"],
         "truncation": "auto",
@@ -272,13 +260,9 @@ def test_what_a_client_sends_by_itself_is_not_refused() -> None:
         "tools": [{"type": "web_search"}],
         "text": {"verbosity": "low"},
     }
-
-    async def test(server: Served) -> None:
-        answer = await server.ask(RESPONSES, {**ASKED, **by_itself})
-        assert answer.status == 200
-        assert text_of_response(answer.json) == text_of_response((await server.ask(RESPONSES, ASKED)).json)
-
-    simulated_server(test)
+    answer = await server.ask(RESPONSES, {**ASKED, **by_itself})
+    assert answer.status == 200
+    assert text_of_response(answer.json) == text_of_response((await server.ask(RESPONSES, ASKED)).json)
 
 
 @sweep(
@@ -303,14 +287,12 @@ def test_what_a_client_sends_by_itself_is_not_refused() -> None:
         ({"input": "word " * 100}, "input", "the prompt must have at most 200 tokens"),
     ],
 )
-def test_a_wrong_field_is_named(fields: Any, param: str, message: str) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(RESPONSES, {**ASKED, **fields})
-        assert answer.status in (400, 404)
-        assert answer.fault["param"] == param
-        assert message in answer.fault["message"]
-
-    simulated_server(test, limits=Limits(max_tokens_limit=100, max_prompt_tokens=200))
+@on_server(limits=Limits(max_tokens_limit=100, max_prompt_tokens=200))
+async def test_a_wrong_field_is_named(server: Served, fields: Any, param: str, message: str) -> None:
+    answer = await server.ask(RESPONSES, {**ASKED, **fields})
+    assert answer.status in (400, 404)
+    assert answer.fault["param"] == param
+    assert message in answer.fault["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -328,38 +310,34 @@ def test_a_target_that_fails_is_a_failed_response(stream: bool) -> None:
     simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
-def test_embeddings_are_refused_with_a_sentence() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask("/v1/embeddings", {"input": "a"}, method="POST")
-        assert answer.status == 404
-        assert "there are no embeddings here" in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_embeddings_are_refused_with_a_sentence(server: Served) -> None:
+    answer = await server.ask("/v1/embeddings", {"input": "a"}, method="POST")
+    assert answer.status == 404
+    assert "there are no embeddings here" in answer.fault["message"]
 
 
 # --- stored responses -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_continues_a_stored_one(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        def whole(answer: Any) -> Any:
-            return assembled_response(answer.named_events) if stream else answer.json
+@on_server()
+async def test_a_response_continues_a_stored_one(server: Served, stream: bool) -> None:
+    def whole(answer: Any) -> Any:
+        return assembled_response(answer.named_events) if stream else answer.json
 
-        asked = {"max_output_tokens": 6, "stream": stream}
-        first = whole(await server.ask(RESPONSES, {**asked, "input": "hello", "instructions": "be brief"}))
-        second = whole(await server.ask(RESPONSES, {**asked, "input": "more", "previous_response_id": first["id"]}))
-        assert second["previous_response_id"] == first["id"]
-        # Instructions are not carried on.
-        chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text_of_response(first)}]
-        assert server.tokenizer.seen[-1] == [*chat, {"role": "user", "content": "more"}]
-        third = {**asked, "input": "on", "instructions": "be kind", "previous_response_id": second["id"]}
-        assert whole(await server.ask(RESPONSES, third))["status"] == "incomplete"
-        chat += [{"role": "user", "content": "more"}, {"role": "assistant", "content": text_of_response(second)}]
-        wanted = [{"role": "system", "content": "be kind"}, *chat, {"role": "user", "content": "on"}]
-        assert server.tokenizer.seen[-1] == wanted
-
-    simulated_server(test)
+    asked = {"max_output_tokens": 6, "stream": stream}
+    first = whole(await server.ask(RESPONSES, {**asked, "input": "hello", "instructions": "be brief"}))
+    second = whole(await server.ask(RESPONSES, {**asked, "input": "more", "previous_response_id": first["id"]}))
+    assert second["previous_response_id"] == first["id"]
+    # Instructions are not carried on.
+    chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text_of_response(first)}]
+    assert server.tokenizer.seen[-1] == [*chat, {"role": "user", "content": "more"}]
+    third = {**asked, "input": "on", "instructions": "be kind", "previous_response_id": second["id"]}
+    assert whole(await server.ask(RESPONSES, third))["status"] == "incomplete"
+    chat += [{"role": "user", "content": "more"}, {"role": "assistant", "content": text_of_response(second)}]
+    wanted = [{"role": "system", "content": "be kind"}, *chat, {"role": "user", "content": "on"}]
+    assert server.tokenizer.seen[-1] == wanted
 
 
 def test_reasoning_is_kept_for_the_chat_template() -> None:
@@ -374,35 +352,31 @@ def test_reasoning_is_kept_for_the_chat_template() -> None:
     simulated_server(test, ScriptedModel(saying("<t>hm</t>yes", start)), tokenizer=tokenizer)
 
 
-def test_a_stored_response_can_be_read_referred_to_and_dropped() -> None:
-    async def test(server: Served) -> None:
-        first = (await server.ask(RESPONSES, ASKED)).json
-        address = f"{RESPONSES}/{first['id']}"
-        assert (await server.ask(address)).json == first
-        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
-        again = [{"role": "user", "content": "hello"}, reference, {"role": "user", "content": "more"}]
-        assert (await server.ask(RESPONSES, {**ASKED, "input": again})).status == 200
-        assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": text_of_response(first)}
-        deleted = await server.ask(address, method="DELETE")
-        assert deleted.json == {"id": first["id"], "object": "response", "deleted": True}
-        for method in ("GET", "DELETE"):
-            assert (await server.ask(address, method=method)).status == 404
-        assert (await server.ask(RESPONSES, {**ASKED, "input": again})).status == 404
-        unstored = (await server.ask(RESPONSES, {**ASKED, "store": False})).json
-        assert (await server.ask(f"{RESPONSES}/{unstored['id']}")).status == 404
-
-    simulated_server(test)
+@on_server()
+async def test_a_stored_response_can_be_read_referred_to_and_dropped(server: Served) -> None:
+    first = (await server.ask(RESPONSES, ASKED)).json
+    address = f"{RESPONSES}/{first['id']}"
+    assert (await server.ask(address)).json == first
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    again = [{"role": "user", "content": "hello"}, reference, {"role": "user", "content": "more"}]
+    assert (await server.ask(RESPONSES, {**ASKED, "input": again})).status == 200
+    assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": text_of_response(first)}
+    deleted = await server.ask(address, method="DELETE")
+    assert deleted.json == {"id": first["id"], "object": "response", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert (await server.ask(address, method=method)).status == 404
+    assert (await server.ask(RESPONSES, {**ASKED, "input": again})).status == 404
+    unstored = (await server.ask(RESPONSES, {**ASKED, "store": False})).json
+    assert (await server.ask(f"{RESPONSES}/{unstored['id']}")).status == 404
 
 
-def test_only_the_latest_responses_are_stored() -> None:
-    async def test(server: Served) -> None:
-        ids = [(await server.ask(RESPONSES, ASKED)).json["id"] for _ in range(2)]
-        assert (await server.ask(f"{RESPONSES}/{ids[0]}")).status == 200  # used last
-        ids.append((await server.ask(RESPONSES, ASKED)).json["id"])
-        found = [(await server.ask(f"{RESPONSES}/{id}")).status for id in ids]
-        assert found == [200, 404, 200]
-
-    simulated_server(test, limits=Limits(max_stored_responses=2))
+@on_server(limits=Limits(max_stored_responses=2))
+async def test_only_the_latest_responses_are_stored(server: Served) -> None:
+    ids = [(await server.ask(RESPONSES, ASKED)).json["id"] for _ in range(2)]
+    assert (await server.ask(f"{RESPONSES}/{ids[0]}")).status == 200  # used last
+    ids.append((await server.ask(RESPONSES, ASKED)).json["id"])
+    found = [(await server.ask(f"{RESPONSES}/{id}")).status for id in ids]
+    assert found == [200, 404, 200]
 
 
 @given(

@@ -25,6 +25,7 @@ from asgi import (
     figures,
     looping,
     models,
+    on_server,
     pieces,
     pool_of,
     saying,
@@ -50,8 +51,8 @@ from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.app import Service, application
-from runtime.server.context import Limits
 from runtime.server.errors import ErrorResponse
+from runtime.server.limits import Limits
 from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
 
 BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
@@ -94,34 +95,32 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
 
 
 @BOTH
-def test_usage_is_what_the_statistics_say(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        asked = {**body, "max_tokens": 40, "lookahead": 3}
-        answer = await server.ask(path, asked)
-        streamed = await server.ask(path, {**asked, "stream": True, "stream_options": {"include_usage": True}})
-        assert [event["choices"] == [] for event in streamed.events] == [False] * (len(streamed.events) - 1) + [True]
-        for usage, (_, stream) in zip((answer.json["usage"], streamed.events[-1]["usage"]), seen, strict=True):
-            statistics: Statistics = stream.statistics()
-            assert statistics.proposed > statistics.accepted > 0
-            assert usage == {
-                "prompt_tokens": statistics.prompt_tokens,
-                "completion_tokens": 40,
-                "total_tokens": statistics.prompt_tokens + 40,
-                "proposed_tokens": statistics.proposed,
-                "accepted_tokens": statistics.accepted,
-                "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
-                "completion_tokens_details": {
-                    "reasoning_tokens": 0,
-                    "accepted_prediction_tokens": statistics.accepted,
-                    "rejected_prediction_tokens": statistics.rejected,
-                },
-            }
-        # The same prompt again is not read again, but for its last token.
-        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert streamed.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-
-    simulated_server(test)
+@on_server()
+async def test_usage_is_what_the_statistics_say(server: Served, path: str, body: Any) -> None:
+    seen = watched_streams(server)
+    asked = {**body, "max_tokens": 40, "lookahead": 3}
+    answer = await server.ask(path, asked)
+    streamed = await server.ask(path, {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    assert [event["choices"] == [] for event in streamed.events] == [False] * (len(streamed.events) - 1) + [True]
+    for usage, (_, stream) in zip((answer.json["usage"], streamed.events[-1]["usage"]), seen, strict=True):
+        statistics: Statistics = stream.statistics()
+        assert statistics.proposed > statistics.accepted > 0
+        assert usage == {
+            "prompt_tokens": statistics.prompt_tokens,
+            "completion_tokens": 40,
+            "total_tokens": statistics.prompt_tokens + 40,
+            "proposed_tokens": statistics.proposed,
+            "accepted_tokens": statistics.accepted,
+            "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": statistics.accepted,
+                "rejected_prediction_tokens": statistics.rejected,
+            },
+        }
+    # The same prompt again is not read again, but for its last token.
+    assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert streamed.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def two_ways(history: Sequence[int]) -> Sequence[float]:
@@ -135,63 +134,57 @@ def likely(history: Sequence[int]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_completion(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        for most in (0, 3):
-            answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
-            parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-            joined = {
-                name: [item for part in parts if part is not None for item in part[name]]
-                for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-            }
-            assert joined["tokens"] == ["g", "h", "i", "j"]
-            assert joined["token_logprobs"] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
-            assert joined["text_offset"] == [0, 1, 2, 3]
-            assert "".join(joined["tokens"]) == answer.text
-            if most == 0:
-                own = [dict([pair]) for pair in zip(joined["tokens"], joined["token_logprobs"], strict=True)]
-                assert joined["top_logprobs"] == own
-            else:
-                top = joined["top_logprobs"][0]
-                assert len(top) == 3
-                # JSON has no minus infinity.
-                assert sorted(top.values()) == pytest.approx([-9999.0, math.log(0.25), math.log(0.75)], abs=1e-5)
-
-    simulated_server(test, ScriptedModel(two_ways))
+@on_server(two_ways)
+async def test_log_probabilities_of_a_completion(server: Served, stream: bool) -> None:
+    for most in (0, 3):
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
+        parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+        joined = {
+            name: [item for part in parts if part is not None for item in part[name]]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        assert joined["tokens"] == ["g", "h", "i", "j"]
+        assert joined["token_logprobs"] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
+        assert joined["text_offset"] == [0, 1, 2, 3]
+        assert "".join(joined["tokens"]) == answer.text
+        if most == 0:
+            own = [dict([pair]) for pair in zip(joined["tokens"], joined["token_logprobs"], strict=True)]
+            assert joined["top_logprobs"] == own
+        else:
+            top = joined["top_logprobs"][0]
+            assert len(top) == 3
+            # JSON has no minus infinity.
+            assert sorted(top.values()) == pytest.approx([-9999.0, math.log(0.25), math.log(0.75)], abs=1e-5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_chat(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        start = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
-        for most in (None, 0, 3):
-            asked = {**HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": most, "stream": stream}
-            answer = await server.ask(CHAT, asked)
-            parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-            content = [item for part in parts if part is not None for item in part["content"]]
-            assert "".join(item["token"] for item in content) == answer.text
-            assert [bytes(item["bytes"]).decode() for item in content] == list(answer.text)
-            assert [item["logprob"] for item in content] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
-            assert [len(item["top_logprobs"]) for item in content] == [most or 0] * 4
-            if most == 3:
-                assert [top["token"] for top in content[0]["top_logprobs"][:2]] == [
-                    server.tokenizer.decode([token]) for token in likely(start)
-                ]
-                assert content[0]["top_logprobs"][2]["logprob"] == -9999.0
-
-    simulated_server(test, ScriptedModel(two_ways))
+@on_server(two_ways)
+async def test_log_probabilities_of_a_chat(server: Served, stream: bool) -> None:
+    start = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+    for most in (None, 0, 3):
+        asked = {**HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": most, "stream": stream}
+        answer = await server.ask(CHAT, asked)
+        parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+        content = [item for part in parts if part is not None for item in part["content"]]
+        assert "".join(item["token"] for item in content) == answer.text
+        assert [bytes(item["bytes"]).decode() for item in content] == list(answer.text)
+        assert [item["logprob"] for item in content] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
+        assert [len(item["top_logprobs"]) for item in content] == [most or 0] * 4
+        if most == 3:
+            assert [top["token"] for top in content[0]["top_logprobs"][:2]] == [
+                server.tokenizer.decode([token]) for token in likely(start)
+            ]
+            assert content[0]["top_logprobs"][2]["logprob"] == -9999.0
 
 
-def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**DEF, "logprobs": 1})
-        assert answer.text == "yes"
-        assert answer.json["choices"][0]["logprobs"]["tokens"] == ["y", "e", "s"]
-        assert answer.json["usage"]["completion_tokens"] == 4
-        chat = await server.ask(COMPLETIONS, {**DEF, "stop": "es", "logprobs": 1})
-        assert (chat.text, chat.json["choices"][0]["finish_reason"]) == ("y", "stop")
-
-    simulated_server(test, ScriptedModel(saying("yes", 5)))
+@on_server(ScriptedModel(saying("yes", 5)))
+async def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability(server: Served) -> None:
+    answer = await server.ask(COMPLETIONS, {**DEF, "logprobs": 1})
+    assert answer.text == "yes"
+    assert answer.json["choices"][0]["logprobs"]["tokens"] == ["y", "e", "s"]
+    assert answer.json["usage"]["completion_tokens"] == 4
+    chat = await server.ask(COMPLETIONS, {**DEF, "stop": "es", "logprobs": 1})
+    assert (chat.text, chat.json["choices"][0]["finish_reason"]) == ("y", "stop")
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
@@ -210,60 +203,52 @@ def test_bytes_that_a_tokenizer_does_not_tell_are_unknown() -> None:
     assert token_bytes(tokenizer, 3, "\ufffd") is None
 
 
-def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string() -> None:
-    async def test(server: Served) -> None:
-        # "ye" may become the first stop string, and "sno" is the second.
-        asked = {**DEF, "stop": ["yet", "sno"], "logprobs": 1, "max_tokens": 20}
-        for stream in (False, True):
-            answer = await server.ask(COMPLETIONS, {**asked, "stream": stream})
-            assert answer.text == "ye"
-            parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-            tokens = [token for part in parts if part is not None for token in part["tokens"]]
-            offsets = [offset for part in parts if part is not None for offset in part["text_offset"]]
-            assert "".join(tokens) == "yesno"
-            assert offsets == [0, 1, 2, 3, 4]
-
-    simulated_server(test, ScriptedModel(saying("yesno", 5)))
+@on_server(ScriptedModel(saying("yesno", 5)))
+async def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string(server: Served) -> None:
+    # "ye" may become the first stop string, and "sno" is the second.
+    asked = {**DEF, "stop": ["yet", "sno"], "logprobs": 1, "max_tokens": 20}
+    for stream in (False, True):
+        answer = await server.ask(COMPLETIONS, {**asked, "stream": stream})
+        assert answer.text == "ye"
+        parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
+        tokens = [token for part in parts if part is not None for token in part["tokens"]]
+        offsets = [offset for part in parts if part is not None for offset in part["text_offset"]]
+        assert "".join(tokens) == "yesno"
+        assert offsets == [0, 1, 2, 3, 4]
 
 
 @BOTH
 @sweep("ending", ["length", "stop"])
-def test_the_chunk_that_ends_a_text_has_no_text(ending: str, path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        whole = (await server.ask(path, {**body, "max_tokens": 6})).text
-        more = {"stop": [whole[3:5]]} if ending == "stop" else {}
-        streamed = await server.ask(path, {**body, "max_tokens": 6, "stream": True, **more})
-        assert streamed.text == (whole if ending == "length" else whole[:3])
-        [choice] = streamed.events[-1]["choices"]
-        assert choice["finish_reason"] == ending
-        assert (choice.get("text", ""), choice.get("delta", {})) == ("", {})
-
-    simulated_server(test, ScriptedModel(looping))
+@on_server(looping)
+async def test_the_chunk_that_ends_a_text_has_no_text(server: Served, ending: str, path: str, body: Any) -> None:
+    whole = (await server.ask(path, {**body, "max_tokens": 6})).text
+    more = {"stop": [whole[3:5]]} if ending == "stop" else {}
+    streamed = await server.ask(path, {**body, "max_tokens": 6, "stream": True, **more})
+    assert streamed.text == (whole if ending == "length" else whole[:3])
+    [choice] = streamed.events[-1]["choices"]
+    assert choice["finish_reason"] == ending
+    assert (choice.get("text", ""), choice.get("delta", {})) == ("", {})
 
 
 @BOTH
-def test_the_first_chunk_of_each_choice_comes_with_its_first_token(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(path, {**body, "max_tokens": 3, "n": 2, "stream": True, "lookahead": 0})
-        times = [
-            time
-            for message, time in zip(answer.sent, answer.times, strict=True)
-            if b"data: " in message.get("body", b"")
-        ]
-        waited = [stream.statistics().time_to_first_token for _, stream in seen]
-        assert times[0] - answer.times[0] == pytest.approx(min(waited), abs=0.1)
-        assert min(waited) > 5
-        for index in range(2):
-            first, *others = [event["choices"][0] for event in answer.events if event["choices"][0]["index"] == index]
-            if path == CHAT:
-                # As OpenAI's service has it: the role in a chunk of its own.
-                assert first["delta"] == {"role": "assistant", "content": ""}
-                first, *others = others
-            assert first.get("text") or first["delta"]["content"]
-            assert len(others) == 3
-
-    simulated_server(test, ScriptedModel(looping), price=priced(prefill=8.0, decode=2.0, verify=2.0))
+@on_server(looping, price=priced(prefill=8.0, decode=2.0, verify=2.0))
+async def test_the_first_chunk_of_each_choice_comes_with_its_first_token(server: Served, path: str, body: Any) -> None:
+    seen = watched_streams(server)
+    answer = await server.ask(path, {**body, "max_tokens": 3, "n": 2, "stream": True, "lookahead": 0})
+    times = [
+        time for message, time in zip(answer.sent, answer.times, strict=True) if b"data: " in message.get("body", b"")
+    ]
+    waited = [stream.statistics().time_to_first_token for _, stream in seen]
+    assert times[0] - answer.times[0] == pytest.approx(min(waited), abs=0.1)
+    assert min(waited) > 5
+    for index in range(2):
+        first, *others = [event["choices"][0] for event in answer.events if event["choices"][0]["index"] == index]
+        if path == CHAT:
+            # As OpenAI's service has it: the role in a chunk of its own.
+            assert first["delta"] == {"role": "assistant", "content": ""}
+            first, *others = others
+        assert first.get("text") or first["delta"]["content"]
+        assert len(others) == 3
 
 
 # --- thoughts -------------------------------------------------------------------------------------
@@ -335,43 +320,39 @@ def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str
 # --- a full house ---------------------------------------------------------------------------------
 
 
-def test_a_full_house_says_when_to_come_again() -> None:
-    async def test(server: Served) -> None:
-        async with trio.open_nursery() as nursery:
-            asked: list[Exchange] = []
+@on_server(looping, max_streams=2, max_waiting=1)
+async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
+    async with trio.open_nursery() as nursery:
+        asked: list[Exchange] = []
 
-            async def visit() -> None:
-                asked.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "lookahead": 0}))
+        async def visit() -> None:
+            asked.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "lookahead": 0}))
 
-            for _ in range(3):
-                nursery.start_soon(visit)
-            await trio.sleep(100)
-            assert (server.simulation.runtime.num_streams, server.simulation.runtime.num_waiting) == (2, 1)
-            for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
-                refused = await server.ask(path, body)
-                assert refused.status == 429
-                assert refused.fault["type"] == "rate_limit_error"
-                seconds = int(refused.headers["retry-after"])
-                assert 1 <= seconds <= 60
-                assert "2 requests are being answered and 1 wait" in refused.fault["message"]
-            assert (await server.ask("/health")).json["waiting"] == 1
-        assert [answer.status for answer in asked] == [200] * 3
-        assert await server.outcomes() == {"finished": 3, "refused": 2}
-        assert (await figures(server.app))["outrider_refusals_total", "429"] == 2
-
-    simulated_server(test, ScriptedModel(looping), max_streams=2, max_waiting=1)
-
-
-def test_a_full_house_is_not_sent_a_body() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:
-            await trio.sleep(1)
-            async with server.exchange(COMPLETIONS) as refused:
-                pass
+        for _ in range(3):
+            nursery.start_soon(visit)
+        await trio.sleep(100)
+        assert (server.simulation.runtime.num_streams, server.simulation.runtime.num_waiting) == (2, 1)
+        for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
+            refused = await server.ask(path, body)
             assert refused.status == 429
-            first.leave()
+            assert refused.fault["type"] == "rate_limit_error"
+            seconds = int(refused.headers["retry-after"])
+            assert 1 <= seconds <= 60
+            assert "2 requests are being answered and 1 wait" in refused.fault["message"]
+        assert (await server.ask("/health")).json["waiting"] == 1
+    assert [answer.status for answer in asked] == [200] * 3
+    assert await server.outcomes() == {"finished": 3, "refused": 2}
+    assert (await figures(server.app))["outrider_refusals_total", "429"] == 2
 
-    simulated_server(test, max_streams=1, max_waiting=0)
+
+@on_server(max_streams=1, max_waiting=0)
+async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
+    async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:
+        await trio.sleep(1)
+        async with server.exchange(COMPLETIONS) as refused:
+            pass
+        assert refused.status == 429
+        first.leave()
 
 
 def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
@@ -433,19 +414,17 @@ def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
         assert told() > 3
 
 
-def test_sixty_requests_at_once_are_all_answered() -> None:
-    async def test(server: Served) -> None:
-        statuses: list[int] = []
+@on_server(looping, max_waiting=Limits().max_waiting)
+async def test_sixty_requests_at_once_are_all_answered(server: Served) -> None:
+    statuses: list[int] = []
 
-        async def visit() -> None:
-            statuses.append((await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status)
+    async def visit() -> None:
+        statuses.append((await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status)
 
-        async with trio.open_nursery() as nursery:
-            for _ in range(60):
-                nursery.start_soon(visit)
-        assert statuses == [200] * 60
-
-    simulated_server(test, ScriptedModel(looping), max_waiting=Service().max_waiting)
+    async with trio.open_nursery() as nursery:
+        for _ in range(60):
+            nursery.start_soon(visit)
+    assert statuses == [200] * 60
 
 
 # --- clients that leave ---------------------------------------------------------------------------
@@ -470,24 +449,24 @@ async def leaves(server: Served, phase: str, body: dict[str, Any]) -> Exchange:
 
 @sweep("stream", [False, True])
 @sweep("phase", PHASES)
-def test_a_client_that_leaves_ends_its_generation_within_one_pass(phase: str, stream: bool) -> None:
-    async def test(server: Served) -> None:
-        simulation = server.simulation
-        one = await leaves(server, phase, {**LONG, "stream": stream})
-        left_at = trio.current_time()
-        assert not one.is_whole
-        assert (simulation.runtime.num_streams, simulation.runtime.num_waiting) == (0, 0)
-        # What was asked, and what was done by then.
-        num_passes = {"body": 0, "tokenising": 0, "prefill": 2, "between passes": 2}.get(phase)
-        await trio.sleep(100)
-        spans = simulation.spans("target", "prefill", "decode", "verify")
-        assert num_passes is None or len(spans) <= num_passes
-        assert all(span.began <= left_at for span in spans)
-        assert (phase in ("body", "tokenising")) is (spans == [])
-        assert await server.outcomes() == {"cancelled": 1}
-        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).text
-
-    simulated_server(test, ScriptedModel(looping), tokenising_s=4.0, max_streams=1, max_waiting=0)
+@on_server(looping, tokenising_s=4.0, max_streams=1, max_waiting=0)
+async def test_a_client_that_leaves_ends_its_generation_within_one_pass(
+    server: Served, phase: str, stream: bool
+) -> None:
+    simulation = server.simulation
+    one = await leaves(server, phase, {**LONG, "stream": stream})
+    left_at = trio.current_time()
+    assert not one.is_whole
+    assert (simulation.runtime.num_streams, simulation.runtime.num_waiting) == (0, 0)
+    # What was asked, and what was done by then.
+    num_passes = {"body": 0, "tokenising": 0, "prefill": 2, "between passes": 2}.get(phase)
+    await trio.sleep(100)
+    spans = simulation.spans("target", "prefill", "decode", "verify")
+    assert num_passes is None or len(spans) <= num_passes
+    assert all(span.began <= left_at for span in spans)
+    assert (phase in ("body", "tokenising")) is (spans == [])
+    assert await server.outcomes() == {"cancelled": 1}
+    assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).text
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -529,80 +508,72 @@ def test_a_client_may_leave_at_any_time_beside_another(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        answered: list[Exchange] = []
+@on_server(max_streams=1, max_waiting=1)
+async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(server: Served, stream: bool) -> None:
+    answered: list[Exchange] = []
 
-        async def visit() -> None:
-            answered.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20}))
+    async def visit() -> None:
+        answered.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20}))
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(visit)
-            await trio.sleep(10)
-            async with server.exchange(COMPLETIONS, {**LONG, "stream": stream}) as waiting:
-                await trio.sleep(5)
-                assert server.simulation.runtime.num_waiting == 1
-                waiting.leave()
-            assert server.simulation.runtime.num_waiting == 0
-            assert (await server.outcomes()) == {"cancelled": 1}
-            nursery.start_soon(visit)
-        assert [answer.status for answer in answered] == [200, 200]
-
-    simulated_server(test, max_streams=1, max_waiting=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(visit)
+        await trio.sleep(10)
+        async with server.exchange(COMPLETIONS, {**LONG, "stream": stream}) as waiting:
+            await trio.sleep(5)
+            assert server.simulation.runtime.num_waiting == 1
+            waiting.leave()
+        assert server.simulation.runtime.num_waiting == 0
+        assert (await server.outcomes()) == {"cancelled": 1}
+        nursery.start_soon(visit)
+    assert [answer.status for answer in answered] == [200, 200]
 
 
 @sweep("phase", ["finished", "refused", "failed", *PHASES])
-def test_room_is_free_again_however_a_request_ends(phase: str, monkeypatch: Any) -> None:
-    async def test(server: Served) -> None:
-        if phase == "finished":
-            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
-        elif phase == "refused":
-            assert (await server.ask(COMPLETIONS, {**DEF, "prompt": ""})).status == 400
-        elif phase == "failed":
-            with monkeypatch.context() as patched:
-                patched.setattr(server.simulation.runtime, "encode", None)
-                assert (await server.ask(COMPLETIONS, DEF)).status == 500
-        else:
-            await leaves(server, phase, LONG)
-        async with server.exchange(COMPLETIONS, LONG) as within:
-            await trio.sleep(1)
-            assert (await server.ask(COMPLETIONS, DEF)).status == 429
-            within.leave()
+@on_server(looping, tokenising_s=4.0, max_streams=1, max_waiting=0)
+async def test_room_is_free_again_however_a_request_ends(server: Served, phase: str, monkeypatch: Any) -> None:
+    if phase == "finished":
         assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
-
-    simulated_server(test, ScriptedModel(looping), tokenising_s=4.0, max_streams=1, max_waiting=0)
-
-
-def test_a_client_that_does_not_read_is_dropped() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500, "stream": True}) as one:
-            await one.until(lambda one: len(one.sent) > 3)
-            one.is_stalled = True
-            stalled_at = trio.current_time()
-        # It may have been sent something just before.
-        assert stalled_at + 20 <= one.over_at <= stalled_at + 20 + 8
-        assert server.simulation.runtime.num_streams == 0
-        assert await server.outcomes() == {"cancelled": 1}
-
-    simulated_server(test, ScriptedModel(looping), limits=Limits(stalled_s=20))
+    elif phase == "refused":
+        assert (await server.ask(COMPLETIONS, {**DEF, "prompt": ""})).status == 400
+    elif phase == "failed":
+        with monkeypatch.context() as patched:
+            patched.setattr(server.simulation.runtime, "encode", None)
+            assert (await server.ask(COMPLETIONS, DEF)).status == 500
+    else:
+        await leaves(server, phase, LONG)
+    async with server.exchange(COMPLETIONS, LONG) as within:
+        await trio.sleep(1)
+        assert (await server.ask(COMPLETIONS, DEF)).status == 429
+        within.leave()
+    assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
 
 
-def test_a_slow_client_gets_the_whole_text() -> None:
-    async def test(server: Served) -> None:
-        asked = {**DEF, "max_tokens": 60, "stream": True}
-        expected = (await server.ask(COMPLETIONS, {**asked, "stream": False})).text
-        async with server.exchange(COMPLETIONS, asked) as slow:
-            send = slow._send
+@on_server(looping, limits=Limits(stalled_s=20))
+async def test_a_client_that_does_not_read_is_dropped(server: Served) -> None:
+    async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500, "stream": True}) as one:
+        await one.until(lambda one: len(one.sent) > 3)
+        one.is_stalled = True
+        stalled_at = trio.current_time()
+    # It may have been sent something just before.
+    assert stalled_at + 20 <= one.over_at <= stalled_at + 20 + 8
+    assert server.simulation.runtime.num_streams == 0
+    assert await server.outcomes() == {"cancelled": 1}
 
-            async def send_slowly(message: Any) -> None:
-                await trio.sleep(19)
-                await send(message)
 
-            slow._send = send_slowly  # type: ignore[method-assign]
-        assert slow.text == expected
-        assert slow.is_done
+@on_server(limits=Limits(stalled_s=20))
+async def test_a_slow_client_gets_the_whole_text(server: Served) -> None:
+    asked = {**DEF, "max_tokens": 60, "stream": True}
+    expected = (await server.ask(COMPLETIONS, {**asked, "stream": False})).text
+    async with server.exchange(COMPLETIONS, asked) as slow:
+        send = slow._send
 
-    simulated_server(test, limits=Limits(stalled_s=20))
+        async def send_slowly(message: Any) -> None:
+            await trio.sleep(19)
+            await send(message)
+
+        slow._send = send_slowly  # type: ignore[method-assign]
+    assert slow.text == expected
+    assert slow.is_done
 
 
 # --- models that fail -----------------------------------------------------------------------------
@@ -644,35 +615,31 @@ def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
     simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
-def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error() -> None:
-    async def test(server: Served) -> None:
-        rt, broken = server.simulation.runtime, []
+@on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+async def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error(server: Served) -> None:
+    rt, broken = server.simulation.runtime, []
 
-        async def wait() -> None:
-            assert str(await rt.wait_broken()).startswith("the target model failed, and the runtime with it: ")
-            broken.append(rt.num_streams)
+    async def wait() -> None:
+        assert str(await rt.wait_broken()).startswith("the target model failed, and the runtime with it: ")
+        broken.append(rt.num_streams)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(wait)
-            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 2, "lookahead": 0})).status == 200
-            assert broken == []
-            await server.ask(COMPLETIONS, {**DEF, "lookahead": 0})
-        assert broken == [0]
-        await rt.wait_broken()
-
-    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 2, "lookahead": 0})).status == 200
+        assert broken == []
+        await server.ask(COMPLETIONS, {**DEF, "lookahead": 0})
+    assert broken == [0]
+    await rt.wait_broken()
 
 
-def test_a_server_without_its_drafter_stays_in_service(monkeypatch: Any) -> None:
-    async def test(server: Served) -> None:
-        assert (await server.ask("/health")).json["status"] == "ok"
-        monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
-        health = await server.ask("/health")
-        assert (health.status, health.json["status"], health.json["draft"]) == (200, "degraded", False)
-        found = await figures(server.app)
-        assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (1, 1)
-
-    simulated_server(test)
+@on_server()
+async def test_a_server_without_its_drafter_stays_in_service(server: Served, monkeypatch: Any) -> None:
+    assert (await server.ask("/health")).json["status"] == "ok"
+    monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
+    health = await server.ask("/health")
+    assert (health.status, health.json["status"], health.json["draft"]) == (200, "degraded", False)
+    found = await figures(server.app)
+    assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (1, 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -710,82 +677,76 @@ def test_a_drafter_that_fails_changes_no_text() -> None:
 # --- while an answer is under way -----------------------------------------------------------------
 
 
-def test_a_stream_without_news_is_kept_alive() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3, "stream": True, "lookahead": 0})
-        assert answer.body.count(b": keep-alive\n\n") >= 2 * 3
-        times = answer.times
-        assert max(after - before for before, after in itertools.pairwise(times)) <= 15
-        assert answer.is_done
-        assert len(answer.text) == 3
-
-    simulated_server(test, ScriptedModel(looping), price=priced(prefill=40.0, decode=40.0, verify=40.0))
+@on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
+async def test_a_stream_without_news_is_kept_alive(server: Served) -> None:
+    answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3, "stream": True, "lookahead": 0})
+    assert answer.body.count(b": keep-alive\n\n") >= 2 * 3
+    times = answer.times
+    assert max(after - before for before, after in itertools.pairwise(times)) <= 15
+    assert answer.is_done
+    assert len(answer.text) == 3
 
 
-def test_who_watches_hears_of_every_token_and_of_each_span_once() -> None:
-    async def test(server: Served) -> None:
-        asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
-        plain = await server.ask(COMPLETIONS, asked)
-        assert all("speculation" not in event for event in plain.events)
-        seen = watched_streams(server)
-        answer = await server.ask(COMPLETIONS, {**asked, "stream_options": {"include_speculation": True}})
-        assert max(b - a for a, b in itertools.pairwise(answer.times)) <= 0.25
+@on_server()
+async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
+    asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
+    plain = await server.ask(COMPLETIONS, asked)
+    assert all("speculation" not in event for event in plain.events)
+    seen = watched_streams(server)
+    answer = await server.ask(COMPLETIONS, {**asked, "stream_options": {"include_speculation": True}})
+    assert max(b - a for a, b in itertools.pairwise(answer.times)) <= 0.25
+    told = [event["speculation"] for event in answer.events]
+    tokens = [token for part in told for token in part["tokens"]]
+    assert "".join(token["text"] for token in tokens) == plain.text
+    assert len(tokens) == 12
+    assert 0 < sum(token["from_draft"] for token in tokens) < 12
+    statistics = [part["statistics"] for part in told]
+    for name in ("generated_tokens", "proposed", "accepted", "elapsed"):
+        grown = [each[name] for each in statistics]
+        assert grown == sorted(grown)
+    end = seen[0][1].statistics()
+    assert statistics[-1]["generated_tokens"] == 12
+    assert statistics[-1]["accepted"] == end.accepted
+    assert statistics[0]["time_to_first_token"] is None
+    assert statistics[-1]["time_to_first_token"] > 0
+    spans = [json.dumps(span) for part in told for span in part["spans"]]
+    assert len(spans) == len(set(spans))
+    of_this = [
+        span
+        for actor in ("target", "draft")
+        for span in server.simulation.spans(actor, session=seen[0][1].session)
+        if span.kind in ("prefill", "draft", "verify", "decode")
+    ]
+    heard = [json.loads(span) for span in spans]
+    # All but what happens once the last token was given.
+    assert {"target", "draft"} == {span["actor"] for span in heard}
+    assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
+    assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
+    TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
+
+
+@on_server(looping)
+async def test_who_watches_hears_of_passes_that_the_stream_shared(server: Served) -> None:
+    answers: list[Any] = []
+
+    async def watch(prompt: str) -> None:
+        answers.append(await server.ask(COMPLETIONS, {**WATCHED, "prompt": prompt, "max_tokens": 20}))
+
+    async with trio.open_nursery() as nursery:
+        for prompt in ("def a", "def b", "def c"):
+            nursery.start_soon(watch, prompt)
+    assert len(answers) == 3
+    for answer in answers:
         told = [event["speculation"] for event in answer.events]
-        tokens = [token for part in told for token in part["tokens"]]
-        assert "".join(token["text"] for token in tokens) == plain.text
-        assert len(tokens) == 12
-        assert 0 < sum(token["from_draft"] for token in tokens) < 12
-        statistics = [part["statistics"] for part in told]
-        for name in ("generated_tokens", "proposed", "accepted", "elapsed"):
-            grown = [each[name] for each in statistics]
-            assert grown == sorted(grown)
-        end = seen[0][1].statistics()
-        assert statistics[-1]["generated_tokens"] == 12
-        assert statistics[-1]["accepted"] == end.accepted
-        assert statistics[0]["time_to_first_token"] is None
-        assert statistics[-1]["time_to_first_token"] > 0
-        spans = [json.dumps(span) for part in told for span in part["spans"]]
-        assert len(spans) == len(set(spans))
-        of_this = [
-            span
-            for actor in ("target", "draft")
-            for span in server.simulation.spans(actor, session=seen[0][1].session)
-            if span.kind in ("prefill", "draft", "verify", "decode")
-        ]
-        heard = [json.loads(span) for span in spans]
-        # All but what happens once the last token was given.
-        assert {"target", "draft"} == {span["actor"] for span in heard}
-        assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
-        assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
-        TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
-
-    simulated_server(test)
-
-
-def test_who_watches_hears_of_passes_that_the_stream_shared() -> None:
-    async def test(server: Served) -> None:
-        answers: list[Any] = []
-
-        async def watch(prompt: str) -> None:
-            answers.append(await server.ask(COMPLETIONS, {**WATCHED, "prompt": prompt, "max_tokens": 20}))
-
-        async with trio.open_nursery() as nursery:
-            for prompt in ("def a", "def b", "def c"):
-                nursery.start_soon(watch, prompt)
-        assert len(answers) == 3
-        for answer in answers:
-            told = [event["speculation"] for event in answer.events]
-            passes = [s for part in told for s in part["spans"] if s["kind"] in ("verify", "decode")]
-            assert [span["round"] for span in passes] == list(range(len(passes)))
-            assert {span["streams"] for span in passes} & {2, 3}
-            assert told[-1]["statistics"]["rows_per_pass"] > 1
-            page = (await server.ask(f"/timelines/{answer.events[0]['id']}")).body.decode()
-            data = json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
-            shared = [span for span in data["spans"] if span[0] == 0 and len(span) == 8]
-            assert len(shared) == sum(span["streams"] > 1 for span in passes)
-            assert all(data["sessions"][0]["id"] in [session for session, _, _ in span[7]] for span in shared)
-
-    simulated_server(test, ScriptedModel(looping))
+        passes = [s for part in told for s in part["spans"] if s["kind"] in ("verify", "decode")]
+        assert [span["round"] for span in passes] == list(range(len(passes)))
+        assert {span["streams"] for span in passes} & {2, 3}
+        assert told[-1]["statistics"]["rows_per_pass"] > 1
+        page = (await server.ask(f"/timelines/{answer.events[0]['id']}")).body.decode()
+        data = json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+        shared = [span for span in data["spans"] if span[0] == 0 and len(span) == 8]
+        assert len(shared) == sum(span["streams"] > 1 for span in passes)
+        assert all(data["sessions"][0]["id"] in [session for session, _, _ in span[7]] for span in shared)
 
 
 def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
@@ -842,64 +803,58 @@ def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
     assert record.new_activity() == {"spans": [], "drafter": []}
 
 
-def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place() -> None:
-    async def test(server: Served) -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 10, "lookahead": 0})
-            await trio.sleep(1)
-            began = trio.current_time()
-            answer = await server.ask(COMPLETIONS, {**WATCHED, "prompt": "other"})
-        told = [event["speculation"] for event in answer.events]
-        spans = [span for part in told for span in part["spans"]]
-        first = server.simulation.spans("target", "prefill", session=1)[0]
-        assert spans[0]["began"] == first.began - began > 0
-        assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
-
-    simulated_server(test, ScriptedModel(looping), max_streams=1)
+@on_server(looping, max_streams=1)
+async def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place(server: Served) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 10, "lookahead": 0})
+        await trio.sleep(1)
+        began = trio.current_time()
+        answer = await server.ask(COMPLETIONS, {**WATCHED, "prompt": "other"})
+    told = [event["speculation"] for event in answer.events]
+    spans = [span for part in told for span in part["spans"]]
+    first = server.simulation.spans("target", "prefill", session=1)[0]
+    assert spans[0]["began"] == first.began - began > 0
+    assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
 
 
-def test_figures_add_up() -> None:
-    async def test(server: Served) -> None:
-        before = await figures(server.app)
-        assert before["outrider_requests_total", "finished"] == 0
-        usages = [
-            (await server.ask(path, {**body, "max_tokens": 20, "lookahead": 3})).json["usage"]
-            for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO), (COMPLETIONS, DEF))
-        ]
-        found = await figures(server.app)
-        assert found["outrider_requests_total", "finished"] == 3
-        for name, of_usage in (
-            ("prompt_tokens", "prompt_tokens"),
-            ("generated_tokens", "completion_tokens"),
-            ("proposed_tokens", "proposed_tokens"),
-            ("accepted_tokens", "accepted_tokens"),
-        ):
-            assert found[f"outrider_{name}_total", MODEL] == sum(usage[of_usage] for usage in usages)
-        assert found["outrider_time_to_first_token_seconds_count", MODEL] == 3
-        assert found["outrider_answer_seconds_count", MODEL] == 3
-        assert found["outrider_streams", MODEL] == found["outrider_waiting", MODEL] == 0
-        assert found["outrider_healthy", MODEL] == 1
-        assert found["outrider_busy_seconds_total", "target" + MODEL] > 0
-        assert set(before) <= set(found)
-
-    simulated_server(test)
+@on_server()
+async def test_figures_add_up(server: Served) -> None:
+    before = await figures(server.app)
+    assert before["outrider_requests_total", "finished"] == 0
+    usages = [
+        (await server.ask(path, {**body, "max_tokens": 20, "lookahead": 3})).json["usage"]
+        for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO), (COMPLETIONS, DEF))
+    ]
+    found = await figures(server.app)
+    assert found["outrider_requests_total", "finished"] == 3
+    for name, of_usage in (
+        ("prompt_tokens", "prompt_tokens"),
+        ("generated_tokens", "completion_tokens"),
+        ("proposed_tokens", "proposed_tokens"),
+        ("accepted_tokens", "accepted_tokens"),
+    ):
+        assert found[f"outrider_{name}_total", MODEL] == sum(usage[of_usage] for usage in usages)
+    assert found["outrider_time_to_first_token_seconds_count", MODEL] == 3
+    assert found["outrider_answer_seconds_count", MODEL] == 3
+    assert found["outrider_streams", MODEL] == found["outrider_waiting", MODEL] == 0
+    assert found["outrider_healthy", MODEL] == 1
+    assert found["outrider_busy_seconds_total", "target" + MODEL] > 0
+    assert set(before) <= set(found)
 
 
-def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each() -> None:
-    async def test(server: Served) -> None:
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
-        found = await figures(server.app)
-        spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
-        assert any(span.shares for span in spans)
-        assert found["outrider_target_passes_total", MODEL] == len(spans)
-        assert found["outrider_target_pass_rows_total", MODEL] == sum(len(span.shares) or 1 for span in spans)
-        waits = found["outrider_pass_wait_seconds_total", MODEL]
-        assert waits >= found["outrider_longest_pass_wait_seconds_sum", MODEL] > 0
-        assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
-
-    simulated_server(test)
+@on_server()
+async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server: Served) -> None:
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
+    found = await figures(server.app)
+    spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
+    assert any(span.shares for span in spans)
+    assert found["outrider_target_passes_total", MODEL] == len(spans)
+    assert found["outrider_target_pass_rows_total", MODEL] == sum(len(span.shares) or 1 for span in spans)
+    waits = found["outrider_pass_wait_seconds_total", MODEL]
+    assert waits >= found["outrider_longest_pass_wait_seconds_sum", MODEL] > 0
+    assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
 
 
 def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_requests(
@@ -933,23 +888,24 @@ def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_re
     first, second, one = (figures_after(requests) for requests in (asked[:1], asked[1:], asked))
     assert first.keys() == second.keys() == one.keys()
     assert one["outrider_stale_rejected_tokens_total", MODEL] == 0 < one["outrider_accepted_tokens_total", MODEL]
+    by_position = [n for key, n in one.items() if key[0] == "outrider_spec_decode_num_accepted_tokens_per_pos_total"]
+    assert by_position == sorted(by_position, reverse=True)
+    assert sum(by_position) == one["outrider_accepted_tokens_total", MODEL]
     for key, n in one.items():
         times = 2 if key[0] in of_each_server else 1
         assert first[key] + second[key] == pytest.approx(times * n), key
 
 
-def test_a_counter_stays_where_it_is_while_nothing_happens() -> None:
-    async def test(server: Served) -> None:
-        await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
-        seen = []
-        for _ in range(100):
-            await trio.sleep(15 + 1 / 7)
-            found = await figures(server.app)
-            seen.append([found["outrider_busy_seconds_total", actor + MODEL] for actor in ("target", "draft")])
-        assert seen == seen[:1] * 100
-        assert min(seen[0]) > 0
-
-    simulated_server(test)
+@on_server()
+async def test_a_counter_stays_where_it_is_while_nothing_happens(server: Served) -> None:
+    await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
+    seen = []
+    for _ in range(100):
+        await trio.sleep(15 + 1 / 7)
+        found = await figures(server.app)
+        seen.append([found["outrider_busy_seconds_total", actor + MODEL] for actor in ("target", "draft")])
+    assert seen == seen[:1] * 100
+    assert min(seen[0]) > 0
 
 
 # --- timelines ------------------------------------------------------------------------------------
@@ -957,17 +913,15 @@ def test_a_counter_stays_where_it_is_while_nothing_happens() -> None:
 WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_speculation": True}}
 
 
-def test_only_answers_that_were_watched_are_remembered_and_only_so_many() -> None:
-    async def test(server: Served) -> None:
-        unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
-        told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(timelines.MAX_TIMELINES + 2)]
-        assert len(set(told)) == len(told)
-        assert list(server.timelines._timelines) == told[2:]
-        assert len(server.timelines._by_session) == timelines.MAX_TIMELINES
-        for gone in (unwatched.events[0]["id"], told[0], told[1]):
-            assert (await server.ask(f"/timelines/{gone}")).status == 404
-
-    simulated_server(test, ScriptedModel(looping))
+@on_server(looping)
+async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(server: Served) -> None:
+    unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
+    told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(timelines.MAX_TIMELINES + 2)]
+    assert len(set(told)) == len(told)
+    assert list(server.timelines._timelines) == told[2:]
+    assert len(server.timelines._by_session) == timelines.MAX_TIMELINES
+    for gone in (unwatched.events[0]["id"], told[0], told[1]):
+        assert (await server.ask(f"/timelines/{gone}")).status == 404
 
 
 def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:

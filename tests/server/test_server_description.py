@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from asgi import Exchange, Served, simulated_server
+from asgi import Exchange, Served, on_server, simulated_server
 from every_response import KEYED, Seen, all_seen
 from jsonschema import Draft202012Validator, ValidationError
 from starlette.routing import Mount, Route
@@ -63,19 +63,17 @@ def described(description: dict[str, Any]) -> set[tuple[str, str, str, str]]:
     }
 
 
-def test_the_description_has_the_routes_of_the_application_but_for_its_pages() -> None:
-    async def test(server: Served) -> None:
-        routes = {}
-        for route in server.app.app._app.routes:
-            assert isinstance(route, (Mount, Route))
-            if route.path not in PAGES:
-                assert isinstance(route, Route)
-                assert route.methods is not None
-                routes[re.sub(r":\w+}", "}", route.path)] = {method.lower() for method in route.methods} - {"head"}
-        paths = (await server.ask("/openapi.json")).json["paths"]
-        assert {path: set(operations) for path, operations in paths.items()} == routes
-
-    simulated_server(test)
+@on_server()
+async def test_the_description_has_the_routes_of_the_application_but_for_its_pages(server: Served) -> None:
+    routes = {}
+    for route in server.app.app._app.routes:
+        assert isinstance(route, (Mount, Route))
+        if route.path not in PAGES:
+            assert isinstance(route, Route)
+            assert route.methods is not None
+            routes[re.sub(r":\w+}", "}", route.path)] = {method.lower() for method in route.methods} - {"head"}
+    paths = (await server.ask("/openapi.json")).json["paths"]
+    assert {path: set(operations) for path, operations in paths.items()} == routes
 
 
 def description_with_key() -> dict[str, Any]:

@@ -35,8 +35,8 @@ from sweeps import sweep
 from runtime.server.answers import sending
 from runtime.server.app import Service, application
 from runtime.server.connections import connection
-from runtime.server.connections.listener import ConnectionLimits, serve
-from runtime.server.context import Limits
+from runtime.server.connections.listener import serve
+from runtime.server.limits import Limits
 from runtime.server.timelines import Timelines
 
 PROMPT = "outrider"
@@ -143,7 +143,7 @@ async def served(
     target: ScriptedModel | None = None,
     draft: ScriptedModel | None = None,
     *,
-    patience: ConnectionLimits | None = None,
+    patience: Limits | None = None,
     limits: Limits | None = None,
     seconds: float = 0.0,
     sending_bytes: int | None = None,
@@ -166,7 +166,7 @@ async def served(
         simulated(target, draft, tokenizer=Spelling(), max_streams=4, price=price) as simulation,
         pool_of(simulation.runtime, "scripted", Timelines()) as models,
     ):
-        app = application(models, Service(max_waiting=MANY, limits=limits or Limits(), hosts=hosts))
+        app = application(models, Service(limits=attrs.evolve(limits or Limits(), max_waiting=MANY), hosts=hosts))
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1", backlog=MANY)
         port = listeners[0].socket.getsockname()[1]
         if sending_bytes is not None:
@@ -180,7 +180,7 @@ async def served(
                     await app.admission.wait_drained()
 
                 async def run() -> None:
-                    await serve(app, listeners, server.stop.wait, patience or ConnectionLimits(), drain)
+                    await serve(app, listeners, server.stop.wait, patience or Limits(), drain)
                     server.is_over.set()
 
                 nursery.start_soon(run)
@@ -231,7 +231,7 @@ STEP = 17
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", REQUESTS)
 async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(kind: str, way: str) -> None:
-    async with served(patience=ConnectionLimits(idle_s=0.5)) as server:
+    async with served(patience=Limits(idle_s=0.5)) as server:
 
         async def go(num_bytes: int) -> None:
             with await connect(server.port) as client:
@@ -249,7 +249,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(ki
 
 @sweep("kind", REQUESTS)
 async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind: str) -> None:
-    async with served(patience=ConnectionLimits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
+    async with served(patience=Limits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
         statuses: list[int] = []
 
         async def fall_silent(num_bytes: int) -> None:
@@ -572,7 +572,7 @@ async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
-    async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=2)) as server:
+    async with served(sending_bytes=SMALL, patience=Limits(stalled_s=2)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled:
             await stalled.send(ENDLESS)
             await quiet(server.simulation)
@@ -590,7 +590,7 @@ async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_no
 
 async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
-    async with served(sending_bytes=SMALL, patience=ConnectionLimits(stalled_s=MANY, grace_s=0.1)) as server:
+    async with served(sending_bytes=SMALL, patience=Limits(stalled_s=MANY, grace_s=0.1)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
             await stalled.send(ENDLESS)
             await quiet(server.simulation)
@@ -600,7 +600,7 @@ async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monk
 
 
 async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped() -> None:
-    async with served(seconds=0.001, patience=ConnectionLimits(grace_s=MANY)) as server:
+    async with served(seconds=0.001, patience=Limits(grace_s=MANY)) as server:
         with await connect(server.port) as client:
             await client.send(completion(num_tokens=100, stream=True))
             await client.head()
@@ -621,7 +621,7 @@ def assert_refused(answer: Answer | None) -> None:
 
 
 async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
-    async with served(patience=ConnectionLimits(grace_s=MANY)) as server:
+    async with served(patience=Limits(grace_s=MANY)) as server:
         with await connect(server.port) as client, await connect(server.port) as kept:
             await client.send(ENDLESS)
             await client.head()
@@ -643,7 +643,7 @@ async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
 
 
 async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops() -> None:
-    async with served(patience=ConnectionLimits(grace_s=MANY, idle_s=MANY)) as server:
+    async with served(patience=Limits(grace_s=MANY, idle_s=MANY)) as server:
         with await connect(server.port) as silent, await connect(server.port) as idle:
             await idle.send(REQUESTS["health"])
             await idle.answer()
@@ -654,7 +654,7 @@ async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops() 
 
 
 async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
-    async with served(patience=ConnectionLimits(max_connections=2)) as server:
+    async with served(patience=Limits(max_connections=2)) as server:
         with await connect(server.port) as first, await connect(server.port) as second:
             for client in (first, second):
                 await client.send(completion(num_tokens=10**6, stream=True))
@@ -669,7 +669,7 @@ async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
 
 
 async def test_the_longest_idle_connection_makes_room_for_another_client() -> None:
-    async with served(patience=ConnectionLimits(max_connections=3, idle_s=MANY)) as server:
+    async with served(patience=Limits(max_connections=3, idle_s=MANY)) as server:
         # Busy before the others come: until its request is read, it is the one that has been idle for the longest.
         busy = await connect(server.port)
         await busy.send(completion(num_tokens=10**6, stream=True))
@@ -688,7 +688,7 @@ async def test_the_longest_idle_connection_makes_room_for_another_client() -> No
 
 
 async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits() -> None:
-    async with served(patience=ConnectionLimits(max_connections=1, idle_s=MANY)) as server:
+    async with served(patience=Limits(max_connections=1, idle_s=MANY)) as server:
         with await connect(server.port) as first:
             await first.send(completion(num_tokens=100, stream=True))
             assert await first.head() is not None
@@ -711,7 +711,7 @@ async def test_a_system_without_files_is_named_once_in_the_log_and_idle_connecti
             raise failures.pop()
         return stream
 
-    async with served(patience=ConnectionLimits(idle_s=MANY)) as server:
+    async with served(patience=Limits(idle_s=MANY)) as server:
         with await connect(server.port) as idle:
             await idle.send(REQUESTS["health"])
             assert await idle.answer() is not None

@@ -18,6 +18,7 @@ from asgi import (
     Served,
     direct,
     looping,
+    on_server,
     simulated_server,
     watched_streams,
 )
@@ -29,7 +30,7 @@ from sweeps import sweep
 
 from protocol.settings import settings_from
 from runtime.server.answers.body import parse_request
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 
 ASKED = [(COMPLETIONS, DEF), (CHAT, HELLO)]
@@ -87,20 +88,17 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ],
 )
 @sweep("field", FIELDS)
-def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: Any) -> None:
+@on_server()
+async def test_a_field_is_the_setting_that_it_stands_for(server: Served, field: str, path: str, body: Any) -> None:
     fields, wanted = FIELDS[field]
-
-    async def test(server: Served) -> None:
-        plain = await direct(server, body, max_tokens=24)
-        expected = await direct(server, body, **{"max_tokens": 24, **wanted})
-        seen = watched_streams(server)
-        answer = await server.ask(path, {**body, "max_tokens": 24, **fields})
-        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
-        assert answer.text == expected.text != plain.text
-        assert answer.json["usage"]["completion_tokens"] == len(expected.tokens)
-        assert answer.json["choices"][0]["finish_reason"] == expected.finish_reason
-
-    simulated_server(test)
+    plain = await direct(server, body, max_tokens=24)
+    expected = await direct(server, body, **{"max_tokens": 24, **wanted})
+    seen = watched_streams(server)
+    answer = await server.ask(path, {**body, "max_tokens": 24, **fields})
+    assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
+    assert answer.text == expected.text != plain.text
+    assert answer.json["usage"]["completion_tokens"] == len(expected.tokens)
+    assert answer.json["choices"][0]["finish_reason"] == expected.finish_reason
 
 
 @BOTH
@@ -134,18 +132,16 @@ def test_a_field_is_the_setting_that_it_stands_for(field: str, path: str, body: 
         ({"model": MODEL}, {}),
     ],
 )
-def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
-    fields: Any, wanted: Any, path: str, body: Any
+@on_server(limits=Limits(max_tokens=24))
+async def test_other_fields_are_the_settings_that_they_stand_for_or_have_no_effect(
+    server: Served, fields: Any, wanted: Any, path: str, body: Any
 ) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(path, {**body, **fields})
-        assert answer.status == 200
-        assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
-        usage = answer.json["usage"]
-        assert (usage["proposed_tokens"] > 0) is (wanted.get("lookahead") != 0)
-
-    simulated_server(test, limits=Limits(max_tokens=24))
+    seen = watched_streams(server)
+    answer = await server.ask(path, {**body, **fields})
+    assert answer.status == 200
+    assert seen[0][0] == settings_from({"max_tokens": 24, "reuse_prefix": True, **wanted})
+    usage = answer.json["usage"]
+    assert (usage["proposed_tokens"] > 0) is (wanted.get("lookahead") != 0)
 
 
 @pytest.mark.parametrize(
@@ -169,66 +165,58 @@ def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperat
         (CHAT, {**HELLO, "max_completion_tokens": 9, "max_tokens": 4}, 0),
     ],
 )
-def test_log_probabilities_and_the_newer_name_for_a_length(path: str, body: Any, logprobs: int) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        assert (await server.ask(path, body)).status == 200
-        most = body.get("max_completion_tokens", 24)
-        assert (seen[0][0].logprobs, seen[0][0].max_tokens) == (logprobs, most)
-
-    simulated_server(test, limits=Limits(max_tokens=24))
+@on_server(limits=Limits(max_tokens=24))
+async def test_log_probabilities_and_the_newer_name_for_a_length(
+    server: Served, path: str, body: Any, logprobs: int
+) -> None:
+    seen = watched_streams(server)
+    assert (await server.ask(path, body)).status == 200
+    most = body.get("max_completion_tokens", 24)
+    assert (seen[0][0].logprobs, seen[0][0].max_tokens) == (logprobs, most)
 
 
 @sweep("prompt", ["def f", ["def f"], Letters().encode("def f"), [Letters().encode("def f")]])
-def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(prompt: Any) -> None:
-    async def test(server: Served) -> None:
-        expected = await direct(server, DEF, max_tokens=9)
-        answer = await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 9})
-        assert answer.text == expected.text
-        assert answer.json["usage"]["prompt_tokens"] == 5
-
-    simulated_server(test)
+@on_server()
+async def test_a_prompt_is_text_or_ids_alone_or_in_a_list_of_one(server: Served, prompt: Any) -> None:
+    expected = await direct(server, DEF, max_tokens=9)
+    answer = await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 9})
+    assert answer.text == expected.text
+    assert answer.json["usage"]["prompt_tokens"] == 5
 
 
-def test_what_was_said_reaches_the_chat_template() -> None:
-    async def test(server: Served) -> None:
-        said = [
-            {"role": "developer", "content": "be brief", "name": "boss"},
-            {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
-            {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": [], "reasoning_content": "hm"},
-            {"role": "user", "content": None},
-        ]
-        assert (await server.ask(CHAT, {"messages": said, "max_tokens": 3})).status == 200
-        assert server.tokenizer.seen[-1] == [
-            {"role": "system", "content": "be brief"},
-            {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": "hi", "reasoning_content": "hm"},
-            {"role": "user", "content": ""},
-        ]
-
-    simulated_server(test)
+@on_server()
+async def test_what_was_said_reaches_the_chat_template(server: Served) -> None:
+    said = [
+        {"role": "developer", "content": "be brief", "name": "boss"},
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+        {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": [], "reasoning_content": "hm"},
+        {"role": "user", "content": None},
+    ]
+    assert (await server.ask(CHAT, {"messages": said, "max_tokens": 3})).status == 200
+    assert server.tokenizer.seen[-1] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi", "reasoning_content": "hm"},
+        {"role": "user", "content": ""},
+    ]
 
 
-def test_without_a_chat_template_what_was_said_is_a_running_text() -> None:
-    async def test(server: Served) -> None:
-        said = [{"role": "user", "content": "de"}, {"role": "assistant", "content": "f f"}]
-        answer = await server.ask(CHAT, {"messages": said, "max_tokens": 9})
-        assert answer.text == (await direct(server, DEF, max_tokens=9)).text
-        assert (await server.ask("/v1/models")).json["data"][0]["has_chat_template"] is False
-
-    simulated_server(test, tokenizer=Letters(template=None))
+@on_server(tokenizer=Letters(template=None))
+async def test_without_a_chat_template_what_was_said_is_a_running_text(server: Served) -> None:
+    said = [{"role": "user", "content": "de"}, {"role": "assistant", "content": "f f"}]
+    answer = await server.ask(CHAT, {"messages": said, "max_tokens": 9})
+    assert answer.text == (await direct(server, DEF, max_tokens=9)).text
+    assert (await server.ask("/v1/models")).json["data"][0]["has_chat_template"] is False
 
 
 # --- requests that are refused --------------------------------------------------------------------
 
 
-def test_a_penalty_that_logits_cannot_be_divided_by_is_the_clients_error() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**DEF, "repetition_penalty": 1e-300})
-        assert answer.status == 400
-        assert "repetition_penalty must be 0 for no penalty, or at least 0.01" in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_a_penalty_that_logits_cannot_be_divided_by_is_the_clients_error(server: Served) -> None:
+    answer = await server.ask(COMPLETIONS, {**DEF, "repetition_penalty": 1e-300})
+    assert answer.status == 400
+    assert "repetition_penalty must be 0 for no penalty, or at least 0.01" in answer.fault["message"]
 
 
 @sweep(
@@ -267,22 +255,20 @@ def test_a_penalty_that_logits_cannot_be_divided_by_is_the_clients_error() -> No
     ],
 )
 @BOTH
-def test_a_field_that_is_wrong_is_named_with_its_bound(
-    fields: Any, param: Any, said: str, path: str, body: Any
+@on_server()
+async def test_a_field_that_is_wrong_is_named_with_its_bound(
+    server: Served, fields: Any, param: Any, said: str, path: str, body: Any
 ) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(path, {**body, **fields})
-        assert answer.status == 400
-        assert answer.fault["param"] == param
-        assert said in answer.fault["message"]
-        assert answer.fault["type"] == "invalid_request_error"
-        assert len(answer.fault["message"]) < 400
-        assert seen == []
-        assert server.simulation.target_worker.handed == []
-        assert await server.outcomes() == {"refused": 1}
-
-    simulated_server(test)
+    seen = watched_streams(server)
+    answer = await server.ask(path, {**body, **fields})
+    assert answer.status == 400
+    assert answer.fault["param"] == param
+    assert said in answer.fault["message"]
+    assert answer.fault["type"] == "invalid_request_error"
+    assert len(answer.fault["message"]) < 400
+    assert seen == []
+    assert server.simulation.target_worker.handed == []
+    assert await server.outcomes() == {"refused": 1}
 
 
 @sweep(
@@ -312,15 +298,15 @@ def test_a_field_that_is_wrong_is_named_with_its_bound(
         (CHAT, {**HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ],
 )
-def test_a_prompt_that_is_none_and_what_is_not_there(path: str, body: Any, param: Any, said: str) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, body)
-        assert answer.status == 400
-        assert said in answer.fault["message"]
-        assert param is None or answer.fault["param"] == param
-        assert server.simulation.target_worker.handed == []
-
-    simulated_server(test)
+@on_server()
+async def test_a_prompt_that_is_none_and_what_is_not_there(
+    server: Served, path: str, body: Any, param: Any, said: str
+) -> None:
+    answer = await server.ask(path, body)
+    assert answer.status == 400
+    assert said in answer.fault["message"]
+    assert param is None or answer.fault["param"] == param
+    assert server.simulation.target_worker.handed == []
 
 
 @sweep(
@@ -345,14 +331,12 @@ def test_what_is_wrong_with_a_long_list_is_not_gathered_one_by_one(kind: Any, fi
 
 
 @BOTH
-def test_another_model_is_not_at_a_strict_server(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, {**body, "model": "gpt"})
-        assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
-        assert 'no model "gpt" here' in answer.fault["message"]
-        assert MODEL in answer.fault["message"]
-
-    simulated_server(test, is_strict=True)
+@on_server(is_strict=True)
+async def test_another_model_is_not_at_a_strict_server(server: Served, path: str, body: Any) -> None:
+    answer = await server.ask(path, {**body, "model": "gpt"})
+    assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
+    assert 'no model "gpt" here' in answer.fault["message"]
+    assert MODEL in answer.fault["message"]
 
 
 @sweep(
@@ -368,72 +352,60 @@ def test_another_model_is_not_at_a_strict_server(path: str, body: Any) -> None:
         (b'{"prompt": "a", "temperature": NaN}', "finite"),
     ],
 )
-def test_a_body_that_is_no_object_of_json(body: bytes, said: str) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, body)
-        assert answer.status == 400
-        assert said in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_a_body_that_is_no_object_of_json(server: Served, body: bytes, said: str) -> None:
+    answer = await server.ask(COMPLETIONS, body)
+    assert answer.status == 400
+    assert said in answer.fault["message"]
 
 
 @sweep("kind", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
-def test_a_body_that_is_not_said_to_be_json_is_not_read(kind: str | None) -> None:
-    async def test(server: Served) -> None:
-        headers = {} if kind is None else {"content-type": kind}
-        # The body never comes.
-        async with server.exchange(COMPLETIONS, headers=headers) as answer:
-            pass
-        assert answer.status == 415
-        assert "Content-Type: application/json" in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_a_body_that_is_not_said_to_be_json_is_not_read(server: Served, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    # The body never comes.
+    async with server.exchange(COMPLETIONS, headers=headers) as answer:
+        pass
+    assert answer.status == 415
+    assert "Content-Type: application/json" in answer.fault["message"]
 
 
-def test_a_content_type_may_have_parameters_and_capitals() -> None:
-    async def test(server: Served) -> None:
-        headers = {"content-type": "Application/JSON; charset=utf-8"}
-        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1}, headers=headers)).status == 200
-
-    simulated_server(test)
+@on_server()
+async def test_a_content_type_may_have_parameters_and_capitals(server: Served) -> None:
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1}, headers=headers)).status == 200
 
 
 @pytest.mark.parametrize("length", ["101", "9" * 5000])
-def test_a_body_that_is_announced_to_be_too_long_is_not_read(length: str) -> None:
-    async def test(server: Served) -> None:
-        headers = {"content-type": "application/json", "content-length": length}
-        async with server.exchange(COMPLETIONS, headers=headers) as answer:
-            pass
-        assert answer.status == 413
-        assert "longer than 100 bytes" in answer.fault["message"]
-
-    simulated_server(test, limits=Limits(max_body_bytes=100))
+@on_server(limits=Limits(max_body_bytes=100))
+async def test_a_body_that_is_announced_to_be_too_long_is_not_read(server: Served, length: str) -> None:
+    headers = {"content-type": "application/json", "content-length": length}
+    async with server.exchange(COMPLETIONS, headers=headers) as answer:
+        pass
+    assert answer.status == 413
+    assert "longer than 100 bytes" in answer.fault["message"]
 
 
-def test_a_body_that_turns_out_too_long_is_not_read_to_its_end() -> None:
-    async def test(server: Served) -> None:
-        async with server.exchange(COMPLETIONS) as answer:
-            answer.give(b" " * 60, more=True)
-            answer.give(b" " * 41, more=True)
-        assert answer.status == 413
-        whole = b'{"prompt": "a", "max_tokens": 1}'.ljust(100)
-        assert (await server.ask(COMPLETIONS, whole)).status == 200
-
-    simulated_server(test, limits=Limits(max_body_bytes=100))
+@on_server(limits=Limits(max_body_bytes=100))
+async def test_a_body_that_turns_out_too_long_is_not_read_to_its_end(server: Served) -> None:
+    async with server.exchange(COMPLETIONS) as answer:
+        answer.give(b" " * 60, more=True)
+        answer.give(b" " * 41, more=True)
+    assert answer.status == 413
+    whole = b'{"prompt": "a", "max_tokens": 1}'.ljust(100)
+    assert (await server.ask(COMPLETIONS, whole)).status == 200
 
 
-def test_a_body_must_come_in_time() -> None:
-    async def test(server: Served) -> None:
-        began = trio.current_time()
-        async with server.exchange(COMPLETIONS) as answer:
-            answer.give(b'{"prompt"', more=True)
-            await trio.sleep(20)
-            answer.give(b': "a"', more=True)
-        assert answer.status == 408
-        assert answer.over_at == began + 30
-        assert "within 30 s" in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_a_body_must_come_in_time(server: Served) -> None:
+    began = trio.current_time()
+    async with server.exchange(COMPLETIONS) as answer:
+        answer.give(b'{"prompt"', more=True)
+        await trio.sleep(20)
+        answer.give(b': "a"', more=True)
+    assert answer.status == 408
+    assert answer.over_at == began + 30
+    assert "within 30 s" in answer.fault["message"]
 
 
 @sweep(("path", "param"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
@@ -454,22 +426,18 @@ def test_a_prompt_that_is_too_long_says_so_before_model_work(limited: str, path:
     simulated_server(test, ScriptedModel(looping, context_length=bounds), limits=limits)
 
 
-def test_a_text_is_no_longer_than_the_server_allows() -> None:
-    async def test(server: Served) -> None:
-        for max_tokens in (None, 20, 21, 10**9, -1):
-            answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
-            assert answer.json["usage"]["completion_tokens"] == 20
-
-    simulated_server(test, limits=Limits(max_tokens_limit=20))
+@on_server(limits=Limits(max_tokens_limit=20))
+async def test_a_text_is_no_longer_than_the_server_allows(server: Served) -> None:
+    for max_tokens in (None, 20, 21, 10**9, -1):
+        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": max_tokens})
+        assert answer.json["usage"]["completion_tokens"] == 20
 
 
-def test_a_strict_server_refuses_to_be_asked_for_a_longer_text_than_it_allows() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 21})
-        assert (answer.status, answer.fault["param"]) == (400, "max_tokens")
-        assert "at most 20 here, got 21" in answer.fault["message"]
-
-    simulated_server(test, limits=Limits(max_tokens_limit=20), is_strict=True)
+@on_server(limits=Limits(max_tokens_limit=20), is_strict=True)
+async def test_a_strict_server_refuses_to_be_asked_for_a_longer_text_than_it_allows(server: Served) -> None:
+    answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 21})
+    assert (answer.status, answer.fault["param"]) == (400, "max_tokens")
+    assert "at most 20 here, got 21" in answer.fault["message"]
 
 
 json_values = st.recursive(
@@ -501,33 +469,30 @@ def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, An
 
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(st.sampled_from(ASKED), st.data())
-def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(asked: tuple[str, Any], data: st.DataObject) -> None:
+@on_server(limits=Limits(max_tokens_limit=6))
+async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(
+    server: Served, asked: tuple[str, Any], data: st.DataObject
+) -> None:
     path, body = asked
     kind = ChatRequest if path == CHAT else CompletionRequest
     sent = data.draw(bodies(kind, body))
-
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, json.dumps(sent).encode())
-        if answer.status == 200:
-            assert answer.is_done or answer.json["choices"]
-        else:
-            assert answer.status in (400, 404)
-            assert answer.fault["message"]
-        assert server.simulation.runtime.num_streams == 0
-
-    simulated_server(test, limits=Limits(max_tokens_limit=6))
+    answer = await server.ask(path, json.dumps(sent).encode())
+    if answer.status == 200:
+        assert answer.is_done or answer.json["choices"]
+    else:
+        assert answer.status in (400, 404)
+        assert answer.fault["message"]
+    assert server.simulation.runtime.num_streams == 0
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.binary(max_size=40) | st.text(alphabet='{}[]":,tf0-promt \\u', max_size=30).map(str.encode))
-def test_any_bytes_are_told_what_is_wrong_with_them(body: bytes) -> None:
-    async def test(server: Served) -> None:
-        for path in (COMPLETIONS, CHAT):
-            answer = await server.ask(path, body)
-            assert answer.status == 400
-            assert answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_any_bytes_are_told_what_is_wrong_with_them(server: Served, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT):
+        answer = await server.ask(path, body)
+        assert answer.status == 400
+        assert answer.fault["message"]
 
 
 def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting() -> None:
@@ -562,20 +527,18 @@ def test_a_schema_that_takes_too_long_is_given_up_and_keeps_nobody_else_waiting(
 # --- addresses, names, keys -----------------------------------------------------------------------
 
 
-def test_the_one_model_is_listed() -> None:
-    async def test(server: Served) -> None:
-        listed = (await server.ask("/v1/models")).json
-        assert listed["object"] == "list"
-        (one,) = listed["data"]
-        assert {"id": MODEL, "object": "model", "owned_by": "outrider", "draft": "small"}.items() <= one.items()
-        assert one["has_chat_template"] is True
-        assert (await server.ask(f"/v1/models/{MODEL}")).json == one
-        # By vLLM's name: its clients shorten their prompts to it.
-        assert one["max_model_len"] == 40
-        missing = await server.ask("/v1/models/a/b")
-        assert (missing.status, missing.fault["code"]) == (404, "model_not_found")
-
-    simulated_server(test, ScriptedModel(looping, context_length=40), small="small")
+@on_server(ScriptedModel(looping, context_length=40), small="small")
+async def test_the_one_model_is_listed(server: Served) -> None:
+    listed = (await server.ask("/v1/models")).json
+    assert listed["object"] == "list"
+    (one,) = listed["data"]
+    assert {"id": MODEL, "object": "model", "owned_by": "outrider", "draft": "small"}.items() <= one.items()
+    assert one["has_chat_template"] is True
+    assert (await server.ask(f"/v1/models/{MODEL}")).json == one
+    # By vLLM's name: its clients shorten their prompts to it.
+    assert one["max_model_len"] == 40
+    missing = await server.ask("/v1/models/a/b")
+    assert (missing.status, missing.fault["code"]) == (404, "model_not_found")
 
 
 @sweep(
@@ -590,16 +553,14 @@ def test_the_one_model_is_listed() -> None:
         ("/timelines/cmpl-none", "GET", 404),
     ],
 )
-def test_what_is_not_there_is_an_error_as_any_other(path: str, method: str, status: int) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, method=method)
-        assert answer.status == status
-        assert answer.fault["message"]
-        if status == 405:
-            assert method not in answer.headers["allow"]
-            assert answer.fault["message"].endswith(f"; use {answer.headers['allow']}")
-
-    simulated_server(test)
+@on_server()
+async def test_what_is_not_there_is_an_error_as_any_other(server: Served, path: str, method: str, status: int) -> None:
+    answer = await server.ask(path, method=method)
+    assert answer.status == status
+    assert answer.fault["message"]
+    if status == 405:
+        assert method not in answer.headers["allow"]
+        assert answer.fault["message"].endswith(f"; use {answer.headers['allow']}")
 
 
 OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
@@ -620,12 +581,10 @@ OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in
         ("/apis", "/docs lists what there is"),
     ],
 )
-def test_what_is_not_there_is_answered_with_what_is(path: str, remedy: str) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, {"prompt": "x"})
-        assert (answer.status, answer.fault["message"]) == (404, f"there is nothing at {path}; {remedy}")
-
-    simulated_server(test)
+@on_server()
+async def test_what_is_not_there_is_answered_with_what_is(server: Served, path: str, remedy: str) -> None:
+    answer = await server.ask(path, {"prompt": "x"})
+    assert (answer.status, answer.fault["message"]) == (404, f"there is nothing at {path}; {remedy}")
 
 
 KEYED = {"api_key": "s3cret"}
@@ -647,39 +606,34 @@ KEYED = {"api_key": "s3cret"}
     ],
 )
 @sweep("path", [COMPLETIONS, "/v1/models"])
-def test_a_key_is_asked_for(authorization: str | None, status: int, path: str) -> None:
-    async def test(server: Served) -> None:
-        headers = {"content-type": "application/json"}
-        if authorization is not None:
-            headers["authorization"] = authorization
-        if path == COMPLETIONS:
-            answer = await server.ask(path, {**DEF, "max_tokens": 1}, headers=headers)
-        else:
-            answer = await server.ask(path, method="GET", headers=headers)
-        assert answer.status == status
-        if status == 401:
-            assert answer.fault["code"] == "invalid_api_key"
-            assert "Authorization: Bearer KEY" in answer.fault["message"]
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert "s3cret" not in str(answer.sent)
-
-    simulated_server(test, **KEYED)
+@on_server(**KEYED)
+async def test_a_key_is_asked_for(server: Served, authorization: str | None, status: int, path: str) -> None:
+    headers = {"content-type": "application/json"}
+    if authorization is not None:
+        headers["authorization"] = authorization
+    if path == COMPLETIONS:
+        answer = await server.ask(path, {**DEF, "max_tokens": 1}, headers=headers)
+    else:
+        answer = await server.ask(path, method="GET", headers=headers)
+    assert answer.status == status
+    if status == 401:
+        assert answer.fault["code"] == "invalid_api_key"
+        assert "Authorization: Bearer KEY" in answer.fault["message"]
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert "s3cret" not in str(answer.sent)
 
 
-def test_all_but_the_pages_and_the_figures_wants_a_key() -> None:
+@on_server(**KEYED)
+async def test_all_but_the_pages_and_the_figures_wants_a_key(server: Served) -> None:
     open_paths = {"/", "/docs", "/health", "/metrics", "/openapi.json", "/version"}
-
-    async def test(server: Served) -> None:
-        for path in open_paths:
-            assert (await server.ask(path)).status == 200, path
-        assert (await server.ask("/timelines/unknown")).status == 404
-        for route in server.app.app._app.routes:
-            if route.path not in {*open_paths, "/page", "/timelines/{id}"}:
-                assert (await server.ask(route.path)).status == 401, route.path
-        for path in ("/next", "/v2/models", "/healthy", "/api/chat", "//v1/models", "/v1"):
-            assert (await server.ask(path, method="GET")).status == 401, path
-
-    simulated_server(test, **KEYED)
+    for path in open_paths:
+        assert (await server.ask(path)).status == 200, path
+    assert (await server.ask("/timelines/unknown")).status == 404
+    for route in server.app.app._app.routes:
+        if route.path not in {*open_paths, "/page", "/timelines/{id}"}:
+            assert (await server.ask(route.path)).status == 401, route.path
+    for path in ("/next", "/v2/models", "/healthy", "/api/chat", "//v1/models", "/v1"):
+        assert (await server.ask(path, method="GET")).status == 401, path
 
 
 @sweep(
@@ -701,24 +655,20 @@ def test_all_but_the_pages_and_the_figures_wants_a_key() -> None:
         ("\xff", False),
     ],
 )
-def test_a_server_answers_to_its_own_names_alone(host: str, is_known: bool) -> None:
-    async def test(server: Served) -> None:
-        for path in ("/health", "/", "/v1/models", "/timelines/x"):
-            answer = await server.ask(path, method="GET", headers={"host": host})
-            if is_known:
-                assert answer.status in (200, 404)
-            else:
-                assert (answer.status, answer.fault["code"]) == (400, "unknown_host")
-                assert "--allow-host" in answer.fault["message"]
-
-    simulated_server(test, hosts=["localhost", "127.0.0.1", "::1"])
+@on_server(hosts=["localhost", "127.0.0.1", "::1"])
+async def test_a_server_answers_to_its_own_names_alone(server: Served, host: str, is_known: bool) -> None:
+    for path in ("/health", "/", "/v1/models", "/timelines/x"):
+        answer = await server.ask(path, method="GET", headers={"host": host})
+        if is_known:
+            assert answer.status in (200, 404)
+        else:
+            assert (answer.status, answer.fault["code"]) == (400, "unknown_host")
+            assert "--allow-host" in answer.fault["message"]
 
 
-def test_any_name_will_do_where_that_is_said() -> None:
-    async def test(server: Served) -> None:
-        assert (await server.ask("/health", method="GET", headers={"host": "any.example"})).status == 200
-
-    simulated_server(test, hosts=["*"])
+@on_server(hosts=["*"])
+async def test_any_name_will_do_where_that_is_said(server: Served) -> None:
+    assert (await server.ask("/health", method="GET", headers={"host": "any.example"})).status == 200
 
 
 def test_pages_of_other_origins_may_ask_only_where_that_is_said() -> None:
@@ -771,111 +721,99 @@ def test_pages_that_may_ask_may_send_whatever_headers_their_client_has(name: str
 
 
 @sweep("path", ["/", "/health", "/nothing", "/v1/models", "/metrics"])
-def test_every_answer_has_the_headers_that_keep_browsers_careful(path: str) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path)
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
-        if path == "/":
-            policy = answer.headers["content-security-policy"]
-            assert "default-src 'none'" in policy
-            assert "frame-ancestors 'none'" in policy
-            assert "unsafe-inline" not in policy
-
-    simulated_server(test)
+@on_server()
+async def test_every_answer_has_the_headers_that_keep_browsers_careful(server: Served, path: str) -> None:
+    answer = await server.ask(path)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    if path == "/":
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe-inline" not in policy
 
 
-def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(monkeypatch: Any) -> None:
-    async def test(server: Served) -> None:
-        def fail(*_: Any) -> None:
-            raise ZeroDivisionError("on purpose")
+@on_server()
+async def test_a_failure_of_the_server_s_own_is_an_error_as_any_other(server: Served, monkeypatch: Any) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
 
-        monkeypatch.setattr(server.simulation.runtime, "encode", fail)
-        answer = await server.ask(COMPLETIONS, DEF)
-        assert (answer.status, answer.fault["code"]) == (500, "internal_error")
-        assert "on purpose" not in answer.fault["message"]
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert isinstance(answer.error, BaseException)  # for the log
-        assert await server.outcomes() == {"failed": 1}
-
-    simulated_server(test)
+    monkeypatch.setattr(server.simulation.runtime, "encode", fail)
+    answer = await server.ask(COMPLETIONS, DEF)
+    assert (answer.status, answer.fault["code"]) == (500, "internal_error")
+    assert "on purpose" not in answer.fault["message"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert isinstance(answer.error, BaseException)  # for the log
+    assert await server.outcomes() == {"failed": 1}
 
 
 # --- long requests beside others ------------------------------------------------------------------
 
 
-def test_bodies_together_are_bounded_and_a_short_one_never_waits() -> None:
-    async def test(server: Served) -> None:
-        body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(100_000)
-        headers = {"content-type": "application/json", "content-length": str(len(body))}
-        async with server.exchange(COMPLETIONS, headers=headers) as first:
-            first.give(body[:50_000], more=True)
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=150_000))
+async def test_bodies_together_are_bounded_and_a_short_one_never_waits(server: Served) -> None:
+    body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(100_000)
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    async with server.exchange(COMPLETIONS, headers=headers) as first:
+        first.give(body[:50_000], more=True)
+        await trio.sleep(1)
+        async with server.exchange(COMPLETIONS, headers=headers) as second:
+            second.give(body[:50_000], more=True)
+            second.give(body[50_000:])
             await trio.sleep(1)
-            async with server.exchange(COMPLETIONS, headers=headers) as second:
-                second.give(body[:50_000], more=True)
-                second.give(body[50_000:])
-                await trio.sleep(1)
-                # The rest of the second body is left to its sender.
-                assert second._coming[1].statistics().current_buffer_used == 1
-                assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status == 200
-                assert not second.sent
-                first.give(body[50_000:])
-        assert (first.status, second.status) == (200, 200)
-
-    simulated_server(test, limits=Limits(max_body_bytes=100_000, max_bodies_bytes=150_000))
+            # The rest of the second body is left to its sender.
+            assert second._coming[1].statistics().current_buffer_used == 1
+            assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status == 200
+            assert not second.sent
+            first.give(body[50_000:])
+    assert (first.status, second.status) == (200, 200)
 
 
 @pytest.mark.parametrize("way", ["leaves", "is silent"])
-def test_memory_that_a_body_had_is_free_when_its_client_has_gone(way: str) -> None:
-    async def test(server: Served) -> None:
-        body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
-        for _ in range(3):
-            async with server.exchange(COMPLETIONS) as answer:
-                answer.give(body[:50_000], more=True)
-                await trio.sleep(1)
-                if way == "leaves":
-                    answer.leave()
-        assert (await server.ask(COMPLETIONS, body)).status == 200
-
-    simulated_server(test, limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
-
-
-def test_a_body_that_got_no_memory_is_to_be_sent_again() -> None:
-    async def test(server: Served) -> None:
-        body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
-        async with server.exchange(COMPLETIONS) as other:
-            other.give(body[:10], more=True)
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+async def test_memory_that_a_body_had_is_free_when_its_client_has_gone(server: Served, way: str) -> None:
+    body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
+    for _ in range(3):
+        async with server.exchange(COMPLETIONS) as answer:
+            answer.give(body[:50_000], more=True)
             await trio.sleep(1)
-            async with server.exchange(COMPLETIONS) as silent:
-                silent.give(body[:50_000], more=True)
-                await trio.sleep(1)
-                other.give(body[10:50_000], more=True)
-        assert silent.status == 408
-        assert (other.status, other.headers["retry-after"], other.fault["code"]) == (429, "30", "bodies_waiting")
-
-    simulated_server(test, limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+            if way == "leaves":
+                answer.leave()
+    assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
-def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
-    async def test(server: Served) -> None:
-        over: list[str] = []
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+async def test_a_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> None:
+    body = json.dumps({**DEF, "max_tokens": 1}).encode().ljust(90_000)
+    async with server.exchange(COMPLETIONS) as other:
+        other.give(body[:10], more=True)
+        await trio.sleep(1)
+        async with server.exchange(COMPLETIONS) as silent:
+            silent.give(body[:50_000], more=True)
+            await trio.sleep(1)
+            other.give(body[10:50_000], more=True)
+    assert silent.status == 408
+    assert (other.status, other.headers["retry-after"], other.fault["code"]) == (429, "30", "bodies_waiting")
 
-        async def go(name: str, prompt: str, address: str) -> None:
-            assert (await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, address=address)).status == 200
-            over.append(name)
 
-        async with trio.open_nursery() as nursery:
-            for name, prompt, address in [
-                *((f"long {i}", "a" * 20_000, "10.0.0.1") for i in range(4)),
-                ("other's", "b" * 20_000, "10.0.0.2"),
-                ("short", "c", "10.0.0.1"),
-            ]:
-                nursery.start_soon(go, name, prompt, address)
-                await trio.sleep(0.1)
-        assert over[0] == "short"
-        assert over.index("other's") <= 3
+@on_server(looping, tokenising_s=10.0, max_streams=16)
+async def test_a_short_prompt_does_not_wait_for_long_ones(server: Served) -> None:
+    over: list[str] = []
 
-    simulated_server(test, ScriptedModel(looping), tokenising_s=10.0, max_streams=16)
+    async def go(name: str, prompt: str, address: str) -> None:
+        assert (await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, address=address)).status == 200
+        over.append(name)
+
+    async with trio.open_nursery() as nursery:
+        for name, prompt, address in [
+            *((f"long {i}", "a" * 20_000, "10.0.0.1") for i in range(4)),
+            ("other's", "b" * 20_000, "10.0.0.2"),
+            ("short", "c", "10.0.0.1"),
+        ]:
+            nursery.start_soon(go, name, prompt, address)
+            await trio.sleep(0.1)
+    assert over[0] == "short"
+    assert over.index("other's") <= 3
 
 
 @pytest.mark.parametrize(
@@ -886,10 +824,8 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     ],
     ids=["completion", "chat"],
 )
-def test_a_body_with_very_many_errors_is_refused_without_looking_at_each(body: Any) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(CHAT if "messages" in body else COMPLETIONS, body)
-        assert answer.status == 400
-        assert "errors, too many to look at" in answer.fault["message"]
-
-    simulated_server(test)
+@on_server()
+async def test_a_body_with_very_many_errors_is_refused_without_looking_at_each(server: Served, body: Any) -> None:
+    answer = await server.ask(CHAT if "messages" in body else COMPLETIONS, body)
+    assert answer.status == 400
+    assert "errors, too many to look at" in answer.fault["message"]

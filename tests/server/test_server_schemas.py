@@ -90,33 +90,27 @@ def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
     assert at_work("aaaabb", ClientSlots(1, 1)) == [("a", 1), ("a", 2), ("a", 4), ("a", 6), ("b", 3), ("b", 5)]
 
 
-def test_a_slot_goes_to_the_client_that_holds_the_fewest() -> None:
-    async def main() -> None:
-        slots = ClientSlots(2, 2)
-        queue = Queue(slots)
-        async with slots.slot("a"), trio.open_nursery() as nursery, slots.slot("c"):
-            for client in "ab":
-                nursery.start_soon(queue.work, client)
-                await trio.testing.wait_all_tasks_blocked()
-        assert [client for client, _ in queue.done] == ["b", "a"]
-
-    run(main)
-
-
-def test_who_stops_waiting_leaves_the_slot_to_others() -> None:
-    async def main() -> None:
-        slots = ClientSlots(1, 1)
-        queue = Queue(slots)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(queue.work, "a")
+async def test_a_slot_goes_to_the_client_that_holds_the_fewest(autojump_clock: Any) -> None:
+    slots = ClientSlots(2, 2)
+    queue = Queue(slots)
+    async with slots.slot("a"), trio.open_nursery() as nursery, slots.slot("c"):
+        for client in "ab":
+            nursery.start_soon(queue.work, client)
             await trio.testing.wait_all_tasks_blocked()
-            with trio.move_on_after(0.5):
-                await queue.work("b")
-            assert slots.num_waiting == 0
-            nursery.start_soon(queue.work, "c")
-        assert [client for client, _ in queue.done] == ["a", "c"]
+    assert [client for client, _ in queue.done] == ["b", "a"]
 
-    run(main)
+
+async def test_who_stops_waiting_leaves_the_slot_to_others(autojump_clock: Any) -> None:
+    slots = ClientSlots(1, 1)
+    queue = Queue(slots)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.work, "a")
+        await trio.testing.wait_all_tasks_blocked()
+        with trio.move_on_after(0.5):
+            await queue.work("b")
+        assert slots.num_waiting == 0
+        nursery.start_soon(queue.work, "c")
+    assert [client for client, _ in queue.done] == ["a", "c"]
 
 
 # --- schemas in simulated time --------------------------------------------------------------------
@@ -130,128 +124,109 @@ def schemas(check: ScriptedCheck, aside_s: float = 0.0) -> Schemas:
     return Schemas(tokenizer(), check, Aside(aside_s), 10.0)
 
 
-def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was() -> None:
-    async def main() -> None:
-        for outcome, complaint in (
-            ("done", None),
-            ("time", "takes too long to compile; simplify it"),
-            ("memory", "takes too much memory to compile; simplify it"),
-            ("crash", "llguidance fails on it"),
-        ):
-            check = ScriptedCheck(1.0, outcome)
-            made = schemas(check)
-            for _ in range(2):
-                if complaint is None:
-                    assert repr(await made.grammar(json_of(PLAIN), "a")).startswith("<Grammar: the JSON schema {'type'")
-                else:
-                    with pytest.raises(ErrorResponse, match=complaint) as refused:
-                        await made.grammar(json_of(PLAIN), "a")
-                    assert (refused.value.status, refused.value.detail["param"]) == (400, "response_format")
-            assert len(check.asked) == 1
-
-    run(main)
+async def test_what_was_found_out_of_a_schema_is_remembered_whatever_it_was(autojump_clock: Any) -> None:
+    for outcome, complaint in (
+        ("done", None),
+        ("time", "takes too long to compile; simplify it"),
+        ("memory", "takes too much memory to compile; simplify it"),
+        ("crash", "llguidance fails on it"),
+    ):
+        check = ScriptedCheck(1.0, outcome)
+        made = schemas(check)
+        for _ in range(2):
+            if complaint is None:
+                assert repr(await made.grammar(json_of(PLAIN), "a")).startswith("<Grammar: the JSON schema {'type'")
+            else:
+                with pytest.raises(ErrorResponse, match=complaint) as refused:
+                    await made.grammar(json_of(PLAIN), "a")
+                assert (refused.value.status, refused.value.detail["param"]) == (400, "response_format")
+        assert len(check.asked) == 1
 
 
-def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(monkeypatch: Any) -> None:
+async def test_only_so_many_outcomes_are_remembered_and_the_latest_used_of_them(
+    monkeypatch: Any, autojump_clock: Any
+) -> None:
     monkeypatch.setattr(schemas_module, "_MAX_OUTCOMES", 2)
-
-    async def main() -> None:
-        check = ScriptedCheck()
-        made = schemas(check)
-        for minimum in (1, 2, 1, 3, 1, 2):
-            await made.grammar(json_of({"type": "integer", "minimum": minimum}), "a")
-        assert len(check.asked) == 4  # 1, 2, 3, and 2 again
-
-    run(main)
+    check = ScriptedCheck()
+    made = schemas(check)
+    for minimum in (1, 2, 1, 3, 1, 2):
+        await made.grammar(json_of({"type": "integer", "minimum": minimum}), "a")
+    assert len(check.asked) == 4  # 1, 2, 3, and 2 again
 
 
-def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered() -> None:
-    async def main() -> None:
-        check = ScriptedCheck(11.0)
-        made = schemas(check)
-        with pytest.raises(ErrorResponse, match="was not compiled within 10 s"):
-            await made.grammar(json_of(PLAIN), "a")
-        assert check.num_at_once == 0
-        check.seconds = 1.0
+async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembered(autojump_clock: Any) -> None:
+    check = ScriptedCheck(11.0)
+    made = schemas(check)
+    with pytest.raises(ErrorResponse, match="was not compiled within 10 s"):
         await made.grammar(json_of(PLAIN), "a")
-
-    run(main)
-
-
-def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_json_object() -> None:
-    async def main() -> None:
-        check = ScriptedCheck(9.0)
-        made = schemas(check)
-
-        async def flood(minimum: int) -> None:
-            with suppress(ErrorResponse):
-                await made.grammar(json_of({"type": "number", "minimum": minimum}), "attacker")
-
-        async with trio.open_nursery() as nursery:
-            for minimum in range(6):
-                nursery.start_soon(flood, minimum)
-            await trio.testing.wait_all_tasks_blocked()
-            assert check.num_at_once == 2
-            began = trio.current_time()
-            await made.grammar(json_of(ANY_OBJECT), "attacker")
-            assert trio.current_time() == began
-            check.seconds = 0.5
-            await made.grammar(json_of(PLAIN), "another")
-            assert trio.current_time() == began + 0.5
-
-    run(main)
+    assert check.num_at_once == 0
+    check.seconds = 1.0
+    await made.grammar(json_of(PLAIN), "a")
 
 
-def test_the_grammar_of_any_object_that_was_compiled_at_the_start_is_the_one_that_requests_get() -> None:
-    async def main() -> None:
-        grammar = compile_any_object(tokenizer())
-        made = Schemas(None, ScriptedCheck(), Aside(9.0), 10.0, grammar)
-        assert await made.grammar(json_of(ANY_OBJECT), "a") is grammar
-        assert trio.current_time() == 0.0
+async def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_json_object(
+    autojump_clock: Any,
+) -> None:
+    check = ScriptedCheck(9.0)
+    made = schemas(check)
 
-    run(main)
+    async def flood(minimum: int) -> None:
+        with suppress(ErrorResponse):
+            await made.grammar(json_of({"type": "number", "minimum": minimum}), "attacker")
 
-
-def test_requests_for_any_object_that_come_at_once_share_one_grammar() -> None:
-    async def main() -> None:
-        made = Schemas(tokenizer(), ScriptedCheck(), Aside(9.0), 10.0)
-        grammars = []
-
-        async def ask() -> None:
-            grammars.append(await made.grammar(json_of(ANY_OBJECT), "a"))
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(ask)
-        assert len(set(map(id, grammars))) == 1
-
-    run(main)
+    async with trio.open_nursery() as nursery:
+        for minimum in range(6):
+            nursery.start_soon(flood, minimum)
+        await trio.testing.wait_all_tasks_blocked()
+        assert check.num_at_once == 2
+        began = trio.current_time()
+        await made.grammar(json_of(ANY_OBJECT), "attacker")
+        assert trio.current_time() == began
+        check.seconds = 0.5
+        await made.grammar(json_of(PLAIN), "another")
+        assert trio.current_time() == began + 0.5
 
 
-def test_a_client_that_leaves_stops_what_is_tried_out_for_it() -> None:
-    async def main() -> None:
-        check = ScriptedCheck(9.0)
-        made = schemas(check)
-        with trio.move_on_after(1) as scope:
-            await made.grammar(json_of(PLAIN), "a")
-        assert scope.cancelled_caught
-        assert check.num_at_once == 0
-        check.seconds = 0.0
+async def test_the_grammar_of_any_object_that_was_compiled_at_the_start_is_the_one_that_requests_get(
+    autojump_clock: Any,
+) -> None:
+    grammar = compile_any_object(tokenizer())
+    made = Schemas(None, ScriptedCheck(), Aside(9.0), 10.0, grammar)
+    assert await made.grammar(json_of(ANY_OBJECT), "a") is grammar
+    assert trio.current_time() == 0.0
+
+
+async def test_requests_for_any_object_that_come_at_once_share_one_grammar(autojump_clock: Any) -> None:
+    made = Schemas(tokenizer(), ScriptedCheck(), Aside(9.0), 10.0)
+    grammars = []
+
+    async def ask() -> None:
+        grammars.append(await made.grammar(json_of(ANY_OBJECT), "a"))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(ask)
+    assert len(set(map(id, grammars))) == 1
+
+
+async def test_a_client_that_leaves_stops_what_is_tried_out_for_it(autojump_clock: Any) -> None:
+    check = ScriptedCheck(9.0)
+    made = schemas(check)
+    with trio.move_on_after(1) as scope:
         await made.grammar(json_of(PLAIN), "a")
+    assert scope.cancelled_caught
+    assert check.num_at_once == 0
+    check.seconds = 0.0
+    await made.grammar(json_of(PLAIN), "a")
 
-    run(main)
 
-
-def test_a_check_that_cannot_be_made_is_not_the_client_s_fault() -> None:
+async def test_a_check_that_cannot_be_made_is_not_the_client_s_fault(autojump_clock: Any) -> None:
     async def fail(grammar: str, /) -> Any:
         raise CheckerGoneError("the process has ended; try again")
 
-    async def main() -> None:
-        with pytest.raises(ErrorResponse, match="try again") as refused:
-            await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(json_of(PLAIN), "a")
-        assert (refused.value.status, refused.value.detail["code"]) == (503, "schemas_unavailable")
-
-    run(main)
+    with pytest.raises(ErrorResponse, match="try again") as refused:
+        await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(json_of(PLAIN), "a")
+    assert (refused.value.status, refused.value.detail["code"]) == (503, "schemas_unavailable")
 
 
 # --- the process ----------------------------------------------------------------------------------

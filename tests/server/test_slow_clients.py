@@ -16,13 +16,13 @@ import trio
 import trio.testing
 from asgi import DEF, Served, looping, simulated_server, watched_streams
 from raw_http import HEAD_END, request
-from scripted import ScriptedModel, priced, run
+from scripted import ScriptedModel, priced
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from runtime.server.answers import sending
 from runtime.server.connections.connection import Connection
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 STALLED_S = 2
 RATE = 50_000  # bytes a second
@@ -101,16 +101,13 @@ def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly() -> None:
     with_slow_clients(test)
 
 
-def test_what_an_application_sends_at_once_may_be_read_slowly() -> None:
+async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clock: Any) -> None:
     whole = bytes(5 * RATE * STALLED_S)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(whole)(scope, receive, send)
 
-    async def test() -> None:
-        assert (await read_by(app, {}, rate=RATE)).heard.endswith(HEAD_END + whole)
-
-    run(test)
+    assert (await read_by(app, {}, rate=RATE)).heard.endswith(HEAD_END + whole)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

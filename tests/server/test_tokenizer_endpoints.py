@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asgi import HELLO, MODEL, Letters, Served, looping, simulated_server
+from asgi import HELLO, MODEL, Letters, Served, looping, on_server, simulated_server
 from scripted import ScriptedModel
 from tool_letters import TOOLS, serve_calls
 
@@ -21,50 +21,46 @@ MARKED = [Letters.ALPHABET.index("A"), *IDS]
 PIECES = [{"id": id, "piece": piece} for id, piece in zip(IDS, "def f", strict=True)]
 
 
-def test_a_text_as_tokens() -> None:
-    async def test(server: Served) -> None:
-        cases: list[tuple[dict[str, Any], list[Any]]] = [
-            ({"prompt": "def f"}, MARKED),
-            ({"prompt": "def f", "add_special_tokens": False}, IDS),
-            ({"content": "def f"}, IDS),
-            ({"content": "def f", "add_special": True}, MARKED),
-            ({"content": "def f", "with_pieces": True, "model": "gpt-4o"}, PIECES),
-        ]
-        for body, expected in cases:
-            for path in ("/tokenize", "/v1/tokenize"):
-                answer = await server.ask(path, {**body, "parse_special": True})
-                assert answer.json == {"tokens": expected, "count": len(expected), "max_model_len": 40}
-                assert answer.headers["x-outrider-ignored"] == "parse_special"
-
-    simulated_server(test, ScriptedModel(looping, context_length=40), tokenizer=WithSpecialTokens())
+@on_server(ScriptedModel(looping, context_length=40), tokenizer=WithSpecialTokens())
+async def test_a_text_as_tokens(server: Served) -> None:
+    cases: list[tuple[dict[str, Any], list[Any]]] = [
+        ({"prompt": "def f"}, MARKED),
+        ({"prompt": "def f", "add_special_tokens": False}, IDS),
+        ({"content": "def f"}, IDS),
+        ({"content": "def f", "add_special": True}, MARKED),
+        ({"content": "def f", "with_pieces": True, "model": "gpt-4o"}, PIECES),
+    ]
+    for body, expected in cases:
+        for path in ("/tokenize", "/v1/tokenize"):
+            answer = await server.ask(path, {**body, "parse_special": True})
+            assert answer.json == {"tokens": expected, "count": len(expected), "max_model_len": 40}
+            assert answer.headers["x-outrider-ignored"] == "parse_special"
 
 
-def test_a_chat_as_tokens_and_the_tokens_as_texts() -> None:
-    async def test(server: Served) -> None:
-        chat = (await server.ask("/tokenize", {**HELLO, "add_generation_prompt": True})).json
-        assert Letters().decode(chat["tokens"]) == "user:hello.assistant:"
-        assert chat["max_model_len"] is None
-        texts = (await server.ask("/tokenize", {"prompt": "def f", "return_token_strs": True})).json["token_strs"]
-        assert texts == list("def f")
-        for tokens, text in ((IDS, "def f"), ([], "")):
-            answer = await server.ask("/detokenize", {"tokens": tokens})
-            assert answer.json == {"prompt": text, "content": text}
-        wrong: list[tuple[str, dict[str, Any], str]] = [
-            ("/tokenize", {}, "prompt"),
-            ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
-            ("/tokenize", {"messages": []}, "messages"),
-            ("/tokenize", {**HELLO, "content": "b"}, "prompt"),
-            ("/detokenize", {"tokens": [64]}, "tokens"),
-            ("/detokenize", {"tokens": [2**40]}, "tokens"),
-            ("/detokenize", {"tokens": [-1]}, "tokens.0"),
-            ("/detokenize", {}, "tokens"),
-        ]
-        for path, body, param in wrong:
-            refused = await server.ask(path, body)
-            assert (refused.status, refused.fault["param"]) == (400, param)
-        assert server.simulation.target_worker.handed == []
-
-    simulated_server(test)
+@on_server()
+async def test_a_chat_as_tokens_and_the_tokens_as_texts(server: Served) -> None:
+    chat = (await server.ask("/tokenize", {**HELLO, "add_generation_prompt": True})).json
+    assert Letters().decode(chat["tokens"]) == "user:hello.assistant:"
+    assert chat["max_model_len"] is None
+    texts = (await server.ask("/tokenize", {"prompt": "def f", "return_token_strs": True})).json["token_strs"]
+    assert texts == list("def f")
+    for tokens, text in ((IDS, "def f"), ([], "")):
+        answer = await server.ask("/detokenize", {"tokens": tokens})
+        assert answer.json == {"prompt": text, "content": text}
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {**HELLO, "content": "b"}, "prompt"),
+        ("/detokenize", {"tokens": [64]}, "tokens"),
+        ("/detokenize", {"tokens": [2**40]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {}, "tokens"),
+    ]
+    for path, body, param in wrong:
+        refused = await server.ask(path, body)
+        assert (refused.status, refused.fault["param"]) == (400, param)
+    assert server.simulation.target_worker.handed == []
 
 
 def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one() -> None:
@@ -80,12 +76,10 @@ def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one() ->
     simulated_server(test, tokenizer=WithBeginOfText())
 
 
-def test_more_tokens_than_the_context_holds_have_a_text() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask("/detokenize", {"tokens": IDS * 10})
-        assert answer.json["prompt"] == "def f" * 10
-
-    simulated_server(test, ScriptedModel(looping, context_length=40))
+@on_server(ScriptedModel(looping, context_length=40))
+async def test_more_tokens_than_the_context_holds_have_a_text(server: Served) -> None:
+    answer = await server.ask("/detokenize", {"tokens": IDS * 10})
+    assert answer.json["prompt"] == "def f" * 10
 
 
 def test_the_tokens_of_a_chat_with_tools_are_its_prompt() -> None:
@@ -98,12 +92,10 @@ def test_the_tokens_of_a_chat_with_tools_are_its_prompt() -> None:
     serve_calls(test, "none")
 
 
-def test_the_version_and_the_properties() -> None:
-    async def test(server: Served) -> None:
-        version = (await server.ask("/version")).json["version"]
-        props = (await server.ask("/props")).json
-        assert props["build_info"] == f"outrider-{version}"
-        assert (props["total_slots"], props["default_generation_settings"]) == (4, {"n_ctx": 40})
-        assert (props["model_path"], props["chat_template"]) == (MODEL, "")
-
-    simulated_server(test, ScriptedModel(looping, context_length=40))
+@on_server(ScriptedModel(looping, context_length=40))
+async def test_the_version_and_the_properties(server: Served) -> None:
+    version = (await server.ask("/version")).json["version"]
+    props = (await server.ask("/props")).json
+    assert props["build_info"] == f"outrider-{version}"
+    assert (props["total_slots"], props["default_generation_settings"]) == (4, {"n_ctx": 40})
+    assert (props["model_path"], props["chat_template"]) == (MODEL, "")

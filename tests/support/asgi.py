@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import json
 import re
@@ -21,6 +23,7 @@ from runtime.server.app import Service, application
 from runtime.server.fair_threads import Background, in_thread
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
+from runtime.server.limits import Limits
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool, model_pool
 from runtime.server.models.served_model import ServedModel
@@ -406,6 +409,7 @@ async def served(
     tokenising_s: float = 0.0,
     max_streams: int = 4,
     max_waiting: int = 32,
+    limits: Limits | None = None,
     price: Any = None,
     schedule: int = 0,
     small: str | None = None,
@@ -421,7 +425,7 @@ async def served(
         target, draft, max_streams, price, schedule: see `simulated`.
         tokenizer: the target's tokenizer.
         tokenising_s: seconds that the preparation of a prompt takes.
-        max_waiting, **service: see `Service`.
+        max_waiting, limits, **service: see `Limits` and `Service`.
         small: name of the draft model.
         check: tries out grammars.
         settings: of each request that has no others.
@@ -448,7 +452,7 @@ async def served(
             settings=settings,
         )
         async with pool as models:
-            offered = Service(max_waiting=max_waiting, **service)
+            offered = Service(limits=attrs.evolve(limits or Limits(), max_waiting=max_waiting), **service)
             yield Served(application(models, offered, background=background), simulation, tokenizer, timelines)
 
 
@@ -495,6 +499,28 @@ def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedM
             await test(server)
 
     run(main)
+
+
+def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of an async function whose argument `server` is a server of its own.
+
+    Args:
+        pair: the models, or their scripts; by default `models()`. A model serves one run of a test only.
+        **options: see `served`.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        def run_with_server(*args: Any, **given: Any) -> None:
+            made = [each if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
+            simulated_server(lambda server: test(server, *args, **given), *made, **options)
+
+        functools.update_wrapper(run_with_server, test)
+        signature = inspect.signature(test)
+        fixtures = [each for name, each in signature.parameters.items() if name != "server"]
+        run_with_server.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+        return run_with_server
+
+    return decorate
 
 
 def watched_streams(server: Served) -> list[tuple[Settings, Any]]:

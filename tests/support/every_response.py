@@ -26,7 +26,7 @@ from asgi import (
 from scripted import ScriptedModel
 from tool_letters import ASKED, OSLO, TOOLS, USER, serve_calls
 
-from runtime.server.context import Limits
+from runtime.server.limits import Limits
 
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {**DEF, "max_tokens": 6},

@@ -27,7 +27,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from runtime.selftest.baselines import WrappedModel as Wrapped
+from runtime.bench.small_models import WrappedModel as Wrapped
 
 VOCAB_SIZE = 80
 

@@ -230,9 +230,12 @@ COMPLETION = [
     chats(
         "test_chat_completion_with_timings_per_token",
         "`timings` in the chunks",
-        [chat(*BOOK, stream=True, stream_options={"include_speculation": True})],
-        lambda answers: all("elapsed" in event["speculation"]["statistics"] for event in answers[0].events),
-        "times and figures come with `include_speculation`",
+        [chat(*BOOK, stream=True, max_tokens=10, timings_per_token=True)],
+        lambda answers: all(
+            event["timings"].keys() >= {"prompt_per_second", "predicted_per_second"}
+            and event["timings"]["predicted_n"] <= 10
+            for event in answers[0].events
+        ),
     ),
     chats("test_logprobs", "of the text's tokens", [chat(*BOOK, logprobs=True, top_logprobs=10)], logprobs_of_text),
     chats(
@@ -519,7 +522,7 @@ RESPONSE = [
         "`timings` and `prompt_progress` in events",
         [response(stream=True)],
         lambda answers: not any("timings" in event for event in answers[0].named_events),
-        "events are OpenAI's; figures come with chats' `include_speculation`, and from `/metrics`",
+        "events are OpenAI's; chats have `timings`",
     ),
 ]
 

@@ -150,7 +150,9 @@ def test_every_token_is_there_once_with_whom_it_is_from():
     (session,) = data_for(events, Words())["sessions"]
     tokens = [token for round in session["rounds"] for token in round["tokens"]]
     assert [alone for _, _, alone in tokens] == [f" w{token.id}" for token in completion.tokens]
-    assert [whose == "accepted" for _, whose, _ in tokens] == [token.from_draft for token in completion.tokens]
+    assert [whose in ("accepted", "copied") for _, whose, _ in tokens] == [
+        token.from_draft for token in completion.tokens
+    ]
     whose = [whose for _, whose, _ in tokens]
     assert whose.count("bonus") == completion.statistics.bonus > 0
     assert {"accepted", "recovered", "bonus"} <= set(whose) <= {"accepted", "recovered", "bonus", "plain"}

@@ -76,7 +76,6 @@ def add_models(
     """Add the models and their options to a command's arguments; `models_of` reads them.
 
     Args:
-        parser: the command's parser.
         without: options that the command does not have.
         draft_help: help of `--draft`, if the command does not accept all its values.
         target_first: whether the target may also be given without a flag.

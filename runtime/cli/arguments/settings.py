@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
+
 from protocol.errors import SettingsError
 from protocol.options import Option, options_of
 from protocol.reprs import shown
@@ -58,11 +60,15 @@ _READERS: dict[str | None, Callable[[str], Any]] = {
     "IDS": parse_values,
     "ID=B,...": parse_pairs,
     "JSON": str,
+    "KIND": str,
     "SIZE": parse_size,
+    "TIMES": str,
 }
 
 
-def add_option(group: argparse._ArgumentGroup, name: str, option: Option, default: object) -> None:
+def add_option(
+    group: argparse._ArgumentGroup, name: str, option: Option, default: object, *, required: bool = False
+) -> None:
     """Add the flag of a declared option. The library checks bounds, and its messages have the remedies."""
     shape: dict[str, Any] = {"metavar": option.form, "type": _READERS.get(option.form, parse_value)}
     if option.form == "":
@@ -72,7 +78,7 @@ def add_option(group: argparse._ArgumentGroup, name: str, option: Option, defaul
     hidden = [alias for alias in option.flags if alias.startswith("--")]
     short = [alias for alias in option.flags if alias not in hidden]
     text = in_help(option.about) + _default(option, default)
-    group.add_argument(*short, flag(name), default=argparse.SUPPRESS, help=text, **shape)
+    group.add_argument(*short, flag(name), dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
     if hidden:
         group.add_argument(*hidden, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
 
@@ -84,10 +90,12 @@ def in_help(about: str) -> str:
 
 
 def _default(option: Option, default: object) -> str:
-    if option.form == "":
+    if option.form == "" or default is attrs.NOTHING:
         return ""
     if option.form == "SIZE" and isinstance(default, int):
         return f" (default: {default // 2**30} GiB)"
+    if isinstance(default, float):
+        return f" (default: {default:g})"
     return f" (default: {'none' if default in (None, (), {}) else default})"
 
 
@@ -131,7 +139,6 @@ def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: S
     """The settings, completed by ids of the tokenizer, as mlx-lm's commands do.
 
     Args:
-        tokenizer: mlx-lm's wrapper, or None.
         settings: that were given. XTC spares line breaks and ends of text, if they do not say what it spares.
         extra_eos_tokens: of `--extra-eos-token`: tokens or ids that end the text, beside `stop_tokens`.
 

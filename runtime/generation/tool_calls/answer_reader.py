@@ -34,7 +34,6 @@ class JsonObject:
     """
 
     def __init__(self) -> None:
-        """An object of which nothing has come."""
         self.is_broken = self.is_over = False
         self._open: list[str] = []
         self._is_in_string = self._is_escaped = False
@@ -115,7 +114,6 @@ class AnswerReader:
             tags: the opening and the closing tag of the reasoning, not empty; None where it is not told apart.
             is_thinking: whether the answer begins within the reasoning.
             format: of calls; None where they are not told apart.
-            tools: of the request, in OpenAI's form.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
         self._tags = tags
@@ -279,7 +277,7 @@ class AnswerReader:
     # --- content and reasoning --------------------------------------------------------------------
 
     def _end_of_block(self) -> int:
-        """Where the end of the block is in `_unread`, -1 if it has not come. What was searched before is not again."""
+        """The index of the block's end in `_unread`, -1 if it has not come. Resumes where the last search ended."""
         assert self._format is not None
         if not self._format.end:
             self._num_searched = len(self._unread)
@@ -358,7 +356,7 @@ class AnswerReader:
         self._enter(self._read_arguments)
 
     def _end_call(self, tail: str, marker: str) -> None:
-        """End a call whose arguments were given, if the parser reads the same."""
+        """End a call whose arguments were given, if the parser reads the same call."""
         assert self._format is not None
         assert self._format.layout is not None
         call_end = self._format.layout.end
@@ -381,7 +379,7 @@ class AnswerReader:
         self._enter(self._read_malformed if self._format.end else self._read_content)
 
     def _end_block(self, body: str, end: str, *, is_readable: bool) -> None:
-        """End a block of which `body` was not given: whole calls, or malformed."""
+        """End a block whose `body` was not given: as whole calls, or as content if it is malformed."""
         assert self._format is not None
         source = self._begin + body + end
         calls = self._format.parse(body, self._tools) if is_readable and body.strip() else None

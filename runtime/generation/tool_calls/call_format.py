@@ -117,7 +117,7 @@ class CallFormat:
         return known
 
     def new_id(self) -> str:
-        """A random id for a call; nobody can guess those of others."""
+        """A random id for a call, which other clients cannot guess."""
         # Mistral's templates refuse ids that are not of nine letters and digits.
         return secrets.token_hex(5)[:9] if self.name == "mistral" else f"call_{secrets.token_hex(12)}"
 
@@ -134,7 +134,7 @@ def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
 
 
 def checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:
-    """What a parser has read as one call, in one form; None where that is no call."""
+    """One call as a parser has read it, normalised; None if it is not a call."""
     if not isinstance(call, Mapping):
         return None
     name, arguments, id = call.get("name"), call.get("arguments"), call.get("id")

@@ -111,7 +111,6 @@ def call_layout(name: str, template: Any) -> CallLayout | None:
     """The layout of a format.
 
     Args:
-        name: of the format; see `CallFormat`.
         template: the tokenizer's chat template; two versions of Mistral's format differ in it.
 
     Returns: None for a format that has no layout here, such as a parser of the user's own.
@@ -264,7 +263,6 @@ class _Writer:
     """Writes a grammar in llguidance's variant of Lark."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        """An empty grammar, for a tokenizer with these special tokens."""
         self._special_tokens = special_tokens
         self._rules: list[str] = []
         self._schemas: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Python functions as tools: what a model is told of them, and its calls of them at work."""
+"""Python functions as tools: their schemas, and calling them."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def result_text(result: Any) -> str:
-    """What a model is told of a function's result: a text as it is, everything else as JSON."""
+    """The text of a function's result for the model: a text as it is, everything else as JSON."""
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def error_text(error: Exception) -> str:
-    """What a model is told of an error."""
+    """The text of an error for the model."""
     return f"Error: {type(error).__name__}: {error}"
 
 
@@ -106,7 +106,7 @@ def result_message(call: ToolCall, text: str) -> dict[str, Any]:
 
 
 def unknown_text(call: ToolCall) -> str:
-    """What a model is told of a call of a function that it was not told of."""
+    """The text for the model if it calls an unknown function."""
     return f"Error: there is no function {call.name!r}"
 
 
@@ -122,12 +122,16 @@ class FunctionCaller:
     """
 
     def __init__(self, functions: Functions) -> None:
-        """Nothing is called yet."""
         self.functions = functions
         self._is_calling = False
 
-    def check_idle(self, what: str) -> None:
-        """Raises: ConversationBusyError: functions are being called, and `what` has to wait for their results."""
+    def check_idle(self, what: str, is_answering: bool, how_to_close: str) -> None:
+        """Raises: ConversationBusyError: `what` has to wait for the end of an answer, or for results of functions."""
+        if is_answering:
+            raise ConversationBusyError(
+                f"cannot {what} while an answer is under way; read it to its end, or close its stream with "
+                f"{how_to_close}"
+            )
         if self._is_calling:
             raise ConversationBusyError(
                 f"cannot {what} while the conversation's functions are being called; wait for them, or cancel the call"
@@ -139,7 +143,6 @@ class FunctionCaller:
         """Call functions, one after the other, and return the messages with their results.
 
         Args:
-            calls: of the model.
             call_function: calls a function that is not async; async ones are awaited here.
         """
         with self._calling():

@@ -37,7 +37,6 @@ def reply_message(answer: ReasoningTracker, parts: Answer | None, *, has_templat
     """The message of an answer.
 
     Args:
-        answer: the answer, split into reasoning and the rest.
         parts: the answer, with calls told apart; None without tools.
         has_template: whether a chat template writes the message; otherwise it is running text.
     """

@@ -66,12 +66,12 @@ class Tools:
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """What the chat template is given."""
+        """The variables of the chat template."""
         return {"tools": [dict(tool) for tool in self.listed]}
 
 
 class StreamArguments(SettingsArguments, total=False):
-    """What `Runtime.stream` takes by name: settings, and tools.
+    """The keyword arguments of `Runtime.stream`: settings, and tools.
 
     Attributes:
         tools: functions that the model may call: Python functions, of which the model is told the signature and the

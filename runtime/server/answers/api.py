@@ -1,4 +1,4 @@
-"""The interface of an API: how its requests become generations, and who makes its responses."""
+"""The interface of an API: how its requests become generations, and their tokens responses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import attrs
@@ -69,7 +68,6 @@ class Serializer(ABC):
     interval_s: float = _KEEP_ALIVE_S
 
     def __init__(self, request: Request, answer: Answer) -> None:
-        """For one response, or one of its choices."""
         self._answer = answer
         self._shown = ShownTokens(request, answer.tokenizer)
         self._last_token: Token | None = None
@@ -111,18 +109,16 @@ class Choice:
 
     Attributes:
         stream: gives its tokens; None where nothing is to be generated.
-        num_prompt_tokens: tokens of its prompt.
         tokens: all of its tokens, for a response as one body.
     """
 
     serializer: Serializer
     stream: TokenStream | None
     statistics: Callable[[], Statistics]
-    num_prompt_tokens: int = 0
     tokens: Sequence[Token] = ()
 
     def finish(self, tokens: Sequence[Token]) -> None:
-        """Keep all tokens, and the statistics as they are now, from which another thread may make the response."""
+        """Store all tokens and freeze the statistics, so that another thread can make the response."""
         self.tokens, statistics = tokens, self.statistics()
         self.statistics = lambda: statistics
 
@@ -183,9 +179,7 @@ class Choices:
     def __enter__(self) -> Choices:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -194,7 +188,7 @@ B = TypeVar("B")
 
 @attrs.frozen
 class Answer:
-    """What a serializer needs of the generation that has begun.
+    """A generation that has begun, as its serializer sees it.
 
     Attributes:
         splitter: splits the tokens into parts; new.

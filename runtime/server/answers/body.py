@@ -1,4 +1,4 @@
-"""JSON objects of requests: strict types, the fields on which nothing depends, and those that are ignored."""
+"""Request bodies: JSON objects with strict types, fields without effect, and fields that are ignored."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Body(BaseModel):
 
 
 def _bodies(value: Any) -> Iterator[Body]:
-    """The bodies that a field consists of. An object that is kept as it came, such as a schema, is none."""
+    """The nested bodies in a field's value. An object that is kept as it came, such as a JSON schema, is none."""
     if isinstance(value, Body):
         yield value
     elif isinstance(value, list):
@@ -133,6 +133,8 @@ class IgnoredFields:
 class RequestBody(Body):
     """The whole body of a request."""
 
+    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+
     _ignored: IgnoredFields = PrivateAttr(IgnoredFields())
 
     @property
@@ -141,11 +143,11 @@ class RequestBody(Body):
         return self._ignored
 
     def keep_ignored(self, ignored: IgnoredFields) -> None:
-        """Keep what `ignored` returns: it is found where a long body is read, in another thread."""
+        """Set `ignored`, which is computed where the body is parsed: for a long body, in another thread."""
         self._ignored = ignored
 
     def check(self) -> None:
-        """Check what concerns more than one field.
+        """Check constraints between fields.
 
         Raises: ErrorResponse: fields do not go together.
         """

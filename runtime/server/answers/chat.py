@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from protocol.errors import SettingsError
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools, tools_of
-from runtime.server.answers.body import Body, NoEffect, ignored_fields
+from runtime.server.answers.body import Body, NoEffect, RequestBody, ignored_fields
 from runtime.server.answers.request import Objects, Request
 from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
 
@@ -85,7 +85,7 @@ class Thinking(Body):
 
 
 class Prediction(Body):
-    """A text that the answer may resemble, such as a file that is edited."""
+    """A predicted text, such as the file that is edited; the drafter drafts from it."""
 
     type: Literal["content"]
     content: Content
@@ -261,10 +261,8 @@ def _names(body: type[Body]) -> Iterator[str]:
 PASSED_ON = frozenset(_names(Chat)) - _OF_ITS_OWN
 
 
-class TranslatedBody(Body):
+class TranslatedBody(RequestBody):
     """The body of a request; unknown fields that mean the same in every API are taken as in a chat."""
-
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
 
     def fields(self) -> dict[str, Any]:
         """The fields of the chat that this stands for.
@@ -295,6 +293,7 @@ def parse_translated(
     """
     try:
         request = request_type.model_validate_json(body)
+        request.take_other_names()
         passed_on = {name: value for name, value in (request.model_extra or {}).items() if name in PASSED_ON}
         chat = chat_type.model_validate({**passed_on, **fields(request)})
         chat.take_other_names()

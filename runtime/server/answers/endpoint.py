@@ -66,35 +66,23 @@ def model_of(context: ServerContext, request: Any) -> str:
     return context.requested_model(request.model)
 
 
+@attrs.frozen
 class TokenizerEndpoint(Generic[R]):
-    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body."""
+    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body.
 
-    def __init__(
-        self,
-        context: ServerContext,
-        parse: Callable[[bytes], R],
-        result: Callable[[R, Runtime], Mapping[str, Any]],
-        field_and_length: Callable[[R], tuple[str, int]],
-    ) -> None:
-        """For one path.
+    Attributes:
+        parse: parses and validates a body; may raise ErrorResponse.
+        result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
+        field_and_length: the name of the field that the tokenizer works on, and the characters or tokens in it.
+    """
 
-        Args:
-            parse: parses and validates a body; may raise ErrorResponse.
-            result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
-            field_and_length: the name of the field that the tokenizer works on, and the characters or tokens in it.
-        """
-        self._context = context
-        self._parse = parse
-        self._result = result
-        self._field_and_length = field_and_length
+    _context: ServerContext
+    _parse: Callable[[bytes], R]
+    _result: Callable[[R, Runtime], Mapping[str, Any]]
+    _field_and_length: Callable[[R], tuple[str, int]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request.
-
-        Raises: ErrorResponse: the request is rejected; nothing was sent.
-
-        Cancellation: as of `FairThreads.run`.
-        """
+        """Raises: ErrorResponse: the request is rejected; nothing was sent. Cancellation: as of `FairThreads.run`."""
         context, client = self._context, client_address(scope)
         with suppress(ClientGone):
             body = await read_request(context, self._parse, scope, receive, client)
@@ -117,7 +105,7 @@ class TokenizerEndpoint(Generic[R]):
 
 @attrs.define
 class _Outcome:
-    """What became of a request, for metrics and access log.
+    """The outcome of a request, for metrics and access log.
 
     Attributes:
         model: the name of its model, once that is known.
@@ -144,18 +132,15 @@ class _Outcome:
         return self.is_sent or 0 < num_finished == self.num_texts
 
 
+@attrs.frozen
 class Endpoint(Generic[B]):
     """An ASGI application that generates for one type of request; `B` is the type of its parsed body."""
 
-    def __init__(self, context: ServerContext, api: Api[B]) -> None:
-        """For one path."""
-        self._context = context
-        self._api = api
+    _context: ServerContext
+    _api: Api[B]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request.
-
-        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
 
         Cancellation: ends the generation.
         """
@@ -223,8 +208,8 @@ class Endpoint(Generic[B]):
             outcome.is_sent = True
 
     async def _body_of(self, body: B, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
-        """The body of a response, whose generations are over."""
-        lengths = [(choice.num_prompt_tokens, len(choice.tokens)) for choice in choices]
+        """The body of a response, once its generations have ended."""
+        lengths = [(choice.statistics().prompt_tokens, len(choice.tokens)) for choice in choices]
         make = partial(self._api.whole, body, choices)
         return await encoded_aside(make, num_named_tokens(request, lengths), self._context.encoding, client)
 
@@ -237,7 +222,7 @@ class Endpoint(Generic[B]):
         number: int,
         before: Sequence[Choice],
     ) -> Choice:
-        """A choice whose generation has begun, the prompt's text of this number; `outcome` gets its stream.
+        """Begin the generation of a choice, answer `number` to its prompt; `outcome` gets its stream.
 
         Raises: OutriderError: it cannot begin.
         """
@@ -263,15 +248,9 @@ class Endpoint(Generic[B]):
             first=before[0].serializer if before else None,
         )
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        return Choice(self._api.serializer(body, answer), stream, statistics, len(prompt.ids))
+        return Choice(self._api.serializer(body, answer), stream, statistics)
 
 
 def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
     """The statistics of a choice for which nothing is generated."""
-    return Counts(prompt_tokens=len(prompt.ids)).snapshot(
-        elapsed=0.0,
-        generation_seconds=0.0,
-        time_to_first_token=None,
-        peak_memory=0,
-        estimates=model.runtime.estimates,
-    )
+    return Counts(prompt_tokens=len(prompt.ids)).snapshot(estimates=model.runtime.estimates)

@@ -1,6 +1,6 @@
-"""Fill-in-the-middle: prompts of a text before and a text after what is to be written, for models trained on such.
+"""Fill-in-the-middle: prompts from a prefix and a suffix, for models that were trained to write the text between them.
 
-The tokens that part them have other names in each family of models, and one family has the text after first.
+The marker tokens differ between families of models, and one family puts the suffix first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FRONT = "☺"
 
 @attrs.frozen
 class FillInMiddle:
-    """How a tokenizer parts a prefix from a suffix.
+    """The fill-in-the-middle tokens of one tokenizer.
 
     Attributes:
         prefix, suffix, middle: ids of the tokens, as in `_Markers`.
@@ -78,13 +78,13 @@ class FillInMiddle:
 
 
 def _adds_space(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> bool:
-    """Whether a tokenizer puts a space in front of a text, as sentencepiece does: as in these tokens of an x."""
+    """Whether a tokenizer prepends a space to a text, as sentencepiece does; `tokens` are those of "x"."""
     convert = getattr(tokenizer, "convert_ids_to_tokens", None)
     return convert is not None and str(convert(tokens[0])).startswith("▁")
 
 
 def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:
-    """How a tokenizer parts a prefix from a suffix; None if it has no tokens for that.
+    """The fill-in-the-middle tokens of a tokenizer; None if it has none.
 
     The whole vocabulary is listed, which takes a while: see `LoadedModel.fill_in_middle`.
     """

@@ -66,7 +66,7 @@ class PreparedPrompt:
         return bool(self.settings["max_tokens"] != 0)
 
     def settings_of_text(self, number: int) -> dict[str, Any]:
-        """The settings of one of several texts, the first of which is that of a request for one."""
+        """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
         seed = self.settings.get("seed")
         return self.settings if seed is None else {**self.settings, "seed": seed_of_text(seed, number)}
 
@@ -110,7 +110,7 @@ class Preparation:
         self._client = client
 
     async def prompts(self) -> list[PreparedPrompt]:
-        """The prompts, at least one; those whose log-probabilities are wanted have been scored.
+        """The prompts, at least one, scored if the request asks for their log-probabilities.
 
         Raises:
             OutriderError: a setting or a prompt is invalid, or the target has failed.
@@ -147,7 +147,7 @@ class Preparation:
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
     async def _encoded_and_grammar(self) -> tuple[_Encoded, Grammar | None]:
-        """What the tokenizer makes of the request, and what holds the answers to a schema or to tools."""
+        """The encoded request, and the grammar of its answers, if a schema or tools need one."""
         constraint, schemas, tools = self.request.constraint, self.model.schemas, self.tools
         format = None if tools is None else check_callable(tools, self.tokenizer)
         if tools is None or format is None:
@@ -358,7 +358,7 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
 
 
 def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """A text that an answer may resemble as token ids: the first 32,768, of which at most as many are of use."""
+    """The token ids of a prediction, cut to the first 32,768."""
     # Of text that is no code, a token has some five characters.
     tokens: list[int] = tokenizer.encode(text[: 16 * _MAX_PREDICTED_TOKENS], add_special_tokens=False)
     return tokens[:_MAX_PREDICTED_TOKENS]

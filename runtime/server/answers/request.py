@@ -1,42 +1,29 @@
-"""What every request for a generation may say, in no API's form: settings, limits, and what the answer must be."""
+"""Requests for generations, independent of any API: settings, limits, and constraints on the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-import attrs
 from pydantic import AliasChoices, BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
-from protocol.settings import MAX_LOOKAHEAD, MAX_SEED, Settings
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
-from runtime.server.answers.body import Body, NoEffect, RequestBody
+from runtime.server.answers.body import Body, NoEffect
+from runtime.server.answers.setting_fields import MAX_NUMBER, MINUS_ONE, NULL_IS_A_VALUE, GenerationBody, Id
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
 
-# Bounds that are wider than the runtime's are left to the runtime, which has an error message for each.
-Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-1e6, le=1e6)]
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
-Id = Annotated[int, Field(ge=0)]
 MinusOne = Annotated[int, Field(ge=-1, le=-1)]
 # -1 for as many as there may be.
 MaxTokens = Annotated[int, Field(ge=1)] | MinusOne
 # A token id, or a text.
 BiasKey = Annotated[str, Field(min_length=1, max_length=100)]
-_MAX_BIAS = 1e6
-Bias = Annotated[float, Field(ge=-_MAX_BIAS, le=_MAX_BIAS)]
-# Validation stops at the first invalid item: to report each of a million takes seconds.
-Ids = Annotated[list[Id], Field(fail_fast=True)]
+Bias = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)]
-ContextSize = Annotated[
-    Annotated[int, Field(ge=1)] | None,
-    Field(description="number of latest tokens that the penalty counts, prompt included; null for all"),
-]
-
 
 _MAX_BIASES = 10_000
 
@@ -44,7 +31,7 @@ _MAX_BIASES = 10_000
 def _biases(biases: Any) -> Any:
     # llama.cpp's form: pairs of an id or a text and a bias, which is false for a token that is forbidden.
     if isinstance(biases, list) and len(biases) <= _MAX_BIASES and all(map(_is_pair, biases)):
-        biases = {str(key): -_MAX_BIAS if bias is False else bias for key, bias in biases}
+        biases = {str(key): -MAX_NUMBER if bias is False else bias for key, bias in biases}
     # The field's own bound is checked last, after the problems of all entries were gathered.
     if isinstance(biases, (dict, list)) and len(biases) > _MAX_BIASES:
         context = {"field_type": "Dictionary", "max_length": _MAX_BIASES, "actual_length": len(biases)}
@@ -96,7 +83,7 @@ class SchemaJson(Body):
 
 
 class StructuredOutputs(Body):
-    """What an answer must be, in vLLM's form: one of these."""
+    """A constraint on the answer, in vLLM's form; at most one field is set."""
 
     json_: _Schema | None = Field(None, alias="json")
     regex: str | None = None
@@ -105,8 +92,8 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class ConstrainedRequest(RequestBody):
-    """The fields of a request that say what the answer must be; at most one of them."""
+class ConstrainedRequest(GenerationBody):
+    """The fields that constrain the answer; a request has at most one of them."""
 
     response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
     json_schema: dict[str, Any] | bool | None = Field(None, description="llama.cpp's field: the answer matches it")
@@ -119,7 +106,7 @@ class ConstrainedRequest(RequestBody):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the answer must be; None for any text."""
+        """The constraint on the answer; None for any text."""
         return next(self._constraints(), None)
 
     def check(self) -> None:
@@ -166,15 +153,14 @@ def _given(
 
 class Request(ConstrainedRequest):
     """A request for one or more generations. A field that is missing or null has the runtime's default: the temperature
-    is 0, for instance. Only for a context size null is a value, the whole text.
+    is 0, for instance. Only for a context size null is a value, the whole text. What needs more than a
+    copy of a setting's declaration stands here.
 
     Attributes:
         prompt_field: the name of the field that has the prompt.
         is_chat: whether reasoning and calls are told apart from the text of an answer.
     """
 
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
-    stream: bool | None = Field(None, description="send the text while it is generated, as server-sent events")
     max_tokens: MaxTokens | None = Field(
         None,
         validation_alias=AliasChoices("max_tokens", "n_predict"),
@@ -183,47 +169,16 @@ class Request(ConstrainedRequest):
     min_tokens: Id | None = Field(
         None, description="number of tokens before which no end-of-text or stop token can end the answer"
     )
-    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
-    top_p: Probability | None = None
-    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = Field(
-        None,
-        validation_alias=AliasChoices("seed", "random_seed"),
-        description="makes the text reproducible at any temperature, -1 for a fresh one; also `random_seed`",
-    )
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = Field(None, description="end the text with what has stopped it")
     skip_special_tokens: bool | None = Field(
         None, description="true: leave special tokens out of the text, except those around reasoning and calls"
     )
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = Field(
         None,
         description="added to the logits of tokens, by token id, or by text for each of its tokens; -100 practically "
         "forbids a token; also a list of pairs of a token and its bias",
     )
-    # Settings of the runtime.
-    top_k: int | None = Field(None, ge=-1, description="0 and -1 keep all tokens")
-    min_p: Probability | None = None
-    draft_temperature: float | None = Field(
-        None, ge=0, le=1e6, description="temperature of the drafter; by default the same as the target's"
-    )
-    xtc_probability: Probability | None = None
-    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
-        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"), description="also `repeat_penalty`"
-    )
-    repetition_context_size: ContextSize = 20
-    presence_context_size: ContextSize = 20
-    frequency_context_size: ContextSize = 20
-    stop_tokens: Ids | None = Field(
-        None, validation_alias=AliasChoices("stop_tokens", "stop_token_ids"), description="also `stop_token_ids`"
-    )
-    ignore_eos: bool | None = None
-    lookahead: Annotated[int, Field(ge=0, le=MAX_LOOKAHEAD)] | Literal["auto"] | None = Field(
-        None, validation_alias=AliasChoices("lookahead", "num_draft_tokens"), description="also `num_draft_tokens`"
-    )
-    acceptance: Literal["auto", "match", "rejection", "block"] | None = None
     cache_prompt: bool | None = Field(
         None, description="false: neither reuse what is cached of the prompt, nor keep it for later requests"
     )
@@ -247,7 +202,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts, each of which has its answers."""
+        """Number of prompts; each gets `num_choices` answers."""
         return 1
 
     @property
@@ -257,7 +212,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_candidates(self) -> int:
-        """Number of texts of which the best are the answers to a prompt."""
+        """Number of texts to generate for a prompt; the best `num_choices` of them are its answers."""
         return self.num_choices
 
     @property
@@ -267,7 +222,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Likewise for the tokens of the prompt."""
+        """As `num_logprobs`, for the tokens of the prompt."""
         return None
 
     @property
@@ -315,17 +270,15 @@ class Request(ConstrainedRequest):
 
     def settings(self) -> dict[str, Any]:
         """Settings for `Runtime.stream`, without those that need the tokenizer: see `Preparation`."""
-        given = {name: getattr(self, name) for name in _SETTINGS if name in self.model_fields_set}
-        # Only for these is None a value.
-        settings = {name: value for name, value in given.items() if value is not None or name.endswith("context_size")}
+        settings = {
+            name: MINUS_ONE[name] if name in MINUS_ONE and value == -1 else value
+            for name, value in self.given_settings().items()
+            if value is not None or name in NULL_IS_A_VALUE
+        }
         # Penalties without effect would still cost time.
         for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
             if settings.get(name) == neutral:
                 del settings[name]
-        if self.seed == -1:
-            settings["seed"] = None
-        if self.top_k == -1:
-            settings["top_k"] = 0
         if self.stop is not None:
             settings["stop"] = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
         if self.cache_prompt is not None:
@@ -340,11 +293,3 @@ class Request(ConstrainedRequest):
         elif self.num_candidates > self.num_choices:
             settings["logprobs"] = 1  # by which the best are told
         return settings
-
-
-# Fields that are settings of the same name and meaning; the rest needs more than a copy.
-_SETTINGS = [
-    field.name
-    for field in attrs.fields(Settings)
-    if field.name in Request.model_fields.keys() - {"max_tokens", "stop", "logit_bias"}
-]

@@ -15,25 +15,21 @@ if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
 
 
+@attrs.define
 class AnswerSplitter:
     """Splits the tokens of one answer into parts, in the order in which they were generated.
 
     Attributes:
+        reader: splits the text; new.
         num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
         has_calls: whether a call is complete.
         has_reasoning: whether reasoning is told apart; otherwise the whole text is the answer.
     """
 
-    def __init__(self, reader: AnswerReader, *, has_reasoning: bool) -> None:
-        """For one answer.
-
-        Args:
-            reader: splits the text; new.
-        """
-        self.num_reasoning_tokens = 0
-        self.has_calls = False
-        self.has_reasoning = has_reasoning
-        self._reader = reader
+    _reader: AnswerReader
+    has_reasoning: bool = attrs.field(kw_only=True)
+    num_reasoning_tokens: int = attrs.field(init=False, default=0)
+    has_calls: bool = attrs.field(init=False, default=False)
 
     def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
         """The parts that the next tokens add: text may be withheld that can be the beginning of a tag or a call."""
@@ -54,7 +50,6 @@ class ShownTokens:
     """Changes the texts of an answer's tokens."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
-        """For one answer."""
         # Calls, where there may be some, are told apart by special tokens.
         has_tools = request.has_tools
         self._tokenizer = tokenizer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
+
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
@@ -35,17 +37,16 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+@attrs.frozen
 class TokenLogprobs:
-    """The log-probabilities of an answer's tokens, in the form of chats and responses."""
+    """The log-probabilities of an answer's tokens, in the form of chats and responses.
 
-    def __init__(self, tokenizer: TokenizerWrapper, num_top: int) -> None:
-        """For one answer.
+    Attributes:
+        num_top: how many of the most probable tokens to name beside each.
+    """
 
-        Args:
-            num_top: how many of the most probable tokens to name beside each.
-        """
-        self._tokenizer = tokenizer
-        self._num_top = num_top
+    _tokenizer: TokenizerWrapper
+    _num_top: int
 
     def of(self, tokens: Sequence[Token]) -> list[TokenLogprob]:
         """The log-probabilities of some tokens, in order; without an end-of-text or stop token, which has no text."""

@@ -10,14 +10,15 @@ from pydantic import Field
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import Chat, Effort, TranslatedBody, joined, parse_translated
-from runtime.server.answers.request import MaxTokens, Probability, Stop
+from runtime.server.answers.request import MaxTokens, Stop
+from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse
 
 # --- blocks of content ----------------------------------------------------------------------------
 
 
 class CachedBody(Body):
-    """What may mark the end of a prefix to cache; prefixes are cached here without marks."""
+    """An object that may mark the end of a prefix to cache. Here prefixes are cached without marks."""
 
     cache_control: NoEffect = None
 
@@ -77,7 +78,7 @@ class ToolUseBlock(CachedBody):
 
 
 class ToolResultBlock(CachedBody):
-    """What a called tool has returned."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -161,7 +162,6 @@ class TokenCountRequest(TranslatedBody, CachedBody):
     service_tier: NoEffect = None
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this stands for."""
         fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
         if self.thinking is not None:
             fields["thinking"] = self.thinking.type != "disabled"
@@ -185,15 +185,11 @@ class TokenCountRequest(TranslatedBody, CachedBody):
             yield from _messages_of(message)
 
 
-class MessagesRequest(TokenCountRequest):
+class MessagesRequest(TokenCountRequest, GenerationBody):
     """The body of a request to `/v1/messages`: a conversation to continue."""
 
     max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
-    stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
-    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
-    top_p: Probability | None = None
-    top_k: int | None = Field(None, ge=-1)
 
     def fields(self) -> dict[str, Any]:
         """See `TokenCountRequest`.
@@ -204,8 +200,7 @@ class MessagesRequest(TokenCountRequest):
         if last.role == "assistant" and last.ends_in_space:
             message = "messages: final assistant content cannot end with trailing whitespace; take it away"
             raise ErrorResponse(400, message, param="messages")
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        fields = {**super().fields(), **{name: getattr(self, name) for name in names}}
+        fields = super().fields() | self.given_settings() | {"max_tokens": self.max_tokens, "stream": self.stream}
         if self.stop_sequences:
             fields["stop"] = self.stop_sequences
         return fields

@@ -11,6 +11,7 @@ import socket
 from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown
 from protocol.validation import check_integer
+from runtime.server.limits import DEFAULT_CONNECTIONS
 
 # A variable for the API key: other users of a machine can read its command lines.
 KEY_VARIABLE = "OUTRIDER_API_KEY"
@@ -98,8 +99,6 @@ def url(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
-
-DEFAULT_CONNECTIONS = 1000
 
 # Open files beside the connections: libraries, models that are being loaded, event loops, the process of grammars.
 OTHER_FILES = 128

@@ -44,11 +44,6 @@ class BodyMemory:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """All free.
-
-        Args:
-            max_bytes: of all claims together, >= that of one.
-        """
         self._num_free = max_bytes
         self._waiting: deque[tuple[Claim, int, trio.Event]] = deque()
 
@@ -142,7 +137,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
 
 
 async def while_there(receive: Receive, send: Send, stalled_s: float, work: Callable[[Send], Awaitable[None]]) -> None:
-    """Do some work for a client; cancel it when the client leaves, or does not read what it is sent.
+    """Do some work for a client; cancel it when the client leaves, or stops reading the response.
 
     Args:
         stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-import attrs
 import trio
 from starlette.types import ASGIApp
 
 from runtime.server.connections.connection import Connection
+from runtime.server.limits import DEFAULT_CONNECTIONS, Limits
 
 
 class ConnectionSlots:
@@ -22,11 +22,6 @@ class ConnectionSlots:
     """
 
     def __init__(self, number: int) -> None:
-        """All free.
-
-        Args:
-            number: of slots, >= 1.
-        """
         self._free = trio.Semaphore(number)
         self._num_waiting = 0
         self._keeps_idle = True
@@ -85,29 +80,11 @@ _RETRY_S = 0.1
 _WARNING_INTERVAL_S = 60.0
 
 
-@attrs.frozen
-class ConnectionLimits:
-    """Limits and timeouts of connections.
-
-    Attributes:
-        max_connections: open connections at a time, >= 1. For a further client, the connection that has been idle for
-            the longest is closed; if all are busy, the client waits.
-        stalled_s: seconds that a client may leave 64 KiB of an answer unread.
-        idle_s: seconds that a client may take for the head of its next request.
-        grace_s: seconds that answers may take to end once the server is to stop.
-    """
-
-    max_connections: int = 1000
-    stalled_s: float = 60.0
-    idle_s: float = 30.0
-    grace_s: float = 5.0
-
-
 async def serve(
     app: ASGIApp,
     listeners: Sequence[trio.SocketListener],
     until: Callable[[], Awaitable[object]],
-    limits: ConnectionLimits,
+    limits: Limits,
     drain: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint,
 ) -> None:
     """Serve an ASGI application over HTTP/1.1 and HTTP/1.0.
@@ -124,7 +101,7 @@ async def serve(
     Cancellation: closes all connections.
     """
     stopping = trio.Event()
-    slots = ConnectionSlots(limits.max_connections)
+    slots = ConnectionSlots(limits.max_connections or DEFAULT_CONNECTIONS)
 
     async def handle(stream: trio.SocketStream) -> None:
         connection = Connection(
@@ -152,7 +129,7 @@ async def serve(
 
 
 class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener whose connections have a place each; whoever handles a connection gives its place back."""
+    """A listener that takes a slot for each connection; the connection's handler frees it."""
 
     def __init__(self, listener: trio.SocketListener, slots: ConnectionSlots) -> None:
         # trio.serve_listeners looks at the socket when `accept` fails.

@@ -1,4 +1,4 @@
-"""What an answer must be: JSON of a schema, a match of a regular expression, one of some texts, a text of a grammar."""
+"""Constraints on an answer: a JSON schema, a regular expression, a list of choices, or a grammar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 class ConstraintError(SettingsError):
-    """What an answer must be is invalid, or cannot be followed to its end.
+    """A constraint is invalid, or cannot be followed to its end.
 
     Attributes:
         field: the name of the request's field that says it.
@@ -30,7 +30,7 @@ class ConstraintError(SettingsError):
 
 @attrs.frozen
 class Constraint:
-    """What an answer must be.
+    """A constraint on an answer.
 
     Attributes:
         kind: what `value` is: a JSON schema, or one as JSON; a regular expression; texts, of which the answer is one;
@@ -44,7 +44,7 @@ class Constraint:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return schema_name(self.value) if self.kind == "json" else self.field
 
     @property

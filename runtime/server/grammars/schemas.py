@@ -1,4 +1,4 @@
-"""JSON schemas to grammars, with a limit on what each may cost, and with clients taking turns."""
+"""Compiles JSON schemas and other constraints to grammars, with a limit on the cost of each; clients take turns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compile_any_object(tokenizer: Any) -> Grammar:
 
 @contextmanager
 def _errors_of(field: str) -> Iterator[None]:
-    """Make error responses of what is wrong with a field of a request, and of checks that fail."""
+    """Turn the errors of a request's field, and of a check that fails, into error responses."""
     try:
         yield
     except SettingsError as error:
@@ -60,7 +60,7 @@ def _errors_of(field: str) -> Iterator[None]:
 
 @attrs.define(eq=False)
 class Schemas:
-    """Compiles JSON schemas, and what else an answer may be held to, to grammars.
+    """Compiles JSON schemas and other constraints to grammars.
 
     A schema is first compiled in a process that can be killed, and in this process only if that was cheap. The outcome
     of the check is kept, but not the grammar: grammars grow while they are used.
@@ -84,10 +84,9 @@ class Schemas:
     _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
 
     async def grammar(self, constraint: Constraint, client: str) -> Grammar:
-        """The logits processor for what an answer must be.
+        """The logits processor for a constraint.
 
         Args:
-            constraint: what it must be.
             client: the client's address; clients take turns.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.

@@ -173,7 +173,7 @@ def _idle_s(place: _Place, table: Mapping[str, Any]) -> float | None:
 
 
 def _found(place: _Place, model: str) -> str:
-    """A path beside the file where there is one; else the path or hub id as it is given."""
+    """The path relative to the configuration file if that exists; else the path or hub id as given."""
     beside = Path(place.path).parent / model
     return str(beside) if model not in (NGRAM, MTP) and beside.exists() else model
 

@@ -1,4 +1,4 @@
-"""A model in memory, with what a server needs for its requests, and how it is loaded."""
+"""A loaded model with the state that the server keeps for it, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tokenizer_of(runtime: Runtime) -> TokenizerWrapper:
 
 @attrs.frozen(eq=False)
 class LoadedModel:
-    """A model that is loaded, and what a server needs for its requests.
+    """A loaded model, with the state that the server keeps for it.
 
     Attributes:
         spec: what it is.
@@ -51,7 +51,7 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """What requests call it."""
+        """Its name in requests."""
         return self.spec.name
 
     @cached_property

@@ -185,7 +185,7 @@ class ModelPool:
             self._end_use(instance)
 
     async def _loaded(self, slot: _Slot) -> _Instance:
-        """The next instance of a model, of which the caller is a user."""
+        """The next instance of a model; the caller counts as one of its users."""
         if (load := slot.load) is None:
             load = slot.load = _Load(slot)
             self._queue.append(load)
@@ -235,7 +235,7 @@ class ModelPool:
                 await self._changed.wait()
 
     def _has_room(self, num_bytes: int, *, for_load: bool) -> bool:
-        """Whether so many bytes more are within the limit. If not, the next model that can be spared is told to leave.
+        """Whether `num_bytes` more are within the memory limit. If not, the next model that can be spared is dismissed.
 
         For a load, any model can be spared; after a request has ended, only one that is idle, and not the last one that
         was used. If nothing is left to be unloaded, there is room: the limit counts models, and not what else the

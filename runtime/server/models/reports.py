@@ -1,4 +1,4 @@
-"""Reports on a server's models: which there are, and how they do."""
+"""Reports on a server's models: the list of them, their properties and their health."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GenerationDefaults(TypedDict):
 
 
 class Modalities(TypedDict):
-    """What a prompt can have beside text."""
+    """Inputs that a prompt can have beside text."""
 
     vision: bool
     audio: bool
@@ -102,7 +102,7 @@ class Props(TypedDict):
 
 @functools.cache
 def fingerprint() -> str:
-    """What the text of a seed may depend on beside the model: the server's version."""
+    """The server's version, on which the text of a seed may depend beside the model."""
     return f"outrider-{importlib.metadata.version('outrider')}"
 
 

@@ -51,19 +51,38 @@ class Usage(TypedDict):
     total_tokens: int
     proposed_tokens: int
     accepted_tokens: int
+    accepted_copied_tokens: int
+    rejected_copied_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+
+
+class Timings(TypedDict):
+    """Counts and times, as llama.cpp has them; see `runtime.server.openai.serializers.timings`."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: NotRequired[int]
+    draft_n_accepted: NotRequired[int]
 
 
 # --- speculation, for `stream_options.include_speculation` ----------------------------------------
 
 
 class SpeculationToken(TypedDict):
-    """A token, and whether the drafter had proposed it."""
+    """A token, and who had proposed it: see `runtime.Token`."""
 
     id: int
     text: str
     from_draft: bool
+    drafted_by: Literal["model", "copy"] | None
     is_thinking: bool
 
 
@@ -76,6 +95,8 @@ class SpeculationStatistics(TypedDict):
     generated_tokens: int
     proposed: int
     accepted: int
+    accepted_copied: int
+    rejected_copied: int
     acceptance_rate: float | None
     rows_per_pass: float | None
     generation_tps: float | None
@@ -120,11 +141,12 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(_Response):
-    """A response of `/v1/completions`, or a chunk of one; chunks have `usage` at the end, or all if asked for."""
+    """A response of `/v1/completions`, or a chunk of one; `usage` and `timings` come at the end, or in all."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
+    timings: NotRequired[Timings]
     speculation: NotRequired[Speculation]
 
 
@@ -182,6 +204,7 @@ class ChatCompletion(_Response):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    timings: NotRequired[Timings]
     prompt_logprobs: PromptLogprobs | None
 
 
@@ -221,9 +244,10 @@ class ChunkChoice(TypedDict):
 
 
 class ChatChunk(_Response):
-    """A chunk of a response of `/v1/chat/completions`; chunks have `usage` as there."""
+    """A chunk of a response of `/v1/chat/completions`; chunks have `usage` and `timings` as there."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: NotRequired[Usage]
+    timings: NotRequired[Timings]
     speculation: NotRequired[Speculation]

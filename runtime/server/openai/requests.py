@@ -16,7 +16,8 @@ from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import Chat, ChatMessage, checked_tools
-from runtime.server.answers.request import Ids, MaxTokens, Objects, Request
+from runtime.server.answers.request import MaxTokens, Objects, Request
+from runtime.server.answers.setting_fields import Ids
 from runtime.server.errors import ErrorResponse
 
 # Most answers of one request, to all of its prompts.
@@ -54,6 +55,9 @@ class OpenAIRequest(Request):
         description="vLLM's field: give the log-probabilities of the prompt's tokens, and of so many of the most "
         "probable others",
     )
+    timings_per_token: bool | None = Field(
+        None, description="llama.cpp's field: give the `timings` so far in each chunk, and not in the last one only"
+    )
     n: Number | None = Field(None, description="number of answers, which are worked on side by side")
     user: NoEffect = None
     metadata: NoEffect = None
@@ -74,12 +78,17 @@ class OpenAIRequest(Request):
             raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
-        if self.speculation and self.num_prompts * self.num_candidates > 1:
+        if self.speculation and not self.is_for_one_text:
             raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
 
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def is_for_one_text(self) -> bool:
+        """Whether one text is generated."""
+        return self.num_prompts * self.num_candidates == 1
 
     @property
     def num_prompt_logprobs(self) -> int | None:

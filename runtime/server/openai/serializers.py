@@ -36,6 +36,7 @@ from runtime.server.openai.bodies import (
     PromptLogprobs,
     Speculation,
     SpeculationStatistics,
+    Timings,
     ToolCallDelta,
     Usage,
 )
@@ -55,6 +56,8 @@ def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timel
         "generated_tokens": statistics.generated_tokens,
         "proposed": statistics.proposed,
         "accepted": statistics.accepted,
+        "accepted_copied": statistics.accepted_copied,
+        "rejected_copied": statistics.rejected_copied,
         "acceptance_rate": statistics.acceptance_rate,
         "rows_per_pass": statistics.rows_per_pass,
         "generation_tps": statistics.generation_tps,
@@ -63,12 +66,45 @@ def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timel
     }
     return {
         "tokens": [
-            {"id": token.id, "text": token.text, "from_draft": token.from_draft, "is_thinking": token.is_thinking}
+            {
+                "id": token.id,
+                "text": token.text,
+                "from_draft": token.from_draft,
+                "drafted_by": token.drafted_by,
+                "is_thinking": token.is_thinking,
+            }
             for token in tokens
         ],
         "statistics": so_far,
         **timeline.new_activity(),
     }
+
+
+def timings(statistics: Statistics) -> Timings:
+    """The counts and times of an answer so far, by llama.cpp's names.
+
+    A prompt's time is that of its prefill: without waiting for the models, and without the last token, which the first
+    round reads. The answer's is from its first token on. Its rate leaves out what came with that one, as
+    `Statistics.generation_tps` does, and is 0 before a second round.
+    """
+    s = statistics
+    num_prompt, num_predicted = s.prompt_tokens - s.cached_tokens, s.generated_tokens
+    prompt_ms = 1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0.0
+    predicted_ms = 0.0 if s.time_to_first_token is None else 1e3 * (s.elapsed - s.time_to_first_token)
+    told: Timings = {
+        "cache_n": s.cached_tokens,
+        "prompt_n": num_prompt,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
+        "prompt_per_second": s.prompt_tps,
+        "predicted_n": num_predicted,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / num_predicted if num_predicted else 0.0,
+        "predicted_per_second": s.generation_tps or 0.0,
+    }
+    if s.proposed:
+        told |= {"draft_n": s.proposed, "draft_n_accepted": s.accepted}
+    return told
 
 
 def prompt_logprobs(score: Score | None, num_top: int, decoded: Callable[[int], str]) -> PromptLogprobs:
@@ -122,10 +158,14 @@ class ChunkSerializer(Serializer):
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         chunks = self.chunks(self._shown(tokens))
         self._num_given += len(tokens)
+        # The stream may be ahead of what the client has read.
+        given = attrs.evolve(statistics, generated_tokens=self._num_given)
         for i, chunk in enumerate(chunks):
             if self._request.continuous_usage:
-                # The stream may be ahead of what the client has read.
-                chunk["usage"] = self._usage(attrs.evolve(statistics, generated_tokens=self._num_given))
+                chunk["usage"] = self._usage(given)
+            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._request.usage
+            if is_last or self._request.timings_per_token:
+                chunk |= self._timings(given)
             if self._timeline is not None:
                 # The tokens came with the first; a chunk that only ends the text has none.
                 chunk["speculation"] = speculation([] if i else tokens, statistics, self._timeline)
@@ -136,8 +176,12 @@ class ChunkSerializer(Serializer):
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        usage = [Event({**self._chunk([]), "usage": self._usage(statistics)})] if self._request.usage else []
-        return [*usage, Event("[DONE]")]
+        if not self._request.usage:
+            return [Event("[DONE]")]
+        return [
+            Event({**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}),
+            Event("[DONE]"),
+        ]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
         """See `Serializer`: the error alone, without [DONE]."""
@@ -184,6 +228,8 @@ class ChunkSerializer(Serializer):
             "total_tokens": num_prompt_tokens + statistics.generated_tokens,
             "proposed_tokens": statistics.proposed,
             "accepted_tokens": statistics.accepted,
+            "accepted_copied_tokens": statistics.accepted_copied,
+            "rejected_copied_tokens": statistics.rejected_copied,
             "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens if counts_prompt else 0},
             "completion_tokens_details": {
                 "reasoning_tokens": self._num_reasoning_tokens,
@@ -191,6 +237,10 @@ class ChunkSerializer(Serializer):
                 "rejected_prediction_tokens": statistics.rejected,
             },
         }
+
+    def _timings(self, statistics: Statistics) -> dict[str, Timings]:
+        """The field `timings`; none where several texts are generated, whose rates do not add up."""
+        return {"timings": timings(statistics)} if self._request.is_for_one_text else {}
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
         if (num_top := self._request.prompt_logprobs) is None:
@@ -251,6 +301,7 @@ class ChatSerializer(ChunkSerializer):
         return {
             **self._chunk([choice], "chat.completion"),
             "usage": self._usage(statistics),
+            **self._timings(statistics),
             "prompt_logprobs": self._prompt_logprobs(),
         }
 
@@ -329,7 +380,7 @@ class CompletionSerializer(ChunkSerializer):
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         choice = {**self._choice(self._shown(tokens))[0], "prompt_logprobs": self._prompt_logprobs()}
-        return {**self._chunk([choice]), "usage": self._usage(statistics)}
+        return {**self._chunk([choice]), "usage": self._usage(statistics), **self._timings(statistics)}
 
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)

@@ -14,7 +14,7 @@ from runtime.generation.text import encode_prompt, tokenized
 from runtime.server.answers.body import NoEffect, RequestBody, parse_request
 from runtime.server.answers.endpoint import TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
-from runtime.server.answers.request import Ids
+from runtime.server.answers.setting_fields import Ids
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.loaded_model import tokenizer_of
@@ -25,7 +25,6 @@ from runtime.server.operations import Operation
 class TokenizeRequest(RequestBody):
     """The body of a request to `/v1/tokenize`: a text. A body with `messages` is that of a chat."""
 
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
     prompt: str | None = Field(None, description="a text, with the special tokens that the tokenizer adds")
     content: str | None = Field(None, description="a text, without special tokens")
     add_special_tokens: bool | None = Field(None, description="whether special tokens are added; also `add_special`")
@@ -56,7 +55,6 @@ class TokenizeRequest(RequestBody):
 class DetokenizeRequest(RequestBody):
     """The body of a request to `/v1/detokenize`: token ids."""
 
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
     tokens: Ids
 
 

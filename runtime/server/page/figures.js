@@ -11,8 +11,13 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 /** Each as one would say it, and what it is made of; null where there is nothing to say. */
 const TOLD = {
-  acceptance: ({ proposed, accepted, drafter }) =>
-    proposed > 0 ? [percent(accepted / proposed), `${count(accepted)} of ${count(proposed)}`] : drafter === "resting" ? ["resting"] : null,
+  acceptance: ({ proposed, accepted, accepted_copied = 0, rejected_copied = 0, drafter }) => {
+    const own = accepted - accepted_copied;
+    const of = proposed - accepted_copied - rejected_copied;
+    const copied = accepted_copied > 0 ? `${count(accepted_copied)} copied` : undefined;
+    if (of > 0) return [percent(own / of), `${count(own)} of ${count(of)}${copied ? `, ${copied}` : ""}`];
+    return drafter === "resting" || copied ? [drafter === "resting" ? "resting" : NONE, copied] : null;
+  },
   speed: ({ generation_tps, rows_per_pass }) =>
     generation_tps > 0 ? [rate(generation_tps), rows_per_pass > 1 ? `${rows_per_pass.toFixed(1)} streams a pass` : undefined] : null,
   tokens: ({ generated_tokens }) => (isNumber(generated_tokens) ? [count(generated_tokens)] : null),

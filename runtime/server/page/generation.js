@@ -106,7 +106,7 @@ export class Generation {
   /**
    * @param {{
    *   changed(): void,
-   *   wrote(pieces: {text: string, isDrafted: boolean, isThought: boolean}[]): void,
+   *   wrote(pieces: {text: string, isDrafted: boolean, isCopied: boolean, isThought: boolean}[]): void,
    *   called(calls: object[]): void,
    *   counted(statistics: object): void,
    *   worked(spans: {actor: string, kind: string, began: number, ended: number}[]): void,
@@ -253,11 +253,16 @@ function piecesOf(chunk) {
   if (Array.isArray(chunk.speculation?.tokens))
     return chunk.speculation.tokens
       .filter((token) => token.text)
-      .map((token) => ({ text: token.text, isDrafted: token.from_draft === true, isThought: token.is_thinking === true }));
+      .map((token) => ({
+        text: token.text,
+        isDrafted: token.from_draft === true,
+        isCopied: token.drafted_by === "copy",
+        isThought: token.is_thinking === true,
+      }));
   const choice = chunk.choices?.[0] ?? {};
   return [
-    { text: choice.delta?.reasoning_content, isDrafted: false, isThought: true },
-    { text: choice.text ?? choice.delta?.content, isDrafted: false, isThought: false },
+    { text: choice.delta?.reasoning_content, isDrafted: false, isCopied: false, isThought: true },
+    { text: choice.text ?? choice.delta?.content, isDrafted: false, isCopied: false, isThought: false },
   ].filter((piece) => piece.text);
 }
 
@@ -266,4 +271,6 @@ const countsOf = (usage) => ({
   generated_tokens: usage.completion_tokens,
   proposed: usage.proposed_tokens,
   accepted: usage.accepted_tokens,
+  accepted_copied: usage.accepted_copied_tokens,
+  rejected_copied: usage.rejected_copied_tokens,
 });

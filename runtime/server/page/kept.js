@@ -10,7 +10,7 @@ const VERSION = 1;
 /**
  * @typedef {{
  *   asked: string, isChat: boolean, model: string | null, id: string | null, state: string, finishReason: string | null, message: string | null,
- *   pieces: {text: string, isDrafted: boolean, isThought: boolean}[],
+ *   pieces: {text: string, isDrafted: boolean, isCopied: boolean, isThought: boolean}[],
  *   counts: object,
  *   spans: {actor: string, kind: string, began: number, ended: number}[],
  *   changes: {at: number, state: string}[],

@@ -69,7 +69,7 @@ export class GrowingText {
     this.#block.append(node);
   }
 
-  /** @param {{text: string, isDrafted: boolean, isThought: boolean}[]} pieces shown with the next frame, or soon. */
+  /** @param {{text: string, isDrafted: boolean, isCopied: boolean, isThought: boolean}[]} pieces shown with the next frame, or soon. */
   add(pieces) {
     for (const piece of pieces) this.#pending.push(piece);
     if (this.#frame || this.#timer) return;
@@ -98,12 +98,13 @@ export class GrowingText {
     this.#frame = this.#timer = 0;
   }
 
-  #append({ text, isDrafted, isThought }) {
+  #append({ text, isDrafted, isCopied, isThought }) {
     const before = this.#pieces.at(-1);
-    if (before?.isDrafted === isDrafted && before.isThought === isThought) before.text += text;
-    else this.#pieces.push({ text, isDrafted, isThought });
+    if (before?.isDrafted === isDrafted && before.isCopied === isCopied && before.isThought === isThought) before.text += text;
+    else this.#pieces.push({ text, isDrafted, isCopied, isThought });
     if (isThought !== this.#isThought) this.#turn(isThought);
-    if (isDrafted) text.split(INDENT).forEach((part, i) => this.#write(part, i % 2 ? "drafted blank" : "drafted"));
+    const kind = isCopied ? "drafted copied" : "drafted";
+    if (isDrafted) text.split(INDENT).forEach((part, i) => this.#write(part, i % 2 ? `${kind} blank` : kind));
     else this.#write(text, "");
   }
 

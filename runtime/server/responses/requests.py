@@ -11,7 +11,8 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import Chat, Effort, TranslatedBody, joined, parse_translated
-from runtime.server.answers.request import MaxTokens, Probability
+from runtime.server.answers.request import MaxTokens
+from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.responses.store import ResponseStore
 
@@ -64,7 +65,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(SentBackItem):
-    """The reasoning before an earlier answer; what is encrypted or a summary is left out."""
+    """The reasoning before an earlier answer; summaries and encrypted content are left out."""
 
     type: Literal["reasoning"]
     summary: SentBack = None
@@ -82,7 +83,7 @@ class FunctionCallItem(SentBackItem):
 
 
 class FunctionOutputItem(SentBackItem):
-    """What a called function has returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -219,17 +220,14 @@ class ResponsesToolChoice(Body):
     tools: list[ResponsesTool] | None = None
 
 
-class ResponsesRequest(TranslatedBody):
+class ResponsesRequest(TranslatedBody, GenerationBody):
     """The body of a request to `/v1/responses`: a conversation to continue."""
 
     input: str | Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
     instructions: str | None = Field(None, description="the system message; not kept for later responses")
     previous_response_id: str | None = Field(None, description="continue the conversation of a stored response")
     store: bool | None = Field(None, description="false: do not keep the response for later ones")
-    stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
     max_output_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
-    temperature: float | None = Field(None, ge=0, le=1e6, description="0, the default, is greedy decoding")
-    top_p: Probability | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=1000, fail_fast=True)] | None = None
@@ -291,7 +289,7 @@ class ParsedRequest:
 
 
 def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
-    """Parse and validate the body of a request, and find what it continues.
+    """Parse and validate the body of a request, and look up the response that it continues.
 
     Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
     """
@@ -359,8 +357,8 @@ def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[s
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
         raise ErrorResponse(400, "input must have at least one message; add it", param="input")
-    names = ("model", "stream", "temperature", "top_p", "parallel_tool_calls")
-    fields: dict[str, Any] = {name: getattr(request, name) for name in names}
+    fields = request.given_settings()
+    fields |= {name: getattr(request, name) for name in ("model", "stream", "parallel_tool_calls")}
     fields |= {"messages": messages, "max_tokens": request.max_output_tokens}
     if request.has_logprobs:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}

@@ -33,7 +33,6 @@ class ResponseSerializer(Serializer):
     """Serializer for `/v1/responses`, which also keeps the response for later ones."""
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
-        """For one response, which `store` keeps."""
         super().__init__(parsed.chat, answer)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
@@ -249,7 +248,7 @@ class ResponseSerializer(Serializer):
 
 def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
     """A response that has no output yet."""
-    request = parsed.request
+    request, settings = parsed.request, parsed.request.given_settings()
     repeated = {"reasoning", "text", "tools", "tool_choice"}
     given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)
     begun: ResponseBody = {
@@ -269,12 +268,12 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
         "previous_response_id": request.previous_response_id,
         "reasoning": given.get("reasoning", {}),
         "store": request.store is not False,
-        "temperature": request.temperature or 0.0,
+        "temperature": settings.get("temperature") or 0.0,
         "text": {"format": {"type": "text"}} | given.get("text", {}),
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "top_p": 1.0 if settings.get("top_p") is None else settings["top_p"],
         "truncation": "disabled",
         "background": False,
     }

@@ -2,7 +2,7 @@
 
 MLX has one default device a process, and Python one lock; so a drafter on another device than the target's, or beside a
 fast target, is better off in another process. This module is also that process's program:
-`python -m runtime.ranks.draft_process SOCKET DEVICE`.
+`python -m runtime.remote.draft_process SOCKET DEVICE`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from protocol.errors import SettingsError
 from runtime.loading.device import use_device
 from runtime.loading.model_sources import Source, check_source
 from runtime.loading.model_spec import ModelSpec
-from runtime.ranks.drafting import draft_for
+from runtime.remote.drafting import draft_for
 
 # Longest time in which the process ends by itself once its runtime has closed the link, or has ended. In seconds.
 END_S = 2.0

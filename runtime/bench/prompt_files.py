@@ -1,0 +1,88 @@
+"""Prompts of a benchmark: texts, chats and conversations of several turns, from files of several kinds.
+
+A line that is a JSON object may have the fields of Spec-Bench (Xia et al. 2024, `question.jsonl`) and of SPEED-Bench
+(NVIDIA 2026, exported as JSON lines): "turns" and "category". Others have "prompt" or "messages".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from protocol.errors import PromptError
+
+# `--prompts` takes this for the prompts that come with Outrider; see `examples/make_bench_prompts.py`.
+BUNDLED = "bundled"
+_BUNDLED_FILE = Path(__file__).parent / "prompts.jsonl"
+
+
+@attrs.frozen
+class BenchPrompt:
+    """A prompt, or what a user says in each turn of a conversation.
+
+    Attributes:
+        turns: a text, token ids or chat messages; of a conversation, texts.
+        category: by which figures are shown; may be empty.
+        is_chat: whether turns are messages of a user. Without a chat template they are texts to continue.
+    """
+
+    turns: tuple[Any, ...]
+    category: str = ""
+    is_chat: bool = False
+
+    def at(self, turn: int, answers: Sequence[str], *, has_template: bool) -> Any:
+        """The prompt of a turn, after the answers to those before it."""
+        if not self.is_chat:
+            return self.turns[turn]
+        if not has_template:
+            said = [text for pair in zip(self.turns, answers, strict=False) for text in pair]
+            return "\n\n".join([*said, self.turns[turn]])
+        messages = [
+            {"role": role, "content": text}
+            for pair in zip(self.turns, answers, strict=False)
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return [*messages, {"role": "user", "content": self.turns[turn]}]
+
+
+def bench_prompts(prompts: Iterable[BenchPrompt | str | Sequence[int]]) -> tuple[BenchPrompt, ...]:
+    """Prompts, of which some are texts or token ids."""
+    return tuple([prompt if isinstance(prompt, BenchPrompt) else BenchPrompt((prompt,)) for prompt in prompts])
+
+
+def read_prompts(file: str) -> list[BenchPrompt]:
+    """The prompts in a file: a JSON list of texts (FILE.json), or a text or a JSON object a line.
+
+    Raises: PromptError: the file cannot be read, has no prompt, or one of another form.
+    """
+    path = _BUNDLED_FILE if file == BUNDLED else Path(file)
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = [line for line in text.splitlines() if line.strip()]
+        has_objects = path.suffix == ".jsonl" or text.lstrip().startswith("{")
+        is_list = path.suffix == ".json"
+        found = json.loads(text) if is_list else [json.loads(line) for line in lines] if has_objects else lines
+    except (OSError, ValueError) as error:
+        raise PromptError(f"cannot read prompts from {path}: {error}") from error
+    if not isinstance(found, list) or (is_list and not all(isinstance(prompt, str) for prompt in found)):
+        raise PromptError(f"{path} must hold a JSON list of texts")
+    if not found:
+        raise PromptError(f"there is no prompt in {path}; give one a line")
+    return [_prompt_of(each, f"line {number} of {path}") for number, each in enumerate(found, 1)]
+
+
+def _prompt_of(found: Any, where: str) -> BenchPrompt:
+    match found:
+        case str(text):
+            return BenchPrompt((text,))
+        case {"turns": [str(), *_] as turns} if all(isinstance(turn, str) for turn in turns):
+            return BenchPrompt(tuple(turns), str(found.get("category", "")), is_chat=True)
+        case {"messages": [dict(), *_] as messages}:
+            return BenchPrompt((messages,), str(found.get("category", "")))
+        case {"prompt": str(text)}:
+            return BenchPrompt((text,), str(found.get("category", "")))
+    raise PromptError(f'{where} is no prompt; an object has "prompt", "messages" or "turns" (a list of texts)')

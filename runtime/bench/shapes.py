@@ -1,0 +1,236 @@
+"""Pairs with the cost of real ones and no download: random weights in the shape of models that people use.
+
+The passes cost what those of such models do. The texts are made: after a token comes the one that a table names,
+whatever stands before it, and the drafter knows each entry of the table with a given probability. Both models compute
+their logits first, and then set the one that leads. So the text is exact in every number format, and all ways to decode
+it (mlx-lm's too) have the same acceptance. The drafter is always sure of itself, so that its confidence tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from actors.mlx.model import quantize_weights
+from protocol.errors import ModelError
+from runtime.bench.small_models import WrappedModel, drawn_model
+from runtime.loading.device import physical_memory
+
+# The part of the memory that the weights may take: caches and passes need some.
+MAX_PART_OF_MEMORY = 0.75
+
+# From a token to the next one: prime, so that a text comes to every token before it repeats.
+STRIDE = 7919
+# Of a logit that leads: those of random weights are far below.
+LEAD = 100.0
+
+# Prompts of a shape, which has no tokenizer.
+PROMPTS = tuple(tuple(range(start, start + 64)) for start in range(0, 256, 16))
+
+
+@attrs.frozen
+class Shape:
+    """The shape of a model.
+
+    Attributes:
+        family: its module in mlx-lm.
+        arguments: of the model, by name.
+    """
+
+    family: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return int(self.arguments["num_hidden_layers"])
+
+    def lazy_model(self, seed: int, dtype: str, quantization: Mapping[str, Any] | None, **arguments: int) -> Module:
+        """A model of this shape, but for some arguments, whose weights are not drawn yet."""
+        model = drawn_model(self.family, seed, **{**self.arguments, **arguments})
+        model.set_dtype(getattr(mx, dtype))
+        if quantization is not None:
+            quantize_weights(model, **quantization)
+        return model
+
+
+def _shape(
+    family: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, vocab: int, **more: Any
+) -> Shape:
+    arguments = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1e6,
+    }
+    return Shape(family, arguments | more)
+
+
+# By the name that the command line has for it, with the published model whose configuration it has.
+SHAPES = {
+    # Llama 3.1 8B
+    "8b": _shape("llama", 32, 4096, 14336, 32, 8, 128_256),
+    # Qwen3 30B-A3B
+    "30b-a3b": _shape(
+        "qwen3_moe",
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        151_936,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    # Qwen3.5 4B
+    "hybrid": _shape(
+        "qwen3_5",
+        32,
+        2560,
+        9216,
+        16,
+        4,
+        248_320,
+        head_dim=256,
+        linear_num_value_heads=32,
+        linear_num_key_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        full_attention_interval=4,
+        tie_word_embeddings=True,
+    ),
+    # Gemma 3 4B
+    "sliding": _shape(
+        "gemma3_text",
+        34,
+        2560,
+        10240,
+        8,
+        4,
+        262_208,
+        head_dim=256,
+        query_pre_attn_scalar=256,
+        sliding_window=1024,
+        sliding_window_pattern=6,
+    ),
+    # To try the rest.
+    "tiny": _shape("llama", 2, 64, 128, 2, 1, 512),
+}
+# Qwen2.5 0.5B, with the target's vocabulary.
+DRAFTER = _shape("qwen2", 24, 896, 4864, 14, 2, 151_936, tie_word_embeddings=True)
+TINY_DRAFTER = _shape("qwen2", 1, 64, 64, 2, 1, 512, tie_word_embeddings=True)
+
+
+class ShapedModel(WrappedModel):
+    """A model of some shape that sets the logit of the token which a table names.
+
+    Attributes:
+        source_name: its name in reports.
+    """
+
+    def __init__(self, model: Module, successors: mx.array, source_name: str) -> None:
+        """Wrap a model.
+
+        Args:
+            model: computes the other logits.
+            successors: (V,) the token after each token.
+            source_name: see above.
+        """
+        super().__init__(model)
+        self._successors = successors  # with the underscore it is no parameter
+        self.source_name = source_name
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits = super().__call__(inputs, cache)
+        return mx.put_along_axis(logits, self._successors[inputs][..., None], mx.array(LEAD, logits.dtype), axis=-1)
+
+
+def shaped_pair(
+    name: str,
+    acceptance: float,
+    dtype: str = "bfloat16",
+    quantization: Mapping[str, Any] | None = None,
+    draft_quantization: Mapping[str, Any] | None = None,
+    *,
+    memory_bytes: int | None = None,
+) -> tuple[ShapedModel, ShapedModel]:
+    """A target and its drafter, evaluated on this thread.
+
+    Args:
+        name: of the target's shape, in `SHAPES`.
+        acceptance: how often a guess of the drafter is right, in [0, 1].
+        dtype: of the weights.
+        quantization, draft_quantization: `bits`, `group_size` and `mode` of the weights; None leaves them.
+        memory_bytes: of the device; None asks it. Where both models do not fit, the target has fewer layers.
+
+    Raises: ModelError: no layer of the target fits.
+    """
+    shape = SHAPES[name]
+    vocab_size = shape.arguments["vocab_size"]
+    drafter = TINY_DRAFTER if name == "tiny" else DRAFTER
+    draft = drafter.lazy_model(1, dtype, draft_quantization, vocab_size=vocab_size)
+    room = MAX_PART_OF_MEMORY * (device_memory() if memory_bytes is None else memory_bytes) - _num_bytes(draft)
+    target, num_layers = shape.lazy_model(0, dtype, quantization), shape.num_layers
+    while _num_bytes(target) > room:
+        num_layers -= 1
+        if num_layers == 0:
+            raise ModelError(
+                f"one layer of {name} needs {_num_bytes(target) / 1e9:.1f} GB beside the drafter, and there are "
+                f"{max(0.0, room) / 1e9:.1f} GB for it; quantise it, or take another shape"
+            )
+        target = shape.lazy_model(0, dtype, quantization, num_hidden_layers=num_layers)
+    successors = (mx.arange(vocab_size) + STRIDE) % vocab_size
+    is_wrong = mx.random.uniform(shape=(vocab_size,), key=mx.random.key(2)) >= acceptance
+    guesses = (successors + is_wrong) % vocab_size
+    cut = "" if num_layers == shape.num_layers else f", {num_layers} of {shape.num_layers} layers, for lack of memory"
+    pair = (
+        ShapedModel(target, successors, f"{name} ({_in_words(dtype, quantization)}, random weights{cut})"),
+        ShapedModel(
+            draft,
+            guesses,
+            f"{'tiny' if name == 'tiny' else '0.5b'} ({_in_words(dtype, draft_quantization)}, random weights, guesses "
+            f"right with probability {acceptance:g})",
+        ),
+    )
+    for model in pair:
+        # One by one, since each is drawn in float32.
+        for _, weight in _weights(model):
+            mx.eval(weight)
+    return pair
+
+
+def device_memory() -> int:
+    """The memory that the models may share with everything else, in bytes."""
+    information = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
+    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if name in information:
+            return int(information[name])
+    return physical_memory()
+
+
+def _in_words(dtype: str, quantization: Mapping[str, Any] | None) -> str:
+    return dtype if quantization is None else f"{quantization['bits']} bits"
+
+
+def _weights(model: Module) -> list[tuple[str, mx.array]]:
+    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+
+
+def _num_bytes(model: Module) -> int:
+    return sum(weight.nbytes for _, weight in _weights(model))

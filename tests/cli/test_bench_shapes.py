@@ -1,0 +1,95 @@
+"""Pairs of random weights in the shape of real ones: sizes, texts, how often the two agree, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from models import greedy
+from sweeps import sweep
+
+import runtime
+from runtime.bench.shapes import DRAFTER, MAX_PART_OF_MEMORY, SHAPES, STRIDE, shaped_pair
+from runtime.cli import main as cli
+
+# Billions of parameters that the published models have. Gemma's output layer is its embedding, which is here twice.
+BILLIONS = {"8b": 8.03, "30b-a3b": 30.53, "hybrid": 4.21, "sliding": 3.88 + 0.67}
+
+
+def num_bytes(model) -> int:
+    return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+
+
+@sweep(("name", "billions"), BILLIONS.items())
+def test_a_shape_has_as_many_weights_as_the_model_that_it_is_named_for(name, billions):
+    weights = tree_flatten(SHAPES[name].lazy_model(0, "bfloat16", None).parameters())
+    assert sum(weight.size for _, weight in weights) / 1e9 == pytest.approx(billions, rel=0.003)
+    assert {weight.dtype for _, weight in weights} <= {mx.bfloat16, mx.float32}
+    quantized = SHAPES[name].lazy_model(0, "bfloat16", {"bits": 4, "group_size": 64, "mode": "affine"})
+    assert num_bytes(quantized) < 0.29 * sum(2 * weight.size for _, weight in weights)
+
+
+def test_the_drafter_is_one_of_half_a_billion_weights():
+    weights = tree_flatten(DRAFTER.lazy_model(0, "bfloat16", None).parameters())
+    assert sum(weight.size for _, weight in weights) / 1e9 == pytest.approx(0.494, rel=0.003)
+
+
+@sweep("acceptance", [0.0, 0.75, 1.0])
+def test_the_drafter_knows_the_targets_next_token_as_often_as_it_should(acceptance):
+    target, draft = shaped_pair("tiny", acceptance)
+    tokens = list(range(512))
+    logits = [mx.argmax(model(mx.array([tokens])), axis=-1)[0].tolist() for model in (target, draft)]
+    assert logits[0] == [(token + STRIDE) % 512 for token in tokens]
+    agreed = sum(a == b for a, b in zip(*logits, strict=True))
+    assert agreed / 512 == pytest.approx(acceptance, abs=0.06 if 0 < acceptance < 1 else 0)
+
+
+def test_the_text_follows_the_table_and_comes_to_every_token():
+    text = greedy(shaped_pair("tiny", 1.0)[0], [3, 5], 513)
+    assert text == [(5 + (i + 1) * STRIDE) % 512 for i in range(513)]
+    assert len(set(text[:512])) == 512
+
+
+def test_a_target_that_does_not_fit_has_fewer_layers_and_says_so():
+    target, draft = shaped_pair("tiny", 0.5)
+    whole, draft_bytes = num_bytes(target), num_bytes(draft)
+    cut, _ = shaped_pair("tiny", 0.5, memory_bytes=int((whole + draft_bytes - 1) / MAX_PART_OF_MEMORY))
+    assert (len(cut.layers), len(target.layers)) == (1, 2)
+    assert "1 of 2 layers, for lack of memory" in cut.source_name
+    with pytest.raises(runtime.ModelError, match="one layer of tiny needs"):
+        shaped_pair("tiny", 0.5, memory_bytes=1000)
+
+
+@pytest.mark.slow
+def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_that_was_asked_for(capsys):
+    asked = ["--shape", "tiny", "--acceptance", "0.8", "--quantize", "4", "--repeats", "1"]
+    assert cli.main(["bench", *asked, "--num-draft-tokens", "1", "--lookahead", "1,auto", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["target"] == "tiny (4 bits, random weights)"
+    assert result["draft"] == "tiny (bfloat16, random weights, guesses right with probability 0.8)"
+    for row in result["rows"]:
+        assert (row["same_texts"], row["failure"]) == (3, None)
+    acceptance = {row["name"]: row["acceptance"] for row in result["rows"]}
+    assert acceptance["mlx-lm speculative 1"] == pytest.approx(0.8, abs=0.15)
+    assert acceptance["outrider lookahead 1"] == pytest.approx(0.8, abs=0.15)
+    assert cli.main(["bench", *asked, "--streams", "2", "--max-tokens", "16", "--json"]) == 0
+    assert {(row["same_texts"], row["failure"]) for row in json.loads(capsys.readouterr().out)["rows"]} == {(2, None)}
+
+
+@sweep(
+    ("more", "complaint"),
+    [
+        (["--shape", "9b"], "--shape must be one of 8b, 30b-a3b, hybrid, sliding, tiny, got '9b'"),
+        (["--shape", "tiny", "--acceptance", "1.5"], "--acceptance must be a number between 0 and 1, got 1.5"),
+        (["--acceptance", "0.5"], "--acceptance is of the drafter that --shape makes; add --shape"),
+        (["--shape", "tiny", "--draft", "ngram"], "--draft does not go with --shape"),
+        (["--shape", "tiny", "--prompt", "def"], "--prompt does not go with --shape"),
+        (["--shape", "tiny", "--revision", "main"], "--shape takes --quantize and --draft-quantize only"),
+        (["--shape", "tiny", "--dtype", "int4"], "--dtype must be one of float32, bfloat16, float16, got 'int4'"),
+    ],
+)
+def test_what_does_not_go_with_a_shape_is_refused(more, complaint, capsys):
+    assert cli.main(["bench", *more]) == 2
+    assert complaint in capsys.readouterr().err

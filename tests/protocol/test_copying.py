@@ -1,0 +1,258 @@
+"""The index of copies, compared with an evidently right search through the whole text; and its costs, counted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweeps import sweep
+
+from protocol import copying
+from protocol.copying import LENGTHS, MAX_MATCH, MAX_OCCURRENCES, MIN_SLOTS, Copied, CopyIndex
+from protocol.errors import ProtocolError
+
+deterministic = settings(deadline=None, derandomize=True, max_examples=300)
+
+
+def index_of(text: Iterable[int]) -> CopyIndex:
+    index = CopyIndex()
+    index.append(list(text))
+    return index
+
+
+def tokens_of(found: Iterable[Copied]) -> list[int]:
+    return [copied.token for copied in found]
+
+
+def searched(text: Sequence[int], num_tokens: int, shortest: int) -> list[Copied]:
+    """The result of a lookup by definition: what followed the newest matches of the longest length, most often."""
+
+    def match_length(end: int) -> int:
+        pairs = zip(text[end - 1 :: -1], text[: -MAX_MATCH - 1 : -1], strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    lengths = {end: match_length(end) for end in range(len(text) - 1, 0, -1)}
+    # Of an n-gram that is often in a text, only the newest occurrences are compared.
+    longest_chain = max((n for n in LENGTHS if n <= max(lengths.values(), default=0)), default=0)
+    ends = [end for end, length in lengths.items() if longest_chain and length >= longest_chain][:MAX_OCCURRENCES]
+    longest = max((lengths[end] for end in ends), default=0)
+    ends = [end for end in ends if lengths[end] == longest]
+    found: list[Copied] = []
+    while ends and longest >= shortest and len(found) < num_tokens:
+        after = [*text, *tokens_of(found)]
+        following = [after[end + len(found)] for end in ends]
+        token, count = Counter(following).most_common(1)[0]
+        ends = [end for end, each in zip(ends, following, strict=True) if each == token]
+        found.append(Copied(token, longest + len(found), count, len(following)))
+    return found
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_what_came_after_the_last_tokens_before_comes_again():
+    found = index_of([1, 2, 3, 4, 5, 1, 2]).lookup(3)
+    assert list(found) == [Copied(3, 2), Copied(4, 3), Copied(5, 4)]
+
+
+@pytest.mark.parametrize("text", [[], [1], [1, 2, 3, 4]])
+def test_where_nothing_occurred_before_nothing_is_found(text):
+    assert list(index_of(text).lookup(4)) == []
+
+
+def test_nothing_wanted_is_nothing_found():
+    assert list(index_of([1, 2, 1, 2]).lookup(0)) == []
+
+
+def test_a_longer_match_wins_over_a_later_one():
+    assert list(index_of([1, 2, 3, 7, 2, 3, 8, 1, 2, 3]).lookup(1)) == [Copied(7, 3)]
+
+
+def test_what_followed_most_often_wins_over_what_followed_last():
+    assert list(index_of([1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2]).lookup(1)) == [Copied(7, 2, 2, 3)]
+
+
+def test_of_what_followed_as_often_the_last_wins():
+    assert list(index_of([1, 2, 7, 1, 2, 8, 1, 2]).lookup(1)) == [Copied(8, 2, 1, 2)]
+
+
+def test_once_occurrences_disagree_those_that_were_followed_are_counted_further():
+    text = [1, 7, 3, 4, 1, 7, 3, 5, 1, 8, 9, 1]
+    assert list(index_of(text).lookup(3)) == [Copied(7, 1, 2, 3), Copied(3, 2, 2, 2), Copied(5, 3, 1, 2)]
+
+
+def test_a_match_is_no_longer_than_the_longest_that_is_compared():
+    num_tokens = MAX_MATCH + 4
+    text = [*range(num_tokens), 99, *range(num_tokens)]
+    assert list(index_of(text).lookup(1)) == [Copied(99, MAX_MATCH)]
+
+
+def test_a_match_is_no_shorter_than_the_shortest_looked_for():
+    index = index_of([1, 2, 1])
+    assert list(index.lookup(1)) == [Copied(2, 1)]
+    assert list(index.lookup(1, shortest=2)) == []
+
+
+@sweep("period", [1, 2, 7])
+@sweep("num_tokens", [9, 16, 40])
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end(period, num_tokens):
+    text = list(itertools.islice(itertools.cycle(range(10, 10 + period)), num_tokens + period + 30))
+    found = list(index_of(text[:num_tokens]).lookup(period + 30))
+    assert tokens_of(found) == text[num_tokens:]
+    assert found[0].match_length == min(MAX_MATCH, num_tokens - period)
+
+
+@st.composite
+def lookups(draw: Callable[..., object]) -> tuple[list[list[int]], int, int]:
+    """A text in pieces, the number of tokens wanted, and the shortest match."""
+    tokens = st.integers(0, draw(st.integers(0, 3)))  # few ids, so that there are many matches
+    return (
+        draw(st.lists(st.lists(tokens, max_size=12), max_size=6)),
+        draw(st.integers(0, 30)),
+        draw(st.integers(1, 5)),
+    )
+
+
+@given(lookups())
+@deterministic
+def test_what_is_found_is_what_a_search_through_the_whole_text_finds(drawn):
+    pieces, num_tokens, shortest = drawn
+    index, text = CopyIndex(), list[int]()
+    for piece in [[], *pieces]:
+        index.append(piece)
+        text += piece
+        assert len(index) == len(text)
+        assert list(index.lookup(num_tokens, shortest=shortest)) == searched(text, num_tokens, shortest)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=20, max_size=20), min_size=1, max_size=2), st.data())
+@deterministic
+def test_long_quotations_are_found_as_a_search_finds_them(sources, data):
+    # Chance makes short matches only; quotations make long ones.
+    text: list[int] = []
+    for _ in range(8):
+        source = data.draw(st.sampled_from(sources))
+        begin = data.draw(st.integers(0, 19))
+        text += source[begin : begin + data.draw(st.integers(1, 20))]
+    assert list(index_of(text).lookup(25)) == searched(text, 25, 1)
+
+
+def test_what_is_found_stays_as_the_tables_grow():
+    dice = random.Random(1)
+    text = [dice.randrange(300) for _ in range(10 * MIN_SLOTS)]
+    for begin in (0, 100, MIN_SLOTS, 3 * MIN_SLOTS):
+        quoted = [*text, *text[begin : begin + 10]]
+        assert list(index_of(quoted).lookup(20)) == searched(quoted, 20, 1)
+
+
+def test_a_text_may_be_appended_in_any_pieces():
+    text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
+    for size in (1, 2, 5):
+        index = CopyIndex()
+        for begin in range(0, len(text), size):
+            index.append(text[begin : begin + size])
+        assert len(index) == len(text)
+        assert list(index.lookup(5)) == list(index_of(text).lookup(5))
+
+
+def test_a_reference_is_searched_and_is_not_of_the_text():
+    index = CopyIndex()
+    index.append_reference([1, 2, 3])
+    index.append_reference([4, 5])
+    index.append([8, 9, 3])
+    assert (len(index), index.num_reference) == (3, 5)
+    assert list(index.lookup(2)) == [Copied(4, 1), Copied(5, 2)]
+    with pytest.raises(ProtocolError, match="comes before the text, which has 3 tokens already"):
+        index.append_reference([6])
+
+
+# --- how sure it is -------------------------------------------------------------------------------
+
+
+def test_a_longer_match_is_surer_and_none_is_certain():
+    confidences = [Copied(5, length).confidence for length in range(1, MAX_MATCH + 1)]
+    assert confidences == sorted(confidences)
+    assert 0 < confidences[0] < confidences[-1] < 1
+    assert Copied(5, 1000).confidence == confidences[-1]
+
+
+@sweep("length", [1, 3, 16, 80])
+def test_occurrences_that_agree_make_it_surer_and_those_that_do_not_less_sure(length):
+    agreeing = [Copied(5, length, num, num).confidence for num in range(1, MAX_OCCURRENCES + 1)]
+    assert agreeing == sorted(set(agreeing))
+    assert agreeing[-1] < 1
+    disagreeing = [Copied(5, length, num, 8).confidence for num in range(1, 8)]
+    assert disagreeing == sorted(set(disagreeing))
+    assert 0 < disagreeing[-1] < agreeing[-1]
+    assert len({Copied(5, length, *of).kind for of in ((1, 1), (3, 3), (1, 3))}) == 3
+
+
+def test_each_token_is_as_sure_as_the_match_would_be_were_those_before_it_right():
+    text = [1, 2, 3, 4, 5, 6, 1, 2]
+    found = list(index_of(text).lookup(4))
+    for place, copied in enumerate(found):
+        assert list(index_of([*text, *tokens_of(found[:place])]).lookup(1)) == [copied]
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+def texts(length: int) -> dict[str, list[int]]:
+    dice = random.Random(1)
+    some = [dice.randrange(50_000) for _ in range(length)]
+    return {
+        "all different": list(range(length)),
+        "one token": [5] * length,
+        "a period of seven": [i % 7 for i in range(length)],
+        "two tokens at random": [dice.randrange(2) for _ in range(length)],
+        "said twice": some[: length // 2] * 2,
+        "ever more of the same": [i for end in range(length) for i in range(end)][:length],
+    }
+
+
+class CountingHashes:
+    """Counts the n-grams that are looked at."""
+
+    def __init__(self) -> None:
+        self.num_hashes = 0
+
+    def __call__(self, tokens: tuple[int, ...]) -> int:
+        self.num_hashes += 1
+        return hash(tokens)
+
+
+@sweep("kind", texts(0))
+def test_a_token_takes_as_much_work_in_a_long_text_as_in_a_short_one(kind):
+    hashing = CountingHashes()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(copying, "hash", hashing, raising=False)
+        index_of(texts(5000)[kind])
+    assert hashing.num_hashes == 5000 * (len(LENGTHS) - 1)
+
+
+@sweep("kind", texts(0))
+@sweep("length", [4095, 4097, 6000])
+def test_a_token_takes_at_most_64_bytes(kind, length):
+    text = texts(length)[kind]
+    index = index_of(text)
+    assert sum(map(sys.getsizeof, (index._tokens, *index._last, *index._earlier))) <= 64 * len(text)
+
+
+def test_a_lookup_reads_no_more_of_a_long_chain_than_of_a_short_one():
+    index = index_of([*[5] * 5000, *[7] * 7, 5])  # the longest match is a single token
+    reads = [0]
+
+    class Counted(list[int]):
+        def __getitem__(self, at: object) -> object:
+            reads[0] += 1
+            return super().__getitem__(at)  # type: ignore[call-overload]
+
+    index._earlier = [Counted(earlier) for earlier in index._earlier]  # type: ignore[misc]
+    list(index.lookup(64))
+    assert 0 < reads[0] <= copying.MAX_ENTRIES
