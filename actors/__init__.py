@@ -2,7 +2,7 @@
 
 Actors:
 
-* `actor`: the base classes, with a mailbox and one task for each session.
+* `actor`: the base classes, with a mailbox, the sessions as values, and one loop.
 * `target`: verifies proposals and commits tokens.
 * `drafters`: what proposes tokens. A new drafter goes there.
 * `distributed`: a target that is sharded over several processes.

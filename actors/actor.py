@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import trio
 
 from actors.model import CachedSequence, Fork, Model
-from actors.prefix_cache import CacheHit, PrefixCache
+from actors.prefix_cache import CacheHit, PrefixCache, PrefixStore
 from actors.prompt_cache import open_continued
 from actors.prompt_sharing import PromptReading, PromptReadings, ReadPrompt
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
-from protocol.messages import Close, Features, Message, Open
+from protocol.messages import Close, Features, Message
 from protocol.open_options import PREFIX_CACHE_BYTES
+from protocol.pass_price import PassPrice
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
@@ -49,10 +50,13 @@ class ActorSession(ABC):
         state: this actor's copy of the session state.
         cached_tokens: the tokens in this actor's cache of the session.
         sequence: the cache itself, while the actor works on the session.
-        scope: ends the actor's task for the session when cancelled, if it has one.
+        beside_another: see `Model.open_sequence`.
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
         reading: of its prompt, while others may wait for it.
+        awaits: the reading of its prompt by another session, which it waits for; None if there is none.
+        read_prompt: what came of that.
+        is_brought_back: whether what was stored of its prompt is in the prefix cache; None if that was not looked for.
         prompt_features: the target's hidden states of the prompt, from when they are there until they are handed on.
     """
 
@@ -62,10 +66,13 @@ class ActorSession(ABC):
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
         self.sequence: CachedSequence | None = None
-        self.scope = trio.CancelScope()
+        self.beside_another = True
         self.is_over = trio.Event()
         self.is_broken = False
         self.reading: PromptReading | None = None
+        self.awaits: PromptReading | None = None
+        self.read_prompt: ReadPrompt | None = None
+        self.is_brought_back: bool | None = None
         self.prompt_features: Features | None = None
 
     @abstractmethod
@@ -85,7 +92,11 @@ class ActorSession(ABC):
 
 
 class Actor(ABC, Generic[S]):
-    """A mailbox, and the sessions that it works on."""
+    """A mailbox, and the sessions that it works on, in one loop.
+
+    Messages are taken in as they come. What follows from them, the loop does: it looks at the sessions that have
+    changed, and has the next job done. All waiting is in one place.
+    """
 
     name: ActorName
 
@@ -104,6 +115,8 @@ class Actor(ABC, Generic[S]):
         # So sending never waits, and the two actors cannot wait for each other's mailboxes.
         self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
         self._sessions: dict[int, S] = {}
+        self._changed: dict[S, None] = {}
+        self._wakeup = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._when_over: list[Callable[[], None]] = []
 
@@ -116,7 +129,7 @@ class Actor(ABC, Generic[S]):
         """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._serve_beside)
+            nursery.start_soon(self._loop)
             task_status.started()
             try:
                 async for message in self._inbox:
@@ -127,8 +140,31 @@ class Actor(ABC, Generic[S]):
             finally:
                 self._take_no_more_sessions()
 
-    async def _serve_beside(self) -> None:
-        """What the actor does beside taking messages."""
+    @trio.lowlevel.enable_ki_protection
+    async def _loop(self) -> None:
+        try:
+            while True:
+                self._wakeup = trio.Event()
+                await self._turn()
+        finally:
+            # Nobody must see a session end in a runtime that is still open.
+            self._take_no_more_sessions()
+            with trio.CancelScope(shield=True):
+                for session in list(self._sessions.values()):
+                    await self._let_go(session)
+
+    @abstractmethod
+    async def _turn(self) -> None:
+        """Do the next job; or wait until a session has changed, or a moment has come."""
+
+    @abstractmethod
+    async def _let_go(self, session: S) -> None:
+        """End the work on a session, and let go of its cache."""
+
+    def _look_at(self, session: S) -> None:
+        """Look at a session that has changed. Never waits."""
+        self._changed[session] = None
+        self._wakeup.set()
 
     def _take_no_more_sessions(self) -> None:
         # A nursery closes when the last task in it ends, which may be long before the runtime is left.
@@ -148,7 +184,7 @@ class Actor(ABC, Generic[S]):
         except Exception as error:  # of any kind: it must not reach the other sessions
             session.is_broken = True
             self._fail(session, error)
-            self._end_session(session)
+            self._look_at(session)
 
     @property
     def is_serving(self) -> bool:
@@ -177,16 +213,7 @@ class Actor(ABC, Generic[S]):
         self._sessions[session.id] = session
         shared.join()
         self._note(session, "open", num_tokens=len(shared.opened.prompt), tokens=shared.opened.prompt)
-        self._begin_session(session)
-
-    def _begin_session(self, session: S) -> None:
-        """Begin the work on a session; by default, in a task of its own. Never waits."""
-        assert self._nursery is not None
-        self._nursery.start_soon(self._run, session, name=f"{self.name} session {session.id}")
-
-    def _end_session(self, session: S) -> None:
-        """End the work on a session that is over or broken, after its running job if there is one. Never waits."""
-        session.scope.cancel()
+        self._look_at(session)
 
     def close_session(self, message: Close) -> None:
         """End a session, after its running job if there is one. Never waits."""
@@ -194,23 +221,12 @@ class Actor(ABC, Generic[S]):
             if session.state.phase is not SessionPhase.CLOSED:
                 session.state.close(message)
                 self._note(session, "cancel")
-            self._end_session(session)
-
-    @trio.lowlevel.enable_ki_protection
-    async def _run(self, session: S) -> None:
-        try:
-            with session.scope:
-                await self._run_session(session)
-        finally:
-            # A cancellation outside of the session's own scope cancels the actor. `serve` may take another message
-            # before it notices, and nobody must see a session end in a runtime that is still open.
-            if trio.current_effective_deadline() == -math.inf:
-                self._take_no_more_sessions()
-            self._forget(session)
+            self._look_at(session)
 
     def _forget(self, session: S) -> None:
         """Let go of a session on which the actor has ended its work."""
         del self._sessions[session.id]
+        self._changed.pop(session, None)
         session.end_reading()
         session.is_over.set()
         session.shared.leave()
@@ -227,9 +243,6 @@ class Actor(ABC, Generic[S]):
     @abstractmethod
     def _new_session(self, shared: Session) -> S:
         """Make this actor's state of a session."""
-
-    async def _run_session(self, session: S) -> None:
-        """Work on a session until it is over, in its task, if it has one."""
 
     def _note(
         self,
@@ -258,6 +271,7 @@ class ModelActor(Actor[S]):
         on_event: Callable[[Event], None],
         prices: Prices,
         *,
+        pass_price: PassPrice,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
         """As `Actor`, and:
@@ -265,11 +279,12 @@ class ModelActor(Actor[S]):
         Args:
             model: lives on the worker's thread.
             worker: does the forward passes of all sessions.
+            pass_price: of the model's passes.
             prefix_cache_bytes: bound of the prefix cache.
         """
         super().__init__(on_event, prices, worker.clock)
         self.model, self.worker = model, worker
-        self.chunk_size = PrefillChunkSize()
+        self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
         self._prompt_readings = PromptReadings()
@@ -296,69 +311,62 @@ class ModelActor(Actor[S]):
         except JobError as error:
             logger.warning("the prefix cache cannot be closed: %s", error)
 
-    @asynccontextmanager
-    async def _open_sequence(self, session: S, *, beside_another: bool) -> AsyncIterator[CachedSequence]:
-        """A cached sequence for a session. `session.cached_tokens` says what it holds of an earlier text.
+    # --- opening and closing sequences ------------------------------------------------------------
 
-        On leaving, the prefix cache takes the sequence if the session asks for that and did not fail. Otherwise the
-        sequence is closed.
-        """
+    def _may_open(self, session: S) -> bool:
+        """Whether nothing is waited for that the session's text could begin with."""
         opened = session.shared.opened
-        hit = await self._find_sequence(session, beside_another)
-        session.cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
-        session.sequence = hit.sequence
-        is_intact = False
+        if not opened.settings.reuse_prefix or session.read_prompt is not None:
+            return True
+        if session.reading is None and opened.num_read > 0:
+            if session.awaits is None:
+                session.awaits = self._prompt_readings.under_way(opened, beside_another=session.beside_another)
+                if session.awaits is not None:
+                    session.awaits.wait_for(session, partial(self._prompt_was_read, session))
+            if session.awaits is not None:
+                return False
+            session.reading = self._prompt_readings.begin(opened, beside_another=session.beside_another)
+        if self._unwanted(session):
+            return False
+        if session.is_brought_back is None and (store := self._prefix_cache.store) is not None:
+            assert self._nursery is not None
+            session.is_brought_back = False
+            self._nursery.start_soon(self._bring_back, session, store)
+        return session.is_brought_back is not False
+
+    def _prompt_was_read(self, session: S, read: ReadPrompt | None) -> None:
+        session.awaits, session.read_prompt = None, read
+        self._look_at(session)
+
+    async def _bring_back(self, session: S, store: PrefixStore) -> None:
+        """Wait for what is stored of a session's prompt, in a task of its own: files are read meanwhile."""
+        opened = session.shared.opened
         try:
-            yield hit.sequence
-            is_intact = True
-        except (trio.Cancelled, trio.BrokenResourceError, trio.ClosedResourceError):
-            is_intact = True  # nobody wants the rest, or the runtime ends
-            raise
-        finally:
-            session.is_broken = session.is_broken or not is_intact
-            job = self._putting_away(session, beside_another=beside_another)
-            with trio.CancelScope(shield=True):
-                await self.worker.run(job)
+            await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=session.beside_another)
+        except Exception as error:  # of any kind: it must not reach the other sessions
+            self._fail(session, error)
+        session.is_brought_back = True
+        self._look_at(session)
 
-    def _putting_away(self, session: S, *, beside_another: bool) -> Job[None]:
-        """Take the sequence from a session: a job that gives it to the prefix cache, or closes it."""
-        opened, sequence = session.shared.opened, session.sequence
-        assert sequence is not None
-        session.sequence = None
-        put_away: Callable[[], None] = sequence.close
-        if opened.settings.reuse_prefix and not session.is_broken and session.shared.error is None:
-            put_away = partial(
-                self._prefix_cache.put,
-                sequence,
-                session.cached_tokens.tokens,
-                tuple(session.state.committed),
-                beside_another=beside_another,
-                num_prompt=opened.num_read + 1,
-            )
-        return Job("close", put_away, session.id)
+    async def _open_sequence(self, session: S) -> CachedSequence:
+        """Give a session its sequence: a copy of one that has read the prompt, one of the prefix cache, or a new one.
 
-    async def _find_sequence(self, session: S, beside_another: bool) -> CacheHit:
-        """A sequence: of another session that reads the same prompt now, of the prefix cache, or a new one."""
-        opened = session.shared.opened
-        if opened.settings.reuse_prefix:
-            if opened.num_read > 0:
-                joined = await self._prompt_readings.join(opened, beside_another=beside_another)
-                if isinstance(joined, ReadPrompt):
-                    session.prompt_features = joined.features
-                    return await self.worker.run(self._opening(opened, beside_another=beside_another, read=joined))
-                session.reading = joined
-            await self.wait_for_unwanted(session)
-            if (store := self._prefix_cache.store) is not None:
-                await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=beside_another)
-        hit = await self.worker.run(self._opening(opened, beside_another=beside_another))
+        `session.cached_tokens` says what it holds of an earlier text.
+        """
+        opened, read = session.shared.opened, session.read_prompt
+        hit = await self.worker.run(self._opening(session))
+        if read is not None:
+            session.prompt_features, session.read_prompt = read.features, None
+        session.sequence = hit.sequence
+        session.cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
         if session.reading is not None and hit.sequence.fork_point is None:
             session.end_reading()
-        return hit
+        return hit.sequence
 
-    def _opening(self, opened: Open, *, beside_another: bool, read: ReadPrompt | None = None) -> Job[CacheHit]:
-        """A job that opens a sequence: a copy that has read the prompt, one of the prefix cache, or a new one."""
-        if read is not None:
-            call = partial(_open_fork, read.fork, opened.num_read)
+    def _opening(self, session: S) -> Job[CacheHit]:
+        opened, beside_another = session.shared.opened, session.beside_another
+        if session.read_prompt is not None:
+            call = partial(_open_fork, session.read_prompt.fork, opened.num_read)
         elif opened.settings.reuse_prefix:
             # The last of these tokens is fed in any case, for its logits.
             prompt = opened.prompt[: opened.num_read + 1]
@@ -370,12 +378,42 @@ class ModelActor(Actor[S]):
             call = partial(_open_empty, self.model, beside_another)
         return Job("open", call, opened.session)
 
-    async def _hand_on(self, session: S, sequence: CachedSequence) -> None:
+    async def _put_away(self, session: S) -> None:
+        """Take the sequence from a session, if it has one: give it to the prefix cache if the session asks for that and
+        did not fail, or close it.
+        """
+        opened, sequence = session.shared.opened, session.sequence
+        if sequence is None:
+            return
+        session.sequence = None
+        put_away: Callable[[], None] = sequence.close
+        if opened.settings.reuse_prefix and not session.is_broken and session.shared.error is None:
+            put_away = partial(
+                self._prefix_cache.put,
+                sequence,
+                session.cached_tokens.tokens,
+                tuple(session.state.committed),
+                beside_another=session.beside_another,
+                num_prompt=opened.num_read + 1,
+            )
+        with trio.CancelScope(shield=True):
+            await self.worker.run(Job("close", put_away, session.id))
+
+    def _forget(self, session: S) -> None:
+        if session.awaits is not None:
+            session.awaits.wait_no_more(session)
+        super()._forget(session)
+        for other in self._sessions.values():
+            if other.sequence is None:  # it may have waited for what this one has put away
+                self._changed[other] = None
+
+    async def _hand_on(self, session: S) -> None:
         """Give the prompt, which was read, to the sessions that wait for it."""
+        assert session.sequence is not None
         read: ReadPrompt | None = None
         features, session.prompt_features = session.prompt_features, None
         # A drafter needs the features of all of the prompt. Those of a part that was cached are not there.
-        fork_point = sequence.fork_point if session.is_waited_for else None
+        fork_point = session.sequence.fork_point if session.is_waited_for else None
         if fork_point is not None and (features is None or features.start == 0):
             read = ReadPrompt(await self.worker.run(Job("open", fork_point, session.id)), features)
         session.end_reading(read)
@@ -390,22 +428,15 @@ class ModelActor(Actor[S]):
         return self._prefix_cache
 
     async def settled_prefix_cache(self) -> PrefixCache:
-        """The prefix cache, once the sessions that nobody wants any more have put their sequences into it."""
-        await self.wait_for_unwanted()
-        return self._prefix_cache
-
-    async def wait_for_unwanted(self, before: S | None = None) -> None:
-        """Wait until sessions that nobody wants any more have put their sequences into the prefix cache, if they do.
+        """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.
 
         This takes as long as their running jobs; other sessions do not delay it.
-
-        Args:
-            before: a session that begins and may reuse those sequences; None for all sessions.
         """
-        for other in self._unwanted(before):
-            await other.is_over.wait()
+        for session in self._unwanted():
+            await session.is_over.wait()
+        return self._prefix_cache
 
-    def _unwanted(self, before: S | None) -> list[S]:
+    def _unwanted(self, before: S | None = None) -> list[S]:
         """The other sessions that nobody wants any more, and that have yet to fill the prefix cache."""
         return [
             other

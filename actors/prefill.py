@@ -6,57 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
-import attrs
-
+from actors.actor import ActorSession
 from actors.model import CachedSequence
 from actors.workers.worker import Job, Worker
-from protocol.cached_tokens import CachedTokens, FeedPlan
+from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 
 # Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template that repeats the
 # answer in the next prompt leaves out the tokens that ask for it, such as a tag that begins reasoning.
 CHECKPOINT_DISTANCE = 16
-
-
-@attrs.frozen
-class Chunk:
-    """A part of a prompt, for one pass.
-
-    Attributes:
-        plan: what it feeds.
-        adds_checkpoint: whether a prefix checkpoint stands at its end.
-    """
-
-    plan: FeedPlan
-    adds_checkpoint: bool
-
-    def feed(self, sequence: CachedSequence) -> None:
-        """Feed it; on the model's thread."""
-        sequence.feed(self.plan.feed, 0)
-        if self.adds_checkpoint and (reusable := sequence.reusable) is not None:
-            reusable.add_prefix_checkpoint()
-
-
-def next_chunk(
-    sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
-) -> Chunk:
-    """The next part of a prompt that was not read to its end.
-
-    Args:
-        chunk_size: of the model; used if the setting is "auto".
-    """
-    num_read = opened.num_read
-    prefix_checkpoints = _prefix_checkpoints(sequence, opened)
-    pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
-    end = _end_of_pass(
-        len(cached_tokens),
-        num_read,
-        chunk_size() if pass_tokens == "auto" else pass_tokens,
-        prefix_checkpoints,
-        is_aligned=pass_tokens != "auto",
-    )
-    return Chunk(cached_tokens.plan(opened.prompt[:end], num_logits=0), end in prefix_checkpoints)
 
 
 def can_read_together(sequence: CachedSequence, opened: Open) -> bool:
@@ -78,9 +37,7 @@ def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
     return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
 
 
-async def prefill_chunk(
-    worker: Worker, sequence: CachedSequence, cached_tokens: CachedTokens, opened: Open, chunk_size: PrefillChunkSize
-) -> None:
+async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: PrefillChunkSize) -> None:
     """Feed the next part of a prompt that was not read to its end, in one pass.
 
     Args:
@@ -88,20 +45,22 @@ async def prefill_chunk(
 
     Cancellation: strikes after the pass.
     """
-    chunk = next_chunk(sequence, cached_tokens, opened, chunk_size)
-    job = Job("prefill", partial(chunk.feed, sequence), opened.session, len(chunk.plan.feed))
+    sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
+    assert sequence is not None
+    prefix_checkpoints = _prefix_checkpoints(sequence, opened)
+    pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
+    size, is_aligned = chunk_size() if pass_tokens == "auto" else pass_tokens, pass_tokens != "auto"
+    end = _end_of_pass(len(cached_tokens), opened.num_read, size, prefix_checkpoints, is_aligned=is_aligned)
+    plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
+    call = partial(_feed, sequence, plan.feed, adds_checkpoint=end in prefix_checkpoints)
+    job = Job("prefill", call, session.id, len(plan.feed))
     await worker.run(job)
     chunk_size.observe(job.num_tokens, job.seconds)
-    cached_tokens.follow(chunk.plan)
+    cached_tokens.follow(plan)
 
 
 async def prefill_committed(
-    worker: Worker,
-    sequence: CachedSequence,
-    cached_tokens: CachedTokens,
-    opened: Open,
-    committed: Sequence[int],
-    chunk_size: PrefillChunkSize,
+    worker: Worker, session: ActorSession, committed: Sequence[int], chunk_size: PrefillChunkSize
 ) -> None:
     """Feed committed tokens that are missing in a cache, in one pass of bounded size.
 
@@ -111,10 +70,12 @@ async def prefill_committed(
 
     Cancellation: strikes after the pass.
     """
-    setting = opened.settings.prefill_step_size
+    sequence, cached_tokens, setting = session.sequence, session.cached_tokens, session.shared.opened.settings
+    assert sequence is not None
     plan = cached_tokens.plan(committed, num_logits=0)
-    plan = FeedPlan(plan.keep, plan.feed[: chunk_size() if setting == "auto" else setting])
-    job = Job("prefill", partial(_rewind_and_feed, sequence, plan), opened.session, len(plan.feed))
+    size = chunk_size() if setting.prefill_step_size == "auto" else setting.prefill_step_size
+    plan = FeedPlan(plan.keep, plan.feed[:size])
+    job = Job("prefill", partial(_rewind_and_feed, sequence, plan), session.id, len(plan.feed))
     length = await worker.run(job)
     if length < plan.keep:  # the cache was lost, or only a checkpoint below could be restored; nothing was fed
         cached_tokens.rewind(length)
@@ -140,6 +101,12 @@ def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[i
         num_read,
         *(length for length in prefix_checkpoints if length > begin),
     )
+
+
+def _feed(sequence: CachedSequence, tokens: tuple[int, ...], *, adds_checkpoint: bool) -> None:
+    sequence.feed(tokens, 0)
+    if adds_checkpoint and (reusable := sequence.reusable) is not None:
+        reusable.add_prefix_checkpoint()
 
 
 def _rewind_and_feed(sequence: CachedSequence, plan: FeedPlan) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import attrs
-import trio
 
 from actors.model import Fork
 from protocol.messages import Features, Open
@@ -94,27 +92,3 @@ class PromptReadings:
     def begin(self, opened: Open, *, beside_another: bool) -> PromptReading:
         """Begin a reading of a session's prompt, which nobody reads yet. The session ends it, whatever happens."""
         return PromptReading(_Prompt.of(opened, beside_another=beside_another), self._by_prompt)
-
-    async def join(self, opened: Open, *, beside_another: bool) -> ReadPrompt | PromptReading:
-        """Wait for the session that reads the same prompt, if there is one.
-
-        Returns: the prompt, if another session has read it. Otherwise this session is to read it, and to end the
-            reading that is returned, whatever happens.
-
-        Cancellation: leaves the others waiting.
-        """
-        while (reading := self.under_way(opened, beside_another=beside_another)) is not None:
-            is_over, found = trio.Event(), list[ReadPrompt | None]()
-
-            def on_end(read: ReadPrompt | None, found: list[Any] = found, is_over: trio.Event = is_over) -> None:
-                found.append(read)
-                is_over.set()
-
-            reading.wait_for(is_over, on_end)
-            try:
-                await is_over.wait()
-            finally:
-                reading.wait_no_more(is_over)
-            if found[0] is not None:
-                return found[0]
-        return self.begin(opened, beside_another=beside_another)

@@ -30,7 +30,7 @@ Prices and time:
 
 * `prices`: what forward passes cost and what speculating gains, as measured.
 * `pass_price`: what a forward pass costs, by its rows.
-* `pass_plan`: which rounds share the target's next pass, and how many tokens of each it reads.
+* `pass_plan`: what the target does next: which texts share a pass, how many tokens of each it feeds, or a wait.
 * `target_queue`: the passes that run and wait at the target.
 * `deadlines`: how long the target waits for its drafter.
 * `backoff`: how often something that has failed is left out, and how many sessions share a job after that.

@@ -9,14 +9,21 @@ that it is accepted. The plan is the one with most tokens a second: Σ expected 
 * a pass waits for a round that is about to be ready if the target would otherwise compute that round alone.
 
 A round that is left out takes part in the next pass, whatever that costs: no round is left out twice.
+
+`next_pass` decides what the target does next, of all that it could do. Chunks of prompts and passes over texts take
+turns, so that no text waits for more than a pass and a chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import attrs
+
+from protocol.prices import Prices
 
 # The seconds of a pass, by the rows that it computes.
 PassSeconds = Callable[[int], float]
@@ -28,6 +35,11 @@ MIN_GAIN_OF_WAITING = 1.02
 # Texts without drafts are decoded in several passes only if that promises this factor: texts that are all in one pass
 # are decoded a pass ahead, and the price of a pass that is avoided gets old.
 MIN_GAIN_OF_DIVIDING = 1.1
+# Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
+# a pass of one row.
+MAX_WAIT, PATIENCE = 1.0, 0.02
+# The longest wait for all texts of a fixed lookahead, in units of the time in which all of them are drafted for.
+PATIENCE_FOR_ALL = 3.0
 
 
 @attrs.frozen
@@ -149,3 +161,194 @@ def _plan_at(
     num_drafted = {i: ready[i].num_drafted(best_width) for i in sorted(best_members)}
     wait_s = max(ready[i].due_s for i in best_members)
     return PassPlan(num_drafted, best_width, wait_s), best_rate
+
+
+# --- the next pass --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Turn:
+    """A text whose next round could begin.
+
+    Attributes:
+        round: what it would feed.
+        lookahead: the session's setting.
+        is_plain: whether the round is one token of the target's own.
+        is_ahead: whether a pass over that token has been launched: its result comes before the text has a part in any
+            other pass.
+        is_alone: whether it has a pass for itself.
+        reads_again: whether it has a job that reads again what its cache has lost, instead of a pass.
+        is_due: whether a chunk of a prompt was read since the round could begin.
+        since_s: since when it could.
+    """
+
+    round: ReadyRound = ReadyRound(1)
+    lookahead: int | Literal["auto"] = 0
+    is_plain: bool = False
+    is_ahead: bool = False
+    is_alone: bool = False
+    reads_again: bool = False
+    is_due: bool = False
+    since_s: float = 0.0
+
+
+@attrs.frozen
+class Expected:
+    """A text whose next round cannot begin yet.
+
+    Attributes:
+        awaits_drafter: whether that is because a proposal is waited for; if not, its consumer is.
+        is_drafter_ready: whether the drafter has read the text.
+        lookahead: the session's setting.
+        last: the last round in a pass; None if there was none.
+        due_s: when the next one should be ready by experience.
+        can_hurry: whether the drafter can be asked for what it has.
+        was_hurried: whether it was asked.
+    """
+
+    awaits_drafter: bool
+    is_drafter_ready: bool = False
+    lookahead: int | Literal["auto"] = "auto"
+    last: ReadyRound | None = None
+    due_s: float = 0.0
+    can_hurry: bool = False
+    was_hurried: bool = False
+
+    def coming(self, now_s: float, patience_s: float) -> ReadyRound | None:
+        """Its next round, as far as it can be foreseen; None if it is not waited for."""
+        if self.last is None or self.was_hurried:
+            return None
+        # One that should be there already is waited for a little longer, since its moment is only a mean.
+        due_s = self.due_s + patience_s - now_s
+        if due_s <= 0.0 and not self.can_hurry:
+            return None
+        num_needed = self.last.num_needed if self.last.reach else 1
+        due_s = max(due_s, patience_s) if due_s > 0.0 else math.inf
+        return ReadyRound(num_needed, self.last.reach, due_s=due_s, can_hurry=self.can_hurry)
+
+
+@attrs.frozen
+class TargetView:
+    """What the target could do.
+
+    Attributes:
+        turns: texts whose rounds could begin, in the order in which they became ready.
+        expected: the other texts whose prompts were read.
+        has_prompts: whether there are prompts to read.
+        prices: of both models.
+        most_shared: most texts that may share a pass of this model, >= 1.
+        max_batch: most texts to have in the next one, in [1, most_shared].
+        divides_plain: whether texts without drafts may be divided among passes now.
+        now_s: the time in seconds.
+        idle_since_s: when the last job ended.
+        hurried_until_s: until when texts that were hurried are waited for.
+    """
+
+    turns: Sequence[Turn]
+    expected: Sequence[Expected]
+    prices: Prices
+    now_s: float = 0.0
+    has_prompts: bool = False
+    most_shared: int = 1
+    max_batch: int = 1
+    divides_plain: bool = True
+    idle_since_s: float = -math.inf
+    hurried_until_s: float = -math.inf
+
+    @property
+    def all_are_plain(self) -> bool:
+        """Whether all texts that can go on do so without drafts."""
+        return not any(each.awaits_drafter for each in self.expected) and all(turn.is_plain for turn in self.turns)
+
+
+@attrs.frozen
+class NextJob:
+    """What the target does next.
+
+    Attributes:
+        kind: "prompts" to read a chunk, "again" to read again what a text has lost, "plain" for a pass without drafts,
+            "verify" for another one, "wait" for none of those.
+        num_drafted: the texts that have a part in it, as indices of `TargetView.turns`, each with the number of drafted
+            tokens that it feeds.
+        wait_s: seconds to wait, > 0, unless something changes; inf for as long as nothing does.
+        hurried: texts whose drafter is to be asked for what it has, as indices of `TargetView.expected`.
+    """
+
+    kind: Literal["prompts", "again", "plain", "verify", "wait"]
+    num_drafted: dict[int, int] = attrs.field(factory=dict)
+    wait_s: float = 0.0
+    hurried: tuple[int, ...] = ()
+
+
+def next_pass(view: TargetView) -> NextJob:
+    """Decide what the target does next. It waits only if no text is ready, or for no longer than `MAX_WAIT` and
+    `PATIENCE_FOR_ALL` say, and never while there are prompts to read.
+    """
+    if view.has_prompts and not any(turn.is_due for turn in view.turns):
+        return NextJob("prompts")
+    job = _next_round(view)
+    return NextJob("prompts") if job.kind == "wait" and view.has_prompts else job
+
+
+def _next_round(view: TargetView) -> NextJob:
+    if not view.turns:
+        return NextJob("wait", wait_s=math.inf)
+    first = view.turns[0]
+    if first.reads_again:
+        return NextJob("again", {0: 0})
+    if view.most_shared == 1:
+        return NextJob("plain" if first.is_plain else "verify", {0: len(first.round.reach)})
+    if view.all_are_plain:
+        number = min(len(view.turns), view.max_batch)
+        if view.divides_plain:
+            number = best_number(number, view.prices.verify)
+        return NextJob("plain", dict.fromkeys(range(number), 0))
+    if ahead := [index for index, turn in enumerate(view.turns) if turn.is_ahead]:
+        return NextJob("plain", dict.fromkeys(ahead, 0))
+    if first.is_alone or len(view.turns) + len(view.expected) == 1:
+        return NextJob("verify", {0: len(first.round.reach)})
+    sharing = [index for index, turn in enumerate(view.turns) if not turn.is_alone and not turn.reads_again]
+    rounds = [view.turns[index].round for index in sharing]
+    if (job := _wait_for_more(view, rounds)) is not None:
+        return job
+    if len(rounds) == 1:
+        # A text's own policy has decided what its pass is worth.
+        return NextJob("verify", {sharing[0]: len(rounds[0].reach)})
+    plan = plan_pass(rounds, view.prices.verify, view.max_batch)
+    return NextJob("verify", {sharing[index]: number for index, number in plan.num_drafted.items()})
+
+
+def _wait_for_more(view: TargetView, rounds: Sequence[ReadyRound]) -> NextJob | None:
+    """Whether a pass over some rounds that are ready waits for others; None to begin it now."""
+    now_s, seconds = view.now_s, view.prices.verify
+    patience_s = PATIENCE * seconds(1)
+    if view.hurried_until_s > now_s and any(each.was_hurried for each in view.expected):
+        return NextJob("wait", wait_s=view.hurried_until_s - now_s)
+    if (wait_s := _wait_for_all_s(view, len(rounds))) > 0.0:
+        return NextJob("wait", wait_s=wait_s)
+    found = [(index, each.coming(now_s, patience_s)) for index, each in enumerate(view.expected)]
+    coming = [(index, round) for index, round in found if round is not None]
+    if not coming:
+        return None
+    waits_until_s = max(view.turns[0].since_s, view.idle_since_s) + MAX_WAIT * seconds(1)
+    all_rounds = [*rounds, *(round for _, round in coming)]
+    plan = plan_pass(all_rounds, seconds, view.max_batch, max_wait_s=waits_until_s - now_s)
+    if plan.wait_s > 0.0:
+        return NextJob("wait", wait_s=plan.wait_s)
+    hurried = tuple([coming[index - len(rounds)][0] for index in plan.num_drafted if index >= len(rounds)])
+    return NextJob("wait", wait_s=max(patience_s, 1e-9), hurried=hurried) if hurried else None
+
+
+def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
+    """Seconds for which a pass waits until all texts of a fixed lookahead are drafted for."""
+    drafted_for = [each for each in view.expected if each.awaits_drafter and each.is_drafter_ready]
+    num_texts = num_ready + len(drafted_for)
+    lookaheads = {turn.lookahead for turn in view.turns if not turn.is_alone and not turn.reads_again}
+    lookaheads |= {each.lookahead for each in drafted_for}
+    lookahead = lookaheads.pop()
+    if not drafted_for or lookaheads or lookahead == "auto" or num_texts > view.max_batch:
+        return 0.0
+    if not view.prices.one_group_pays(num_texts, lookahead):
+        return 0.0
+    together_s = view.prices.draft_together_s(num_texts, lookahead)
+    return view.turns[0].since_s + PATIENCE_FOR_ALL * together_s - view.now_s

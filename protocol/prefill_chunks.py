@@ -7,7 +7,7 @@ may cost more per token. Which sizes are cheap depends on the device, and is mea
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -21,8 +21,8 @@ MAX_PASS_S = 0.2
 CHEAP_FACTOR = 1.1
 # Passes after which sizes above the present one are tried again.
 RETRY_PASSES = 16
-# A pass counts as one of a size if its tokens differ from it by at most this part.
-SIZE_TOLERANCE = 0.15
+# The tokens of the pass whose expected price is the first size's, before any was measured.
+PRIOR_TOKENS = 64
 # The largest part of a pass over several prompts that may be padding.
 MAX_PADDING = 0.25
 # The size where the text depends on how the prompt is cut into passes: that of mlx-lm.
@@ -33,16 +33,18 @@ FIXED_CHUNK_TOKENS = 2048
 class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take at most MAX_PASS_S.
 
-    It begins with the smallest size, and doubles it as long as twice as many tokens should fit into that time.
+    The first pass is the smallest, unless passes have an expected price. The one after it may be much larger, if it
+    should take half of that time; from then on, the size is doubled as long as twice as many tokens should fit.
     """
 
+    _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
     _seconds_per_token: dict[int, Mean] = attrs.field(factory=dict, init=False)  # by size
     _num_passes: int = attrs.field(default=0, init=False)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add the measurement of a pass. One that is not about of a size, such as the end of a prompt, is ignored."""
+        """Add the measurement of a pass: it counts for the nearest size, if there is one so small."""
         size = 1 << max(0, round(math.log2(max(1, num_tokens))))
-        if MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS and abs(num_tokens - size) <= SIZE_TOLERANCE * size:
+        if MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS:
             self._seconds_per_token.setdefault(size, Mean(memory=8.0)).observe(seconds / num_tokens)
             self._num_passes += 1
             if self._num_passes % RETRY_PASSES == 0:
@@ -52,26 +54,48 @@ class PrefillChunkSize:
 
     def __call__(self) -> int:
         """Tokens for the next pass."""
+        return self._next()[0]
+
+    @property
+    def most_together(self) -> int:
+        """Most tokens of a pass over several prompts: as many as count for the size, if they fit into the time.
+
+        So the size is measured, and can grow, also where no number of prompts comes to just as many tokens.
+        """
+        size, price = self._next()
+        return max(size, int(min(math.sqrt(2) * size, MAX_PASS_S / price if price > 0.0 else 0.0)))
+
+    def _next(self) -> tuple[int, float]:
+        """Tokens for the next pass, and the seconds that each is expected to take; 0 if that is not known."""
         prices = {size: mean.value for size, mean in self._seconds_per_token.items()}
         if not prices:
-            return MIN_CHUNK_TOKENS
+            price = self._expected_s(PRIOR_TOKENS) / PRIOR_TOKENS
+            return self._jump(MIN_CHUNK_TOKENS, price), price
         max_price = CHEAP_FACTOR * min(prices.values())
-        largest = max(prices)
-        if largest < MAX_CHUNK_TOKENS and prices[largest] <= max_price and 2 * largest * prices[largest] <= MAX_PASS_S:
-            return 2 * largest
         fitting = [size for size, price in prices.items() if price <= max_price and size * price <= MAX_PASS_S]
-        # If no size fits, every pass is long; take the shortest.
-        return max(fitting) if fitting else min(prices, key=lambda size: size * prices[size])
+        if not fitting:  # every pass is long; take the shortest
+            shortest = min(prices, key=lambda size: size * prices[size])
+            return shortest, prices[shortest]
+        best = max(fitting)
+        if best == MAX_CHUNK_TOKENS or 2 * best in prices or 2 * best * prices[best] > MAX_PASS_S:
+            return best, prices[best]
+        return self._jump(2 * best, prices[best]) if self._num_passes == 1 else 2 * best, prices[best]
+
+    def _jump(self, size: int, price: float) -> int:
+        """The largest size from one on that should take half of the time that a pass may."""
+        while price > 0.0 and size < MAX_CHUNK_TOKENS and 2 * size * price <= MAX_PASS_S / 2:
+            size *= 2
+        return size
 
 
-def read_together(lengths: Sequence[int], size: int, max_width: int) -> list[int]:
+def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:
     """Which prompts to read in one pass, each whole: the first, and others of like length.
 
     Every prompt of a pass takes as many rows as the longest.
 
     Args:
         lengths: tokens to read of each prompt, >= 1, in the order in which they came.
-        size: tokens of a pass; a first prompt that is longer has the pass for itself.
+        max_tokens: of a pass, padding included; a first prompt that is longer has the pass for itself.
         max_width: longest prompt of a pass that several share.
 
     Returns: their indices, ascending.
@@ -82,7 +106,7 @@ def read_together(lengths: Sequence[int], size: int, max_width: int) -> list[int
     for index in sorted(range(1, len(lengths)), key=lambda index: (abs(lengths[index] - lengths[0]), index)):
         width, number = max(longest, lengths[index]), len(chosen) + 1
         is_padded_little = total + lengths[index] >= (1.0 - MAX_PADDING) * number * width
-        if is_padded_little and number * width <= size and width <= max_width:
+        if is_padded_little and number * width <= max_tokens and width <= max_width:
             chosen.append(index)
             longest, total = width, total + lengths[index]
     return sorted(chosen)

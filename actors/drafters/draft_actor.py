@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import outcome
-import trio
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
@@ -24,12 +23,10 @@ from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePo
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
-from actors.prompt_sharing import ReadPrompt
 from actors.session import Session
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.backoff import SharingLimit
-from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy
@@ -89,7 +86,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             max_batch: most sessions that share one pass, >= 1.
             max_drawn_from: see `DraftSteps`.
         """
-        super().__init__(model, worker, on_event, prices, prefix_cache_bytes=prefix_cache_bytes)
+        super().__init__(
+            model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes
+        )
         self._target = target
         self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
@@ -157,25 +156,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.node = self._next_expansion(session)
         return None if session.node is None else Need.DRAFT
 
-    def _may_open(self, session: DraftSession) -> bool:
-        """Whether nothing is waited for that its text could begin with."""
-        opened = session.shared.opened
-        if not opened.settings.reuse_prefix or session.read_prompt is not None:
-            return True
-        if session.reading is None and opened.num_read > 0:
-            if session.awaits is None:
-                session.awaits = self._prompt_readings.under_way(opened, beside_another=True)
-                if session.awaits is not None:
-                    session.awaits.wait_for(session, partial(self._prompt_was_read, session))
-            if session.awaits is not None:
-                return False
-            session.reading = self._prompt_readings.begin(opened, beside_another=True)
-        return not self._unwanted(session)
-
-    def _prompt_was_read(self, session: DraftSession, read: ReadPrompt | None) -> None:
-        session.awaits, session.read_prompt = None, read
-        self._look_at(session)
-
     @property
     def _limits(self) -> tuple[int, int]:
         return min(self._steps.num_shared, self._limit.value), self.chunk_size()
@@ -183,18 +163,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, need: Need) -> None:
-        opened, sequence, cached_tokens = session.shared.opened, session.sequence, session.cached_tokens
+        sequence = session.sequence
         if sequence is None:
-            hit = await self.worker.run(self._opening(opened, beside_another=True, read=session.read_prompt))
-            session.read_prompt, session.sequence = None, hit.sequence
-            cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
+            await self._open_sequence(session)
             session.hand_over_features()
-            if session.reading is not None and hit.sequence.fork_point is None:
-                session.end_reading()
         elif not session.has_read_prompt:
-            await prefill_chunk(self.worker, sequence, cached_tokens, opened, self.chunk_size)
+            await prefill_chunk(self.worker, session, self.chunk_size)
         elif session.reading is not None:
-            await self._hand_on(session, sequence)
+            await self._hand_on(session)
         elif not session.is_indexed:
             await self._index(session)
         elif session.catches_up and not session.reads_again:
@@ -202,23 +178,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._catch_up(session, sequence)
         else:
             # The last token is left to the draft step, which needs the logits.
-            committed = session.state.committed[:-1]
-            await prefill_committed(self.worker, sequence, cached_tokens, opened, committed, self.chunk_size)
+            await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
 
     async def _let_go(self, session: DraftSession) -> None:
         try:
-            if session.sequence is not None:
-                with trio.CancelScope(shield=True):
-                    await self.worker.run(self._putting_away(session, beside_another=True))
+            await self._put_away(session)
         except JobError as error:
             self._fail(session, error)
         finally:
-            if session.awaits is not None:
-                session.awaits.wait_no_more(session)
             await super()._let_go(session)
-            for other in self._sessions.values():
-                if other.sequence is None:  # it may have waited for what this one has put away
-                    self._changed[other] = None
 
     async def _draft(self, sessions: Sequence[DraftSession]) -> None:
         """Draft after each session's node, and on down the drafter's own choices, as far as their policies foresee."""

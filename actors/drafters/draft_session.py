@@ -8,7 +8,6 @@ import attrs
 
 from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession, FromTarget
 from actors.drafters.shared_steps import DraftPart
-from actors.prompt_sharing import PromptReading, ReadPrompt
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
@@ -35,8 +34,6 @@ class DraftSession(DrafterSession):
         reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
         catches_up: whether it is to be read in a rest what the target has committed.
         num_uncounted: rounds of a rest that the policy was not asked about, whether to catch up.
-        awaits: the reading of its prompt by another session, which it waits for; None if there is none.
-        read_prompt: what came of that.
         node: the node to draft after next, as of the last look.
         part: its part in the draft steps under way; None between them.
         suspects: of a shared step that has failed, after which it drafts alone once; None if that is over.
@@ -58,8 +55,6 @@ class DraftSession(DrafterSession):
         self.has_begun = self.has_read_prompt = self.reads_again = self.catches_up = False
         self.only_copies = False
         self.num_uncounted = 0
-        self.awaits: PromptReading | None = None
-        self.read_prompt: ReadPrompt | None = None
         self.node: Node | None = None
         self.part: DraftPart | None = None
         self.suspects: Suspects | None = None

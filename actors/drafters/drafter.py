@@ -224,33 +224,19 @@ class Drafter(Actor[S]):
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
         super().__init__(on_event, prices, clock)
-        self._changed: dict[S, None] = {}
         self._running: dict[S, None] = {}  # those that have a part in the job that runs
         self._num_jobs = self._num_read = 0
-        self._wakeup = trio.Event()
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    @trio.lowlevel.enable_ki_protection
-    async def _serve_beside(self) -> None:
-        try:
-            while True:
-                self._wakeup = trio.Event()
-                if job := self._next_job():
-                    await self._work(*job)
-                else:
-                    await self._wakeup.wait()
-        finally:
-            # Nobody must see a session end in a runtime that is still open.
-            self._take_no_more_sessions()
-            with trio.CancelScope(shield=True):
-                for session in list(self._sessions.values()):
-                    await self._let_go(session)
+    async def _turn(self) -> None:
+        if job := self._next_job():
+            await self._work(*job)
+        else:
+            await self._wakeup.wait()
 
     def _look_at(self, session: S) -> None:
-        """Look at a session that has changed. Never waits."""
-        self._changed[session] = None
-        self._wakeup.set()
+        super()._look_at(session)
         if self._running:
             # The job that runs may be about to go on for others, or hang.
             self._take_in()
@@ -342,12 +328,6 @@ class Drafter(Actor[S]):
             await trio.lowlevel.checkpoint()
 
     # --- sessions ---------------------------------------------------------------------------------
-
-    def _begin_session(self, session: S) -> None:
-        self._look_at(session)
-
-    def _end_session(self, session: S) -> None:
-        self._look_at(session)
 
     def _hand_over(self, message: Message) -> None:
         session = self._sessions.get(message.session)

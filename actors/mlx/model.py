@@ -91,9 +91,17 @@ def load(
     return model, tokenizer
 
 
+def is_quantized(model: Module) -> bool:
+    """Whether some weights of a model are quantised."""
+    return any(hasattr(module, "bits") and hasattr(module, "group_size") for module in model.modules())
+
+
 def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str) -> None:
-    """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)"""
-    if any(hasattr(module, "bits") and hasattr(module, "group_size") for module in model.modules()):
+    """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)
+
+    Raises: ModelError: some are quantised already.
+    """
+    if is_quantized(model):
         raise ModelError("its weights are quantised already; leave quantize out, or give the original model")
     predicate = getattr(model, "quant_predicate", None)
 

@@ -85,8 +85,8 @@ def _make_snapshot(
     _goes_on: bool,
 ) -> None:
     """Make the snapshot in trio's thread; for `Steps.on_step`."""
-    # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when its
-    # task runs.
+    # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when the
+    # actor's loop runs.
     tokens = session.cached_tokens.tokens if isinstance(session, DraftSession) and session.part is not None else None
     on_snapshot(_Snapshot(state, tokens, actor.worker.busy_seconds))
 
@@ -112,7 +112,7 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
             return None
         tokens = snapshot.tokens
         if tokens is None:
-            # Let the session's task count the tokens of its job before this one. If another job ended meanwhile, its
+            # Let the actor's loop count the tokens of the job before this one. If another job ended meanwhile, its
             # count is of no use.
             await trio.lowlevel.checkpoint()
             tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == snapshot.busy_seconds else ()

@@ -79,11 +79,6 @@ class Part:
         if self.ready.reach:
             self.proposal = self.proposal.cut(num_drafted)
 
-    def pass_over(self) -> None:
-        """Note that a pass has left it out, so that the next one must not."""
-        if not self.ready.was_passed_over:
-            self.ready = attrs.evolve(self.ready, was_passed_over=True)
-
     @property
     def feeds_drafted(self) -> bool:
         """Whether drafted tokens are fed, if the cache can drop them again."""
@@ -144,7 +139,7 @@ class Part:
         return ProposedRows(seed, proposal.start, num_rows, drafted, proposal.probs[: len(drafted)])
 
 
-def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
+def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
     """The next part of a text whose drafter has proposed, or does not."""
     sequence, state, failure = session.sequence, session.state, session.round_failure
     assert sequence is not None
@@ -157,7 +152,7 @@ def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
     alone = failure is not None and failure.goes_alone
     if failure is not None and (one_by_one := failure.one_by_one) is not None:
         plan = session.cached_tokens.plan(state.committed, one_by_one.fed)
-        part = Part(session, sequence, plan, one_by_one.left, ReadyRound(len(plan.feed)), now_s, history, alone=alone)
+        part = Part(session, sequence, plan, one_by_one.left, ReadyRound(len(plan.feed)), since_s, history, alone=alone)
         part.one_by_one = bool(proposal.tokens)
         if part.judges_jointly:
             part.proposal, part.earlier = proposal, one_by_one.rows
@@ -168,7 +163,7 @@ def next_part(session: TargetSession, prices: Prices, now_s: float) -> Part:
     feeds_drafts = not settle and not session.was_single_step
     num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_drafts and not proposal.reach else 0)
     ready = ReadyRound(num_needed, proposal.reach if feeds_drafts else ())
-    part = Part(session, sequence, plan, proposal, ready, now_s, history, settle, alone=alone)
+    part = Part(session, sequence, plan, proposal, ready, since_s, history, settle, alone=alone)
     part.alone = alone or (part.feeds_drafted and session.suspects is not None)
     return part
 
@@ -240,13 +235,12 @@ def verdict_so_far(one_by_one: OneByOne) -> Verdict:
 
 def is_plain(session: TargetSession) -> bool:
     """Whether the next round of a text is one token of the target's own."""
-    state, sequence = session.state, session.sequence
-    assert sequence is not None
+    state = session.state
     return (
         state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
         and state.outstanding is None
         and session.round_failure is None
-        and not has_lost_tokens(session, sequence)
+        and not has_lost_tokens(session)
     )
 
 
@@ -257,8 +251,10 @@ def stays_plain(session: TargetSession) -> bool:
     return rests_on and (state.remaining is None or state.remaining > 1)
 
 
-def has_lost_tokens(session: TargetSession, sequence: CachedSequence) -> bool:
+def has_lost_tokens(session: TargetSession) -> bool:
     """Whether a text must be read again, since a pass that it shared has failed."""
+    sequence = session.sequence
+    assert sequence is not None
     if sequence.length < len(session.cached_tokens):
         session.reads_again = len(session.state.committed) > 1 or bool(session.fed_drafted)
         session.plain_row = None  # it may be ahead in the cache that is lost

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import trio
-
 from actors.model import CachedSequence, Model
-from actors.prefill import can_read_together, next_chunk
-from actors.target.scoring import next_scored_chunk
+from actors.prefill import can_read_together, prefill_chunk
+from actors.target.scoring import score_chunk
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
@@ -26,8 +24,6 @@ class Reading:
 
     Attributes:
         prompts: their sessions.
-        running: those whose prompts the running pass reads.
-        pass_over: set once that pass is over.
     """
 
     def __init__(
@@ -55,63 +51,44 @@ class Reading:
         self._num_shared = num_shared
         self._share = share
         self.prompts: dict[TargetSession, None] = {}
-        self.running: Sequence[TargetSession] = ()
-        self.pass_over = trio.Event()
 
     @property
     def wanted(self) -> list[TargetSession]:
         """The sessions whose prompts somebody still wants to be read."""
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
-    async def run_pass(self) -> None:
+    async def run_pass(self) -> Sequence[TargetSession]:
         """Read a chunk of the first prompt that is wanted, or that prompt whole together with others of like length.
 
         An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
         alone.
+
+        Returns: the sessions whose prompts were read; they are not among `prompts` any more.
         """
-        self.running, self.pass_over = self._chosen(), trio.Event()
-        try:
-            await (self._read_chunk(self.running[0]) if len(self.running) == 1 else self._read_whole(self.running))
-        finally:
-            for session in self.running:
-                if session not in self.prompts:
-                    continue
-                del self.prompts[session]
-                if session.failure is not None or not _num_left(session):
-                    session.prompt_is_read.set()
-                else:
-                    self.prompts[session] = None  # behind the others
-            self.running = ()
-            self.pass_over.set()
+        chosen = self._chosen()
+        for session in chosen:
+            del self.prompts[session]
+        await (self._read_chunk(chosen[0]) if len(chosen) == 1 else self._read_whole(chosen))
+        return chosen
 
     def _chosen(self) -> list[TargetSession]:
         first, *others = self.wanted
         if self._num_shared() == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]
-        indices = read_together([_num_left(each) for each in fitting], self._chunk_size(), self._model.widest_row)
+        indices = read_together(
+            [each.num_to_read for each in fitting], self._chunk_size.most_together, self._model.widest_row
+        )
         return [fitting[index] for index in indices[: self._num_shared()]]
 
     async def _read_chunk(self, session: TargetSession) -> None:
-        sequence, opened = session.sequence, session.shared.opened
-        assert sequence is not None
-        scores = len(session.cached_tokens) >= opened.num_read
-        chunk_size = self._score_size if scores else self._chunk_size
-        call: Callable[[], Any]
-        if scores:
-            vocab_size = self._model.vocab_size
-            plan, call = next_scored_chunk(sequence, session.cached_tokens, opened, chunk_size, vocab_size)
-        else:
-            chunk = next_chunk(sequence, session.cached_tokens, opened, chunk_size)
-            plan, call = chunk.plan, partial(chunk.feed, sequence)
-        job: Job[Any] = Job("prefill", call, session.id, len(plan.feed))
         try:
-            session.shared.scores += await self._worker.run(job) or ()
+            if len(session.cached_tokens) < session.shared.opened.num_read:
+                await prefill_chunk(self._worker, session, self._chunk_size)
+            else:
+                await score_chunk(self._worker, session, self._score_size, self._model.vocab_size)
         except JobError as error:
             session.failure = error
-            return
-        chunk_size.observe(job.num_tokens, job.seconds)
-        session.cached_tokens.follow(plan)
 
     async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
         plans = [
@@ -149,7 +126,3 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Seq
 def _can_share(session: TargetSession) -> bool:
     assert session.sequence is not None
     return not session.reads_alone and can_read_together(session.sequence, session.shared.opened)
-
-
-def _num_left(session: TargetSession) -> int:
-    return session.reads_until - len(session.cached_tokens)

@@ -10,9 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-import trio
-
-from actors.model import CachedSequence, CacheLostError, Model
+from actors.model import CacheLostError, Model
 from actors.prefill import prefill_committed
 from actors.target.drafter_link import DrafterLink
 from actors.target.parts import Part, next_part, stays_plain, verdict_of, verdict_so_far
@@ -40,7 +38,6 @@ class RoundJobs:
 
     Attributes:
         texts: the sessions whose rounds are run, by id.
-        running: those that have a part in the job that runs.
         pass_began_s: when the last pass was handed to the worker, in seconds on its clock.
         num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
     """
@@ -69,7 +66,7 @@ class RoundJobs:
             drafter: hears of the verdicts.
             chunk_size: of passes that read a text again.
             max_batch: most rounds in one pass, >= 1.
-            look_at: called with each session whose state has changed; must not wait.
+            look_at: called with a session that has ended, or whose consumer has made room; must not wait.
             on_commit: called with each commit; must not wait.
             on_rewind: called with a session and the number of tokens, >= 1, that its cache was rewound by.
         """
@@ -83,7 +80,6 @@ class RoundJobs:
         self._on_commit = on_commit
         self._on_rewind = on_rewind
         self.texts: dict[int, TargetSession] = {}
-        self.running: Collection[TargetSession] = ()
         self.pass_began_s = 0.0
         self.num_shared = max_batch
         self._limit = SharingLimit()
@@ -91,22 +87,15 @@ class RoundJobs:
         self._num_ahead = 0  # passes in succession that were started ahead
         # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one.
         self._last_plain: tuple[float, float] | None = None
-        self._pass_over = trio.Event()
 
     @property
     def most_rounds(self) -> int:
         """Most rounds in the next pass."""
         return min(self.num_shared, self._limit.value)
 
-    async def wait_for(self, session: TargetSession) -> None:
-        """Wait until a session has no part in the job that runs."""
-        while session in self.running:
-            await self._pass_over.wait()
-
     def begin_round(self, session: TargetSession) -> None:
         """Begin a session's next round."""
         session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
-        self._look_at(session)
 
     def deliver(self) -> None:
         """Hand the consumers the commits of the last pass. Never waits."""
@@ -118,61 +107,48 @@ class RoundJobs:
 
     def fail(self, session: TargetSession, error: Exception) -> None:
         """End a text with an error."""
-        session.failure = error
-        session.text_over.set()
+        session.failure = session.failure or error
+        self._look_at(session)
 
     def _begin_job(self, sessions: Collection[TargetSession]) -> None:
-        self.running = dict.fromkeys(sessions)  # in their order, on which simulated time depends
-        self._pass_over = trio.Event()
         self._target_queue.begin([session.id for session in sessions], self._worker.clock())
 
     def _end_job(self, sessions: Collection[TargetSession]) -> None:
         now_s = self._worker.clock()
         for session in sessions:
             self._target_queue.leave(session.id, now_s)
-        self.running = ()
-        self._pass_over.set()
 
     # --- the jobs -----------------------------------------------------------------------------------
 
-    async def read_again(self, session: TargetSession, sequence: CachedSequence) -> None:
+    async def read_again(self, session: TargetSession) -> None:
         """Feed some of what a cache has lost of its text, in one pass of bounded size."""
         self._begin_job([session])
         to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
-            await prefill_committed(
-                self._worker, sequence, session.cached_tokens, session.state.opened, to_feed, self._chunk_size
-            )
+            await prefill_committed(self._worker, session, to_feed, self._chunk_size)
             session.reads_again = len(session.cached_tokens) < len(to_feed)
         except JobError as error:
             self.fail(session, error)
         finally:
             self._end_job([session])
-        self._look_at(session)
 
-    async def run_pass(self, parts: list[Part]) -> bool:
-        """A pass that texts share. Returns: whether a drafter has heard of verdicts, and may propose at once."""
+    async def run_pass(self, parts: list[Part]) -> None:
+        """A pass that texts share; afterwards `parts` has those that had one."""
         self.pass_began_s = self._worker.clock()
-        taken = list(parts)
         self._last_plain = None
-        self._begin_job([part.session for part in taken])
+        sessions = [part.session for part in parts]
+        self._begin_job(sessions)
         self._limit.count_job()
         job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
         job.prepare = partial(self._prepare, parts, job)
-        has_failed = False
         try:
             await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
-            has_failed = True
             self._failed(parts, error)
-        finally:
-            self._end_job([part.session for part in taken])
-        for part in taken:
-            if part not in parts:  # texts of this model cannot share passes
-                self._look_at(part.session)
-        if not has_failed:
+        else:
             self._judged(parts, job)
-        return any(part.session.state.phase is SessionPhase.PROPOSING for part in parts)
+        finally:
+            self._end_job(sessions)
 
     async def run_plain_pass(self, sessions: Sequence[TargetSession], *, goes_ahead: bool) -> list[TargetSession]:
         """A pass over texts that nobody drafts for.
@@ -181,7 +157,7 @@ class RoundJobs:
             sessions: at least one, and one where `num_shared` is 1; `is_plain` is true of each.
             goes_ahead: whether the next such pass may be started ahead.
 
-        Returns: those of them that can have another such pass at once, in order.
+        Returns: those of them that can have another such pass at once, in order. The others have changed.
         """
         num_texts = len(sessions)
         is_measured = num_texts > 1 and self._num_ahead >= MEASURED_EVERY
@@ -212,8 +188,6 @@ class RoundJobs:
         if results is None:
             self._last_plain, self._num_ahead = None, 0
             return []
-        for session in sessions[len(rows) :]:  # texts of this model cannot share passes
-            self._look_at(session)
         num_texts = len(rows)
         width = max([share.num_tokens for share in shares])
         # A text's cache is copied when it shares a pass for the first time.
@@ -227,13 +201,13 @@ class RoundJobs:
             session.was_plain = True
             session.has_shared = session.has_shared or num_texts > 1
             if isinstance(result, CacheLostError):
-                self._look_at(session)
-            elif isinstance(result, Exception):
+                continue  # it is read again
+            if isinstance(result, Exception):
                 self.fail(session, job_error(job, result))
             else:
                 fed = (*row.plan.feed, result) if row.is_ahead else row.plan.feed
                 session.cached_tokens.follow(FeedPlan(row.plan.keep, fed))
-                if session.id in self.texts and session.state.phase is not SessionPhase.CLOSED:
+                if not session.has_ended:
                     try:
                         if self._commit_own(session, row, result):
                             going_on.append(session)
@@ -271,8 +245,8 @@ class RoundJobs:
         shared.unsent = commit
         shared.deliver_nowait()
         if commit.finish_reason is not None:
-            session.text_over.set()
-        elif shared.unsent is not None:
+            return False
+        if shared.unsent is not None:
             session.is_blocked = True
         elif state.phase is SessionPhase.PROPOSING:
             self.begin_round(session)
@@ -349,12 +323,11 @@ class RoundJobs:
                     self.fail(session, error)
             elif not isinstance(part.error, CacheLostError):
                 self._apply_or_fail(session, job_error(job, part.error))
-            self._look_at(session)
 
     def _apply(self, session: TargetSession, verdict: Verdict) -> None:
         """Commit the tokens of a verdict, and begin the next round."""
-        if session.id not in self.texts or session.state.phase is SessionPhase.CLOSED:
-            return  # closed while the pass ran
+        if session.has_ended:
+            return  # while the pass ran
         proposal, is_drafted = session.state.outstanding, session.state.phase is not SessionPhase.UNDRAFTED
         verdict = session.with_stop(verdict)
         round_s = self._round_seconds(session)
@@ -401,7 +374,6 @@ class RoundJobs:
                 # If drafted tokens of others were the cause, those are left out now.
                 failure.goes_alone = failure.has_failed or not with_drafts
                 failure.suspects, failure.has_failed = None if with_drafts else suspects, True
-            self._look_at(session)
 
     def _failed_alone(self, part: Part, error: JobError) -> None:
         session = part.session

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from actors.model import CachedSequence
 from actors.prefill import tokens_per_pass
 from actors.sampling.logit_check import LogitCheck
-from protocol.cached_tokens import CachedTokens, FeedPlan
-from protocol.messages import Open
+from actors.target.target_session import TargetSession
+from actors.workers.worker import Job, Worker
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.scores import TokenScore, token_scores
 
@@ -17,28 +16,29 @@ from protocol.scores import TokenScore, token_scores
 _MAX_LOGITS = 2**24
 
 
-def next_scored_chunk(
-    sequence: CachedSequence,
-    cached_tokens: CachedTokens,
-    opened: Open,
-    chunk_size: PrefillChunkSize,
-    vocab_size: int,
-) -> tuple[FeedPlan, Callable[[], tuple[TokenScore, ...]]]:
-    """The next part of the tokens to score, once the tokens before them were read.
+async def score_chunk(worker: Worker, session: TargetSession, chunk_size: PrefillChunkSize, vocab_size: int) -> None:
+    """Feed the next part of the tokens to score, once the tokens before them were read, and score what follows each.
 
     Args:
-        chunk_size: of passes that score.
+        chunk_size: of passes that score; updated.
         vocab_size: width of the logits.
 
-    Returns: what it feeds, and a call for the model's thread that feeds it and scores the tokens that follow each.
+    Cancellation: strikes after the pass.
     """
+    sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
+    assert sequence is not None
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
     size = min(chunk_size() if pass_tokens == "auto" else pass_tokens, max(1, _MAX_LOGITS // vocab_size))
     begin = len(cached_tokens)
     end = min(begin + size, len(opened.prompt) - 1)
     plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
     scored = opened.prompt[begin + 1 : end + 1]
-    return plan, partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
+    call = partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
+    job = Job("prefill", call, session.id, len(plan.feed))
+    scores = await worker.run(job)
+    session.shared.scores += scores
+    chunk_size.observe(job.num_tokens, job.seconds)
+    cached_tokens.follow(plan)
 
 
 def _score(

@@ -6,7 +6,6 @@ from functools import partial
 
 import attrs
 import mlx.core as mx
-import trio
 
 from actors.actor import ActorSession
 from actors.session import Session
@@ -19,6 +18,7 @@ from protocol.messages import Features, Likelihood, Message, Proposal, Ready, Re
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Mean
 from protocol.replay import ReplayDebt
+from protocol.session_state import SessionPhase
 
 
 @attrs.define(eq=False)
@@ -88,14 +88,14 @@ class TargetSession(ActorSession):
         replay: tracks when replayed tokens are fed for good.
         verify_seconds: spent on verify passes so far.
         reads_until: length of the part of the prompt that is to be read.
-        prompt_is_read: set once it was read, or cannot be.
+        has_read_prompt: whether it was read, and handed on to whoever waits for it.
         reads_alone: whether no other prompt may be read in its passes.
-        text_over: set once the rounds are over.
-        failure: the error that ended the reading, or the rounds, if one did.
+        failure: the error that ended the session, if one did.
         is_blocked: whether a slow consumer keeps the next round from beginning.
         awaits_proposal_since_s: since when a proposal is waited for, in seconds on the worker's clock; None if none is.
         proposal_due_s: until when.
-        was_asked: whether the drafter was asked for what it has by now.
+        was_asked: whether the drafter was asked for what it has by now, because it was late.
+        was_hurried: whether it was asked because others wait.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
         untold: tokens that were committed in a rest, and that the drafter has not been told of.
@@ -121,14 +121,13 @@ class TargetSession(ActorSession):
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
         self.reads_until = 0
-        self.prompt_is_read = trio.Event()
+        self.has_read_prompt = False
         self.reads_alone = False
-        self.text_over = trio.Event()
         self.failure: Exception | None = None
         self.is_blocked = False
         self.awaits_proposal_since_s: float | None = None
         self.proposal_due_s = 0.0
-        self.was_asked = False
+        self.was_asked = self.was_hurried = False
         self.is_drafter_ready = False
         self.decodes_alone = False
         self.untold: tuple[int, ...] = ()
@@ -145,6 +144,16 @@ class TargetSession(ActorSession):
         self.drafts = Backoff()
         self.round_failure: RoundFailure | None = None
         self.reads_again = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is left to do but to close the cache."""
+        return self.failure is not None or self.state.phase is SessionPhase.CLOSED
+
+    @property
+    def num_to_read(self) -> int:
+        """Tokens of the prompt that are to be read."""
+        return self.reads_until - len(self.cached_tokens)
 
     @property
     def fed_drafted(self) -> tuple[int, ...]:

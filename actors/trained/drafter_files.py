@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -9,11 +10,129 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import attrs
 import mlx.core as mx
 import mlx_lm.models
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize as quantize_modules
+from mlx.utils import tree_flatten
 
+from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
+
+# How MLX quantises without biases, by bits and group size.
+_MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
+_AFFINE_BITS, _AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+# Ends of names that weights have where others than MLX have quantised them.
+_OF_OTHERS = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight_scale_2")
+# How many names a message has at most.
+_NUM_NAMED = 4
+
+
+@attrs.frozen
+class DrafterFiles:
+    """The folder of a drafter.
+
+    Attributes:
+        folder: where `config.json` and the weights are.
+        config: what `config.json` says.
+        named: the drafter, in messages.
+        quantize: `bits`, `group_size` and `mode`, to which the weights are quantised once they are read; None leaves
+            them.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    named: str = "the drafter"
+    quantize: Mapping[str, Any] | None = None
+
+    @classmethod
+    def read(cls, folder: Path, named: str = "the drafter", quantize: Mapping[str, Any] | None = None) -> DrafterFiles:
+        """Read `config.json`.
+
+        Raises: ModelError: there is none, or it is damaged.
+        """
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{named} in {folder} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{named} in {folder} cannot be read: its config.json has no settings by name")
+        return cls(folder, config, named, quantize)
+
+    def weights(self, pattern: str = "*.safetensors") -> dict[str, mx.array]:
+        """The arrays in the folder's safetensors, by name; lazy.
+
+        Raises: ModelError: there are none, a file is damaged, or they are quantised in another way than MLX does it.
+        """
+        return {name: value for arrays, _ in self.weights_and_metadata(pattern) for name, value in arrays.items()}
+
+    def weights_and_metadata(self, pattern: str = "*.safetensors") -> list[tuple[dict[str, mx.array], dict[str, str]]]:
+        """The same of each file, with what stands at its beginning."""
+        try:
+            loaded: Any = [mx.load(str(f), return_metadata=True) for f in sorted(self.folder.glob(pattern))]
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{self.named} in {self.folder} cannot be read: {error}") from error
+        if not any(arrays for arrays, _ in loaded):
+            raise ModelError(f"there are no weights ({pattern}) of {self.named} in {self.folder}")
+        return list(loaded)
+
+    def fill(self, module: Module, weights: Mapping[str, mx.array]) -> None:
+        """Load weights into a module and evaluate them.
+
+        A layer whose weights are quantised becomes a quantised one: the shapes of the arrays say how.
+
+        Raises: ModelError: weights are missing, superfluous or of another shape, or are quantised in another way than
+            MLX does it, or are to be quantised a second time.
+        """
+        if foreign := next((name for name in weights if name.endswith(_OF_OTHERS)), None):
+            how = self.config.get("quantization_config")
+            method = how.get("quant_method") if isinstance(how, Mapping) else None
+            raise ModelError(
+                f"the weights of {self.named} are quantised in a way that MLX does not have ({method or foreign}); "
+                "give the drafter that was not quantised, and quantize with it if it is to be smaller"
+            )
+
+        def settings(path: str, layer: Module) -> bool | dict[str, Any]:
+            scales = weights.get(f"{path}.scales")
+            if scales is None or not hasattr(layer, "to_quantized"):
+                return False
+            packed, has_biases = weights[f"{path}.weight"], f"{path}.biases" in weights
+            width = layer.weight.shape[-1]
+            group_size, bits = width // scales.shape[-1], 32 * packed.shape[-1] // width
+            is_affine = has_biases and bits in _AFFINE_BITS and group_size in _AFFINE_GROUPS
+            mode = "affine" if is_affine else _MODES.get((bits, group_size))
+            if mode is None:
+                raise ModelError(
+                    f"{path} of {self.named} has {bits} bits in groups of {group_size}, in which MLX quantises nothing"
+                )
+            return {"bits": bits, "group_size": group_size, "mode": mode}
+
+        quantize_modules(module, class_predicate=settings)
+        own: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
+        if misfit := _misfit(own, weights):
+            raise ModelError(f"{self.named} in {self.folder} is not what its configuration says: {misfit}")
+        module.load_weights(list(weights.items()))
+        if self.quantize is not None:
+            quantize_weights(module, **self.quantize)
+        mx.eval(module.state)
+
+
+def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str:
+    """What is wrong with weights for a module that has others; empty if nothing is."""
+
+    def listed(names: set[str]) -> str:
+        some = sorted(names)[:_NUM_NAMED]
+        return ", ".join(some) + (f" and {len(names) - len(some)} more" if len(names) > len(some) else "")
+
+    if missing := own.keys() - weights.keys():
+        return f"it has no {listed(missing)}"
+    if superfluous := weights.keys() - own.keys():
+        return f"it has {listed(superfluous)} as well"
+    for name, value in own.items():
+        if value.shape != weights[name].shape:
+            return f"{name} is {weights[name].shape}, and should be {value.shape}"
+    return ""
 
 
 def flatten_rope(layer: dict[str, Any]) -> None:
@@ -34,22 +153,6 @@ def flatten_rope(layer: dict[str, Any]) -> None:
     layer.setdefault("rope_theta", 10_000.0)
     layer.setdefault("max_position_embeddings", 2048)
     layer.setdefault("tie_word_embeddings", False)
-
-
-def read_weights(folder: Path) -> dict[str, mx.array]:
-    """The arrays in a folder's safetensors, by name; lazy.
-
-    Raises: ModelError: there are none, or a file is damaged.
-    """
-    weights: dict[str, mx.array] = {}
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            weights |= mx.load(str(file))  # type: ignore[arg-type]
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
-    if not weights:
-        raise ModelError(f"there are no weights (*.safetensors) in {folder}")
-    return weights
 
 
 def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from actors.model import FeedsEach
-from actors.trained.kinds.attach import DrafterSequence, attach
+from actors.trained.kinds.attach import attach
+from actors.trained.trained_sequence import TrainedSequence
 
 
 class TrainedDrafter(FeedsEach):
@@ -33,16 +35,24 @@ class TrainedDrafter(FeedsEach):
         named: str = "the drafter",
         *,
         is_targets_own: bool = False,
+        quantize: Mapping[str, Any] | None = None,
     ) -> None:
         """Load a drafter.
 
         Args, Raises: as `attach`.
         """
-        self._attached = attach(folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
+        self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
+        self._attached = attach(
+            folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize
+        )
         self.feature_layers = self._attached.feature_layers
         self.vocab_size = self._attached.vocab_size
 
-    def open_sequence(self, *, beside_another: bool) -> DrafterSequence:
+    def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
+        """The same drafter, loaded once more and quantised; see `attach`."""
+        return self._load(quantize=settings)
+
+    def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
         return self._attached.open_sequence()
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str:
@@ -61,8 +71,7 @@ class TrainedDrafter(FeedsEach):
     @property
     def num_draft_tokens(self) -> int:
         """How many of the target's tokens it can propose."""
-        config = getattr(self.module, "config", None)
-        return int(getattr(config, "draft_vocab_size", self.vocab_size))
+        return self._attached.num_draft_tokens
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
-from actors.trained.eagle3 import Eagle3
+from actors.trained.kinds.eagle3 import Eagle3
 
 
 @attrs.define

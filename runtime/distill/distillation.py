@@ -17,10 +17,10 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from actors.mlx.model import context_length_of
+from actors.mlx.model import context_length_of, is_quantized
 from actors.mlx.model import load as load_model
-from actors.trained.eagle3 import Eagle3, LoadedEagle3, read_config
-from actors.trained.eagle3 import load as load_drafter
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.kinds.eagle3 import Eagle3, LoadedEagle3, load_eagle3, read_config
 from actors.trained.kinds.target_parts import embedding_of
 from protocol.errors import ModelError, SettingsError
 from protocol.validation import check_integer, check_number, must_be
@@ -183,8 +183,10 @@ class Distillation:
         probe = self._target(mx.array([[0]]))
         vocab_size, hidden_size = int(probe.shape[-1]), int(embed(mx.array([0])).shape[-1])
         if options.init is not None:
-            self._made = load_drafter(options.init)
-            self._config = json.loads((options.init / "config.json").read_text(encoding="utf-8"))
+            files = DrafterFiles.read(options.init)
+            self._made, self._config = load_eagle3(files), dict(files.config)
+            if is_quantized(self._made.model):
+                raise ModelError(f"the drafter in {options.init} is quantised; begin with one that is not")
         else:
             self._config, self._made = self._new(vocab_size, hidden_size)
         model = self._made.model
@@ -193,8 +195,7 @@ class Distillation:
                 f"the drafter in {options.init} is for a target with {model.config.vocab_size} tokens and a width of "
                 f"{model.config.target_hidden_size}; this one has {vocab_size} and {hidden_size}"
             )
-        own = self._made.embedding
-        embedding = _whole_embedding(embed, vocab_size) if own is None else own.astype(mx.float32)
+        embedding = _whole_embedding(embed if self._made.embedding is None else self._made.embedding, vocab_size)
         model.set_dtype(mx.float32)
         mx.eval(model.state, embedding)
         tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
@@ -347,7 +348,7 @@ class Distillation:
             self._drafter,
             self._config,
             target_ids=self._made.target_ids,
-            embedding=self._made.embedding,
+            embedding=None if self._made.embedding is None else self._made.embedding.weight,
             dtype=DTYPES[options.dtype],
             card=model_card(
                 Path(options.target).name,

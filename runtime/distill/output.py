@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from actors.trained.eagle3 import Eagle3
+from actors.trained.kinds.eagle3 import Eagle3
 from runtime.distill.training import NUM_STEPS
 
 # Names of files in a model card.

@@ -21,9 +21,9 @@ from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_unflatten
 
 from actors.mlx.layer_evaluation import evaluating_layers
-from actors.trained.eagle3 import Eagle3
 from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.features import FeatureRecorder, recording
+from actors.trained.kinds.eagle3 import Eagle3
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 

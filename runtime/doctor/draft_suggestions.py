@@ -1,14 +1,17 @@
-"""Suggestions of draft models for a target: models on this disk that fit, then models of its family on the hub.
+"""Suggestions of what drafts for a target: what fits on this disk, then what is known on the hub.
 
-Nothing here uses the network.
+That is drafters trained for the target, by the table in `known_drafters.json`, and small models of its family. Nothing
+here uses the network.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +20,55 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound, HFValidationError
 from tokenizers import Tokenizer
 
+from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
-from runtime.loading.trained_drafters import trained_drafter
 
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
+# What the names of conversions of a model have after its own.
+_CONVERSION = r"(-(\d+bit|bf16|fp16|fp8|mxfp4|mxfp8|nvfp4|dwq|qat|mlx|dynamic))*"
 
 
 @attrs.frozen
 class Suggestion:
-    """A draft model that fits a target.
+    """A draft model, or a trained drafter, that fits a target.
 
     Attributes:
         model: the value for `draft`: a hub id or a path.
         is_on_disk: whether it is on this disk, so that nothing is downloaded.
         is_checked: whether its vocabulary was compared with the target's, token by token. True for a model on the
-            disk; a model on the hub is checked when it is opened.
-        num_bytes: size of its weights; approximate for a model on the hub.
+            disk; a model on the hub, and a trained drafter, is checked when it is opened.
+        num_bytes: size of its weights; approximate for a model on the hub, None for a trained drafter there.
+        kind: of a trained drafter, such as "EAGLE-3"; None for a language model.
     """
 
     model: str
     is_on_disk: bool
     is_checked: bool
-    num_bytes: int
+    num_bytes: int | None
+    kind: str | None = None
 
     @property
     def described(self) -> str:
         """The suggestion as a phrase."""
+        if self.num_bytes is None:
+            return f"{self.model} ({self.kind}, trained for this model, from the hub)"
         size = f"{self.num_bytes / 1e6:,.0f} MB"
+        if self.kind is not None:
+            return f"{self.model} ({size}, on this disk, {self.kind}, trained for a model of this shape)"
         if self.is_on_disk:
             return f"{self.model} ({size}, on this disk, the same vocabulary)"
         return f"{self.model} (about {size} from the hub, of the same family)"
 
 
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
-    """Draft models that fit a target, the best first.
+    """What can draft for a target, the best first.
 
-    Searches Hugging Face's cache and, if the target is a directory, the directories beside it. A model fits if it has
-    the target's vocabulary and at most a third of its size; smaller models come first. Models from the table of the
-    target's family that are not on the disk follow.
+    Searches Hugging Face's cache and, if the target is a directory, the directories beside it. A trained drafter fits
+    if it was made for a model of the target's shape. A model fits if it has the target's vocabulary and at most a third
+    of its size; smaller models come first. Trained drafters and models from the tables that are not on the disk follow.
 
     Args:
         target: a path, or a hub id that was downloaded.
@@ -75,18 +87,22 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
             f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
     max_bytes = _num_bytes(directory) * MAX_SIZE_RATIO
-    vocabulary = _vocabulary(directory)
-    found = []
+    vocabulary, shape = _vocabulary(directory), _shape(config)
+    found, trained = [], []
     for name, candidate in _on_disk(directory, cache_dir):
-        if vocabulary is None or candidate == directory or not 0 < (num_bytes := _num_bytes(candidate)) <= max_bytes:
+        other, num_bytes = _config(candidate), _num_bytes(candidate)
+        if other is None or candidate == directory or num_bytes == 0:
             continue
-        other = _config(candidate)
-        if other is None or "model_type" not in other or trained_drafter(other) is not None:
-            continue
-        if _agree(vocabulary, _vocabulary(candidate)):
+        if (kind := kind_of(other)) is not None:
+            if kind in SUPPORTED and shape is not None and _shape(other) == shape:
+                trained.append(Suggestion(name, is_on_disk=True, is_checked=False, num_bytes=num_bytes, kind=kind))
+        elif "model_type" in other and num_bytes <= max_bytes and _agree(vocabulary, _vocabulary(candidate)):
             found.append(Suggestion(name, is_on_disk=True, is_checked=True, num_bytes=num_bytes))
-    found.sort(key=lambda suggestion: suggestion.num_bytes)
+    found = [*trained, *sorted(found, key=lambda suggestion: suggestion.num_bytes or 0)]
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
+    for name, kind in known_drafters(os.fspath(target)):
+        if name not in present:
+            found.append(Suggestion(name, is_on_disk=False, is_checked=False, num_bytes=None, kind=kind))
     for small in small_models(str(config.get("model_type")), _vocab_size(config)):
         if small.model not in present and small.num_megabytes * 1e6 <= max_bytes:
             found.append(
@@ -149,6 +165,14 @@ def _vocab_size(config: dict[str, Any]) -> int:
     return size if isinstance(size, int) else 0
 
 
+def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Width and vocabulary of a model, or of the target that a drafter was trained for; None if it does not say."""
+    inner = config.get("text_config") or config.get("transformer_layer_config") or config
+    width = config.get("target_hidden_size") or (inner.get("hidden_size") if isinstance(inner, dict) else None)
+    vocab_size = inner.get("vocab_size") if isinstance(inner, dict) else None
+    return (width, vocab_size) if isinstance(width, int) and isinstance(vocab_size, int) else None
+
+
 def _num_bytes(directory: Path) -> int:
     """Size of the weights in a directory."""
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
@@ -164,13 +188,31 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     return vocabulary
 
 
-def _agree(ours: dict[str, int], theirs: dict[str, int] | None) -> bool:
+def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
     """Whether common ids stand for the same tokens; see `runtime.generation.text.check_vocabularies`."""
-    if theirs is None:
+    if ours is None or theirs is None:
         return False
     by_id = {id: token for token, id in ours.items()}
     common = [(by_id[id], token) for token, id in theirs.items() if id in by_id]
     return bool(common) and all(mine == token for mine, token in common)
+
+
+# --- trained drafters that are known ---------------------------------------------------------------
+
+
+@cache
+def _table() -> list[dict[str, Any]]:
+    table: list[dict[str, Any]] = json.loads(Path(__file__).with_name("known_drafters.json").read_text("utf-8"))
+    return table
+
+
+def known_drafters(target: str) -> Iterator[tuple[str, str]]:
+    """(hub id, kind) of each drafter that is known to be trained for a model, by the model's path or hub id."""
+    name = target.rstrip("/").rpartition("/")[2]
+    for source in _table():
+        for trained_for, drafters in source["drafters"].items():
+            if re.fullmatch(re.escape(trained_for) + _CONVERSION, name, re.IGNORECASE):
+                yield from drafters.items()
 
 
 # --- small models of known families; their vocabularies are checked when they are opened -----------

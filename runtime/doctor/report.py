@@ -24,6 +24,7 @@ from protocol.errors import ModelError, RankError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
 from protocol.settings import MTP
 from protocol.trace import Actor
+from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude
 from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
 from runtime.loading.blas import blas_in_use
@@ -81,6 +82,7 @@ class ExaminedDrafter:
         num_bytes: memory of its weights; what it shares with the target does not count.
         dtypes: number formats of its weights.
         passes: of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target.
+        agreement: rows of `agreement_rows`.
     """
 
     kind: str
@@ -91,6 +93,7 @@ class ExaminedDrafter:
     num_bytes: int
     dtypes: tuple[str, ...]
     passes: Passes
+    agreement: tuple[tuple[str, str], ...] = ()
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -100,6 +103,7 @@ class ExaminedDrafter:
             ("reads", _read(self.feature_layers, self.num_layers)),
             ("proposes", f"{self.num_draft_tokens:,} of the target's {self.vocab_size:,} tokens"),
             ("weights", f"{_size(self.num_bytes)}, {', '.join(self.dtypes)}"),
+            *self.agreement,
             *self.passes.rows("T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}"),
         ]
 
@@ -220,7 +224,7 @@ async def _load(
 
 async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
     """Whether a drafter was trained for its target."""
-    return source == MTP or await folder_of_trained_drafter(worker, source) is not None
+    return str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None
 
 
 async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:
@@ -233,7 +237,12 @@ async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions
     assert isinstance(drafter.model, TrainedDrafter)
     assert drafter.kind is not None
     sizes = len(target.model.module.layers), target.model.vocab_size
-    return await worker.run(Job("load", partial(_examine_trained, drafter.model, drafter.kind, *sizes)))
+    examined = await worker.run(Job("load", partial(_examine_trained, drafter.model, drafter.kind, *sizes)))
+    if target.tokenizer is None or target.model.num_ranks > 1:
+        return examined
+    beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
+    rows = partial(agreement_rows, target.model, beginnings, drafter.model)
+    return attrs.evolve(examined, agreement=await worker.run(Job("load", rows)))
 
 
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:

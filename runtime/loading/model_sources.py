@@ -29,7 +29,12 @@ from protocol.settings import MTP, NGRAM, Settings
 from runtime.loading.model_files import folder_of, load_error, name_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
-from runtime.loading.trained_drafters import SUPPORTED, trained_drafter_at, trained_drafter_on_the_hub, unsupported
+from runtime.loading.trained_drafters import (
+    check_of_weights,
+    check_trained_drafter,
+    trained_drafter_at,
+    trained_drafter_on_the_hub,
+)
 from runtime.loading.vocabularies import vocabulary_map
 
 logger = logging.getLogger("outrider")
@@ -146,8 +151,8 @@ def check_source(role: str, source: Any) -> Source:
             raise ModelError(
                 f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
             )
-        if role == "draft" and (kind := trained_drafter_at(path)) is not None and kind not in SUPPORTED:
-            raise ModelError(unsupported(str(source), kind))
+        if role == "draft":
+            check_trained_drafter(ModelSpec(source), path)
         return path
     is_word = isinstance(source, str) and "/" not in source  # with a slash it is a path, or a hub id
     if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
@@ -171,16 +176,15 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
                 role=role,
                 path=shown_path(str(path)),
             )
-        if trained_drafter_at(path) is not None:
-            raise SettingsError(
-                f"{role} {shown_path(str(path))} is a drafter trained for its target, and takes no adapter and no "
-                "options of mlx-lm; give its path alone"
-            )
+        check_trained_drafter(spec, path)
     return attrs.evolve(spec, path=path, adapter_path=spec.checked_adapter(role))
 
 
 def check_draft_source(source: Any) -> Source:
     """As `check_source` for a draft, which may also be the MTP layer in the target's files."""
+    if isinstance(source, ModelSpec) and source.path == MTP:
+        check_of_weights(source, MTP)
+        return source
     return MTP if source == MTP else check_source("draft", source)
 
 
@@ -297,7 +301,7 @@ async def load_draft_onto(
         ModelError: it was trained for another target.
         VocabularyMismatchError: its vocabulary is another one, which cannot be translated.
     """
-    target, is_targets_own = loaded_target.model, source == MTP
+    target, is_targets_own = loaded_target.model, not isinstance(source, tuple) and str(source) == MTP
     folder: Path | None
     if is_targets_own:
         if loaded_target.folder is None:
@@ -312,7 +316,9 @@ async def load_draft_onto(
         loaded = await load_onto(worker, "draft", source, options)
         return LoadedDraft(await _with_the_targets_tokens(worker, loaded_target, loaded), loaded.tokenizer)
     named = f"draft {str(source)!r}"
-    make = partial(TrainedDrafter, folder, target.module, target.vocab_size, named, is_targets_own=is_targets_own)
+    quantize = source.quantization if isinstance(source, ModelSpec) else None
+    sizes = target.module, target.vocab_size
+    make = partial(TrainedDrafter, folder, *sizes, named, is_targets_own=is_targets_own, quantize=quantize)
     try:
         drafter = await worker.run(Job("load", make))
     except JobError as error:
@@ -325,15 +331,13 @@ async def load_draft_onto(
 
 async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | None:
     """The folder of a trained drafter, downloaded if it is on the hub; None for a language model."""
-    if isinstance(source, Path):
-        return source if trained_drafter_at(source) is not None else None
-    if isinstance(source, tuple) or (
-        isinstance(source, ModelSpec) and not attrs.evolve(source, revision=None).is_plain
-    ):
+    if isinstance(source, tuple):
         return None
-    revision = source.revision if isinstance(source, ModelSpec) else None
+    spec = source if isinstance(source, ModelSpec) else ModelSpec(source)
+    if isinstance(spec.path, Path):
+        return spec.path if trained_drafter_at(spec.path) is not None else None
     try:
-        return await worker.run(Job("load", partial(trained_drafter_on_the_hub, str(source), revision)))
+        return await worker.run(Job("load", partial(trained_drafter_on_the_hub, spec)))
     except JobError as error:
         if isinstance(error.__cause__, OutriderError):
             raise error.__cause__ from None

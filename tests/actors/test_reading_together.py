@@ -10,12 +10,14 @@ import pytest
 import trio
 from architectures import VOCAB_SIZE, build
 from models import greedy
+from scripted import VOCAB_SIZE as SCRIPTED_VOCAB_SIZE
 from scripted import ScriptedModel, Simulation, collect, continuation, simulated, truthful
 from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
+from actors.workers.worker import Job
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.trace import Span
 
@@ -34,7 +36,7 @@ def prompt_passes(events: list[Any]) -> list[Span]:
 
 @sweep("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next", "falcon_h1"])
 async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefillChunkSize, "__call__", lambda _: 128)  # whatever was measured
+    monkeypatch.setattr(PrefillChunkSize, "_next", lambda _: (128, 0.0))  # whatever was measured
     model, prompts = build(name), prompts_of(6, 20)
     events: list[Any] = []
     async with runtime.open((model, None), trace=events.append) as rt:
@@ -118,3 +120,22 @@ async def test_tokens_that_were_read_together_are_counted_for_their_own_text(aut
         found = [completion.statistics.prefilled_tokens for completion in completions]
         assert found == [len(prompt) - 1 for prompt in PROMPTS]
         assert simulation.runtime.statistics().prefilled_tokens == sum(found)
+
+
+async def test_the_last_of_many_short_prompts_has_its_first_token_nearly_as_soon_as_in_one_batch(
+    autojump_clock: Any,
+) -> None:
+    num_prompts, length, token_s, decode_s = 16, 60, 0.00017, 0.012
+
+    def price(job: Job[Any]) -> float:
+        return {"prefill": token_s * job.num_tokens, "verify": decode_s, "decode": decode_s}.get(job.kind, 0.0)
+
+    prompts = [[(7 * i + j) % SCRIPTED_VOCAB_SIZE for j in range(length)] for i in range(num_prompts)]
+    async with simulated(ScriptedModel(truthful), None, price=price) as simulation:
+        # What is measured when a runtime is opened: wide passes are dearer there, since they compute logits.
+        for rows in (1, 8, 64) * 2:
+            simulation.runtime._target.prices.verify.observe(rows, 0.0, decode_s + 2 * token_s * rows)
+        completions = await simulation.runtime.generate_many(prompts, max_tokens=2)
+        firsts = [completion.statistics.time_to_first_token or 0.0 for completion in completions]
+        assert len(simulation.spans("target", "prefill")) <= 3
+        assert max(firsts) <= 1.15 * (num_prompts * (length - 1) * token_s + decode_s)

@@ -15,7 +15,8 @@ from architectures import VOCAB_SIZE, build
 from models import greedy
 
 import runtime
-from actors.trained.eagle3 import load
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.kinds.eagle3 import load_eagle3
 from protocol.errors import ModelError, SettingsError
 from runtime.distill import distillation, run, training
 from runtime.distill.continuations import PROMPT_SHARE, Continuations, continue_windows
@@ -67,7 +68,7 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
     assert first is not None
     assert second is not None
     assert second < first
-    loaded = load(options.out)
+    loaded = load_eagle3(DrafterFiles.read(options.out))
     assert loaded.model.config.draft_vocab_size == (draft_vocab_size or VOCAB_SIZE)
     assert (loaded.target_ids is None) == (draft_vocab_size is None)
     weights = mx.load(str(options.out / "model.safetensors"))

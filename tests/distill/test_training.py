@@ -10,7 +10,7 @@ import pytest
 from architectures import VOCAB_SIZE, build
 from sweeps import sweep
 
-from actors.trained.eagle3 import Eagle3, read_config
+from actors.trained.kinds.eagle3 import Eagle3, read_config
 from runtime.distill.training import (
     LEAST_GAIN,
     MAX_REDUCTIONS,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
+import mlx_lm
 import pytest
+from models import greedy
 from sweeps import sweep
 
 import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.trained.drafter_model import TrainedDrafter
+from runtime.doctor.agreement import NUM_TOKENS, agreement
 from runtime.doctor.report import ExaminedDrafter, examine, report
 from runtime.measuring.figures import spread
 from runtime.measuring.pass_times import Passes
@@ -49,12 +56,33 @@ async def test_the_bundled_trained_drafter():
     assert (found.kind, found.feature_layers, found.num_layers) == ("EAGLE-3", (2, 3, 4), 7)
     assert (found.num_draft_tokens, found.vocab_size) == (2048, 4096)
     assert found.num_bytes == pytest.approx(5.5e6, rel=0.05)
+    shares = {name: int(row.removeprefix("with ").partition("%")[0]) for name, row in found.agreement}
+    assert list(shares) == [
+        "agrees", "agrees, read a layer earlier", "agrees, read a layer later", "agrees at 8 bits", "agrees at 4 bits",
+    ]  # fmt: skip
+    assert shares["agrees"] > 50
+    assert abs(shares["agrees"] - shares["agrees at 8 bits"]) < 10
+    assert all(" ms" in row for name, row in found.agreement if "bits" in name)
     # Wider passes read hidden states of the target, and so are real passes.
     assert found.passes.seconds[9] > 0
     assert diagnosis.suggestions == ()
     sections = dict(report(diagnosis))
     assert [name for name, _ in sections["pair"]] == ["cost ratio"]
     assert sections["conclusion"][-1][0] == "in short"
+
+
+def test_a_drafter_agrees_less_where_it_reads_other_layers() -> None:
+    built, _ = mlx_lm.load(str(runtime.DEMO_TARGET))
+    target = MLXModel(built, CacheOptions())
+    drafter = TrainedDrafter(runtime.DEMO_TRAINED_DRAFT, built, target.vocab_size)
+    text = tuple(int(token) for token in mx.random.randint(1, 4000, (NUM_TOKENS + 9,), key=mx.random.key(1)).tolist())
+    # Of a text at random nothing is named; of the target's own, most is.
+    assert agreement(drafter, target, [text], drafter.feature_layers) < 0.1
+    prompt = [5, 6, 7, 8]
+    own = (*prompt, *greedy(built, prompt, NUM_TOKENS))
+    assert (
+        agreement(drafter, target, [own], drafter.feature_layers) > agreement(drafter, target, [own], (5, 6, 7)) + 0.1
+    )
 
 
 async def test_an_mtp_layer_that_the_target_does_not_have_is_refused():

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import runtime
+from actors.trained.kinds.attach import SUPPORTED
 from runtime.doctor import draft_suggestions
 from runtime.doctor.draft_suggestions import FAMILIES, small_models
 
@@ -70,6 +71,41 @@ def test_what_does_not_fit_is_not_proposed(cache: Path) -> None:
     no_config = cached(cache, "org/no-config", 300)
     (no_config / "config.json").write_text("[]")
     assert named("org/large", cache) == []
+
+
+def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Path) -> None:
+    cached(cache, "org/large", 3000, hidden_size=64)
+    cached(cache, "org/small", 300, hidden_size=32)
+    layer = {"hidden_size": 64, "vocab_size": 151_936}
+    cached(cache, "org/trained", 5000, speculators_model_type="eagle3", transformer_layer_config=layer)
+    cached(cache, "org/layer", 200, model_type="qwen3_5_mtp", text_config=layer)
+    cached(cache, "org/wide", 300, speculators_model_type="eagle3", hidden_size=96)
+    cached(cache, "org/other", 300, speculators_model_type="peagle", hidden_size=64)
+    found = runtime.suggest_draft("org/large", cache_dir=cache)
+    assert [(each.model, each.kind) for each in found] == [
+        ("org/layer", "MTP"),
+        ("org/trained", "EAGLE-3"),
+        ("org/small", None),
+    ]
+    assert "on this disk, EAGLE-3" in found[1].described
+
+
+def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(cache: Path) -> None:
+    cached(cache, "mlx-community/Qwen3.5-4B-4bit", 10)
+    cached(cache, "org/Qwen3.5-4B-Something", 10)
+    found = runtime.suggest_draft("mlx-community/Qwen3.5-4B-4bit", cache_dir=cache)
+    known = {each.model: each for each in found if not each.is_on_disk}
+    assert known["mlx-community/Qwen3.5-4B-MTP-4bit"].kind == "MTP"
+    assert known["z-lab/Qwen3.5-4B-DFlash"].described.endswith("(DFlash, trained for this model, from the hub)")
+    assert named("org/Qwen3.5-4B-Something", cache) == []
+
+
+def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
+    table = draft_suggestions._table()
+    assert all(source["source"].startswith("https://") for source in table)
+    drafters = [item for source in table for each in source["drafters"].values() for item in each.items()]
+    assert all(name.count("/") == 1 and kind in SUPPORTED for name, kind in drafters)
+    assert len({name for name, _ in drafters}) == len(drafters) > 40
 
 
 def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) -> None:
@@ -130,5 +166,5 @@ def test_without_a_cache_there_is_nothing_to_look_through(tmp_path: Path) -> Non
     assert named(target, tmp_path / "no-cache") == []
 
 
-def test_the_demo_drafter_is_found_beside_the_demo_target(cache: Path) -> None:
-    assert named(runtime.DEMO_TARGET, cache) == [str(runtime.DEMO_DRAFT)]
+def test_the_demo_drafters_are_found_beside_the_demo_target(cache: Path) -> None:
+    assert named(runtime.DEMO_TARGET, cache) == [str(runtime.DEMO_TRAINED_DRAFT), str(runtime.DEMO_DRAFT)]

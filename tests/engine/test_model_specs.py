@@ -253,8 +253,8 @@ async def test_what_is_not_there_is_said_before_anything_is_loaded(
                 pass
 
 
-async def test_a_drafter_made_for_its_target_takes_no_options() -> None:
-    draft = runtime.ModelSpec(runtime.DEMO_TRAINED_DRAFT, quantize=4)
+async def test_a_drafter_made_for_its_target_takes_no_options_but_of_its_weights() -> None:
+    draft = runtime.ModelSpec(runtime.DEMO_TRAINED_DRAFT, model_config={"rope_theta": 1e6})
     with pytest.raises(runtime.SettingsError, match="takes no adapter"):
         async with runtime.open(runtime.DEMO_TARGET, draft=draft):
             pass

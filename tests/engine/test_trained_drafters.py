@@ -10,8 +10,9 @@ import pytest
 from sweeps import sweep
 
 import runtime
+from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.kinds.recognition import kind_of, nearest_to
 from runtime.loading import model_sources, trained_drafters
-from runtime.loading.trained_drafters import SUPPORTED, trained_drafter
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -26,12 +27,27 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3_next_mtp"}, "MTP"),
     ({"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 1}}, "DFlash"),
     ({"model_type": "qwen3", "dflash_config": {}}, "DFlash"),
+    ({"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 256}}, "DFlash 2"),
+    (
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark", "markov_rank": 8}},
+        "DSpark",
+    ),
+    ({"model_type": "qwen3", "architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, "DSpark"),
+    ({"speculators_model_type": "dspark"}, "DSpark"),
+    ({"speculators_model_type": "peagle"}, "P-EAGLE"),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3}, "P-EAGLE"),
+    ({"model_type": "gemma4_assistant"}, "Gemma 4's assistant"),
+    ({"model_type": "gemma4_unified_assistant", "architectures": None}, "Gemma 4's assistant"),
+    ({"model_type": "qwen3_5_mtp", "text_config": {"model_type": "qwen3_5_text"}}, "MTP"),
+    ({"model_type": "mlp_speculator"}, "MLP speculator"),
+    ({"model_type": "llama", "hydra_num_heads": 4}, "Hydra"),
+    ({"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {"use_aux_hidden_state": False}}, "EAGLE-3"),
 ]
 
 
 @sweep(("config", "kind"), CONFIGS)
 def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> None:
-    assert trained_drafter(config) == kind
+    assert kind_of(config) == kind
 
 
 @pytest.mark.parametrize(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in SUPPORTED])
@@ -41,8 +57,8 @@ async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str,
         async with runtime.open(runtime.DEMO_TARGET, draft=tmp_path):
             pass
     assert str(refusal.value) == (
-        f"draft '{tmp_path}' is a drafter trained for its target ({kind}), which cannot be used yet; give a small "
-        'language model of the same vocabulary, or "ngram"'
+        f"draft '{tmp_path}' is a drafter trained for its target, of the kind {kind}, which cannot be used; nearest "
+        f'to it is {nearest_to(kind)}; or draft with "ngram"'
     )
 
 
@@ -93,7 +109,7 @@ async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle"}))
     hub = FakeHub(tmp_path, monkeypatch)
-    with pytest.raises(runtime.ModelError, match=r"draft 'org/head' is a drafter trained for its target \(EAGLE\)"):
+    with pytest.raises(runtime.ModelError, match=r"draft 'org/head' is a drafter .* of the kind EAGLE,"):
         async with runtime.open(runtime.DEMO_TARGET, draft="org/head"):
             pass
     assert len(hub.asked) == 1
@@ -118,4 +134,4 @@ async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, mon
     ],
 )
 def test_a_language_model_is_none(config: dict[str, Any]) -> None:
-    assert trained_drafter(config) is None
+    assert kind_of(config) is None

@@ -32,7 +32,7 @@ from scripted import (
 from sweeps import sweep
 
 import runtime
-from actors.target.round_loop import RoundLoop
+from actors.target.target_actor import TargetActor
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
 from protocol.session_state import SessionPhase
 from protocol.trace import Event, Instant, Span
@@ -63,20 +63,15 @@ class Asked:
     @classmethod
     @contextmanager
     def noted(cls) -> Iterator[Asked]:
-        asked, read, look_at = cls(), RoundLoop.read, RoundLoop.look_at
+        asked, look_at = cls(), TargetActor._look_at
 
-        async def noting_read(self: RoundLoop, session: Any, length: int) -> None:
-            asked.at[session.id].append(trio.current_time())
-            await read(self, session, length)
-
-        def noting_ready(self: RoundLoop, session: Any) -> None:
-            if session.state.phase is not SessionPhase.PROPOSING:
+        def noting(self: TargetActor, session: Any) -> None:
+            if session.num_to_read > 0 or session.state.phase is not SessionPhase.PROPOSING:
                 asked.at[session.id].append(trio.current_time())
             look_at(self, session)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RoundLoop, "read", noting_read)
-            patch.setattr(RoundLoop, "look_at", noting_ready)
+            patch.setattr(TargetActor, "_look_at", noting)
             yield asked
 
 
@@ -403,6 +398,6 @@ async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_res
         await trio.sleep(10_000)  # until the channel is full, and one more commit waits
         taken = stream.arrivals._commits.receive_nowait()
         # Before the consumer tells that it has taken something, the target hands over what waited.
-        simulation.runtime._target._rounds._jobs.deliver()
+        simulation.runtime._target._jobs.deliver()
         stream.arrivals._session.make_room()
         assert list(taken.tokens) + await collect(stream) == continuation([1], num_tokens)

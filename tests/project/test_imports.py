@@ -352,7 +352,7 @@ def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
         "actors/mlx/sliding_window.py",
         "actors/trained/drafter_files.py",  # names of mlx-lm's families
         "actors/prompt_cache.py",
-        "actors/trained/eagle3.py",  # layers of mlx-lm's
+        "actors/trained/kinds/eagle3.py",  # layers of mlx-lm's
         "actors/trained/kinds/dflash.py",  # likewise
         "actors/trained/kinds/mtp.py",  # likewise
         "runtime/bench/small_models.py",  # wraps models of mlx-lm's, caches and all

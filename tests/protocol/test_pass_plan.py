@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Iterator
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
-from protocol.pass_plan import MIN_GAIN_OF_DIVIDING, PassPlan, ReadyRound, best_number, plan_pass
+from protocol.pass_plan import (
+    MAX_WAIT,
+    MIN_GAIN_OF_DIVIDING,
+    Expected,
+    PassPlan,
+    ReadyRound,
+    TargetView,
+    Turn,
+    best_number,
+    next_pass,
+    plan_pass,
+)
+from protocol.prices import Prices
 
 deterministic = settings(derandomize=True, deadline=None, max_examples=120)
 
@@ -151,3 +167,124 @@ def test_plain_texts_are_divided_where_fewer_a_pass_give_many_more_tokens(num_te
 def test_texts_without_drafts_are_divided_before_a_step_of_the_price() -> None:
     assert best_number(9, plateau) == 8
     assert best_number(16, plateau) == 16
+
+
+# --- what the target does next --------------------------------------------------------------------
+
+PLAIN, AHEAD = Turn(is_plain=True), Turn(is_plain=True, is_ahead=True)
+KEPT, CUTTABLE = Turn(ReadyRound(3), 2), Turn(ReadyRound(1, (0.9, 0.5)), "auto")
+TURNS = [PLAIN, AHEAD, KEPT, CUTTABLE, attrs.evolve(KEPT, is_alone=True), attrs.evolve(CUTTABLE, reads_again=True)]
+EXPECTED = [
+    Expected(awaits_drafter=False, last=ReadyRound(1), due_s=0.2),
+    Expected(True, True, 2, KEPT.round, 0.4),
+    Expected(True, True, "auto", CUTTABLE.round, 0.1, can_hurry=True),
+    Expected(True, True, "auto", CUTTABLE.round, 0.1, can_hurry=True, was_hurried=True),
+    Expected(awaits_drafter=True),
+]
+
+
+def priced_by(slope: float) -> Prices:
+    """A pass takes 1 s and so much more for each further row, a draft step 0.1 s."""
+    prices = Prices()
+    for rows in (1, 2, 4, 8, 16) * 8:
+        prices.verify.observe(rows, 0.0, 1.0 + slope * (rows - 1))
+        prices.draft_alone.observe(rows, 0.0, 0.1)
+    return prices
+
+
+PRICES = [priced_by(0.0), priced_by(0.5)]
+
+
+def every_view(size: int, *, most_shared: int) -> Iterator[TargetView]:
+    for turns in itertools.product(TURNS, repeat=size):
+        for expected in itertools.chain.from_iterable(itertools.combinations(EXPECTED, n) for n in range(3)):
+            for prices, is_due, has_prompts in itertools.product(PRICES, [False, True], [False, True]):
+                yield TargetView(
+                    [attrs.evolve(turn, is_due=is_due) for turn in turns],
+                    list(expected),
+                    prices,
+                    has_prompts=has_prompts,
+                    most_shared=most_shared,
+                    max_batch=min(most_shared, 2),
+                    hurried_until_s=0.05,
+                )
+
+
+@sweep("most_shared", [1, 4])
+@sweep("size", [0, 1, 2, 3])
+def test_every_pass_is_over_texts_that_can_share_it_and_none_is_empty(size: int, most_shared: int) -> None:
+    for view in every_view(size, most_shared=most_shared):
+        job = next_pass(view)
+        texts = [view.turns[index] for index in job.num_drafted]
+        assert bool(texts) is (job.kind not in ("prompts", "wait"))
+        assert len(texts) <= view.max_batch or all(turn.is_ahead for turn in texts)
+        assert view.has_prompts or job.kind != "prompts"
+        match job.kind:
+            case "plain":
+                assert all(turn.is_plain for turn in texts)
+            case "again":
+                assert [turn.reads_again for turn in texts] == [True]
+            case "verify":
+                assert not any(turn.reads_again for turn in texts)
+                assert len(texts) == 1 or not any(turn.is_alone for turn in texts)
+                # Before a text takes part in it, what was launched for the text is over.
+                assert not any(turn.is_ahead for turn in texts)
+        for index, number in job.num_drafted.items():
+            assert 0 <= number <= len(view.turns[index].round.reach)
+
+
+@sweep("size", [0, 1, 2, 3])
+def test_a_wait_is_bounded_where_a_text_is_ready_and_there_is_none_where_a_prompt_is(size: int) -> None:
+    num_waits = 0
+    for view in every_view(size, most_shared=4):
+        job = next_pass(view)
+        assert (job.wait_s > 0.0) is (job.kind == "wait")
+        assert job.kind == "wait" or not job.hurried
+        # A fixed lookahead is what the user wants, however long it takes.
+        assert all(view.expected[index].can_hurry for index in job.hurried)
+        if job.kind == "wait":
+            num_waits += 1
+            assert not view.has_prompts
+            assert bool(view.turns) is (job.wait_s < math.inf)
+            # However often it is asked again, and whatever is expected then.
+            later = attrs.evolve(view, now_s=2.0 * MAX_WAIT, expected=[each for each in view.expected if each.last])
+            asked = [
+                each if each.can_hurry is False else attrs.evolve(each, was_hurried=True) for each in later.expected
+            ]
+            if view.turns:
+                assert next_pass(attrs.evolve(later, expected=asked)).kind != "wait"
+    assert num_waits > 0
+
+
+@sweep("seed", range(20))
+def test_no_text_waits_for_more_than_a_pass_and_a_chunk(seed: int) -> None:
+    dice, prices = random.Random(seed), PRICES[seed % 2]
+    ready: dict[int, Turn] = {}
+    waited: dict[int, list[str]] = {}
+    num_chunks = 0
+    for _ in range(400):
+        for text in range(6):
+            if text not in ready and dice.random() < 0.4:
+                ready[text], waited[text] = dice.choice([PLAIN, KEPT, CUTTABLE]), []
+        view = TargetView(
+            list(ready.values()),
+            [Expected(awaits_drafter=True)] * dice.randint(0, 1),
+            prices,
+            has_prompts=dice.random() < 0.7,
+            most_shared=8,
+            max_batch=8,
+        )
+        job, texts = next_pass(view), list(ready)
+        chosen = {texts[index] for index in job.num_drafted}
+        for text in chosen:
+            del ready[text], waited[text]
+        for text, turn in ready.items():
+            if job.kind == "prompts":
+                ready[text] = attrs.evolve(turn, is_due=True)
+            elif chosen:
+                ready[text] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))
+            waited[text].append(job.kind)
+            assert waited[text].count("prompts") <= 1
+            assert len(waited[text]) - waited[text].count("prompts") <= 1
+        num_chunks += job.kind == "prompts"
+    assert num_chunks > 50

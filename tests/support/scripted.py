@@ -570,7 +570,7 @@ class ComparingWorker(SimulatedWorker):
     def _compare(self, session_state: ActorSession, sequence: ScriptedSequence) -> None:
         self.num_comparisons += 1
         cached_tokens, committed = list(session_state.cached_tokens.tokens), session_state.state.committed
-        # A trained drafter reads some tokens again once hidden states have come, and its task has not noticed yet.
+        # A trained drafter reads some tokens again once hidden states have come, and its actor has not noticed yet.
         assert cached_tokens in (sequence.tokens, sequence.tokens[: sequence.length]), (
             f"the session state says {cached_tokens}, the sequence holds {sequence.tokens}"
         )
@@ -677,7 +677,7 @@ class Simulation:
 def watch_sessions(runtime: Runtime, worker: ComparingWorker) -> None:
     """Have the target of a runtime without sessions keep its sessions where its worker sees them."""
     target = runtime._target
-    target._sessions = target.drafter._sessions = target._rounds._sessions = worker.sessions  # type: ignore[assignment]
+    target._sessions = target.drafter._sessions = worker.sessions  # type: ignore[assignment]
 
 
 @asynccontextmanager

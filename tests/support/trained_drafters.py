@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ from architectures import VOCAB_SIZE, build
 from mlx.utils import tree_flatten
 from models import draw_weights
 
-from actors.trained import eagle3
-from actors.trained.kinds import dflash
+from actors.trained.kinds import dflash, eagle3
 from actors.trained.kinds.medusa import Medusa, MedusaConfig
 
-KINDS = ("eagle3", "medusa", "mtp", "dflash")
+KINDS = ("eagle3", "medusa", "mtp", "dflash", "dspark", "dflash2")
 BLOCK_SIZE = 5
+# What the files of the kinds that go on from DFlash say besides.
+_LATER: dict[str, dict[str, Any]] = {
+    "dspark": {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "markov_head_type": "gated"}
+    | {"markov_rank": 4, "sample_from_anchor": True},
+    "dflash2": {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2}
+    | {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
+}
 _MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
 
 
@@ -31,9 +38,8 @@ def make(kind: str, folder: Path, *, is_hybrid: bool = False, vocab_size: int = 
         write_mtp(folder, case, vocab_size=vocab_size)
         return target
     target = build("lfm2" if is_hybrid else "llama", vocab_size=vocab_size)
-    {"eagle3": write_eagle3, "medusa": write_medusa, "dflash": write_dflash}[kind](
-        folder, target, vocab_size=vocab_size
-    )
+    write = {"eagle3": write_eagle3, "medusa": write_medusa}.get(kind) or partial(write_dflash, **_LATER.get(kind, {}))
+    write(folder, target, vocab_size=vocab_size)
     return target
 
 
@@ -80,7 +86,7 @@ def write_medusa(
 def write_dflash(
     folder: Path, target: Any, *, hidden_size: int = 32, vocab_size: int = VOCAB_SIZE, **changes: Any
 ) -> Path:
-    """Write a DFlash drafter for a target."""
+    """Write a DFlash drafter for a target, or one of the kinds that go on from it."""
     config = {
         "architectures": ["DFlashSpeculator"],
         "speculators_model_type": "dflash",

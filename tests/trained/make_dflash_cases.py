@@ -1,4 +1,4 @@
-"""Writes the cases of `test_dflash.py`: tiny DFlash drafters, and the logits that Speculators' torch classes give.
+"""Writes the cases of `test_dflash.py`: tiny DFlash and DSpark drafters, and the logits of Speculators' torch classes.
 
     pip install torch speculators==0.9.0
     TORCHDYNAMO_DISABLE=1 python tests/trained/make_dflash_cases.py tests/trained/dflash
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
@@ -41,7 +42,8 @@ SCALES = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_s
 def configuration(
     draft_vocab_size: int = VOCAB_SIZE, layer: dict[str, Any] | None = None, **changes: Any
 ) -> DFlashSpeculatorConfig:
-    """The configuration of a drafter."""
+    """The configuration of a drafter: DSpark's if it has a Markov head."""
+    of_kind = DSparkSpeculatorConfig if "markov_head_type" in changes else DFlashSpeculatorConfig
     layer_config = Qwen3Config(
         hidden_size=HIDDEN_SIZE,
         intermediate_size=48,
@@ -55,14 +57,14 @@ def configuration(
         **({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}} | (layer or {})),
     )
     layer_config._attn_implementation = "eager"
-    return DFlashSpeculatorConfig(
+    return of_kind(
         transformer_layer_config=layer_config,
         draft_vocab_size=draft_vocab_size,
         block_size=BLOCK_SIZE,
         aux_hidden_state_layer_ids=FEATURE_LAYERS,
         mask_token_id=MASK,
         speculators_config=SpeculatorsConfig(
-            algorithm="dflash",
+            algorithm="dspark" if "markov_head_type" in changes else "dflash",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK_SIZE - 1)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
@@ -74,7 +76,7 @@ def configuration(
 def model_of(config: DFlashSpeculatorConfig) -> DFlashDraftModel:
     """A drafter with random weights."""
     torch.manual_seed(8)
-    model = DFlashDraftModel(config)
+    model = (DSparkDraftModel if isinstance(config, DSparkSpeculatorConfig) else DFlashDraftModel)(config)
     for weights in model.parameters():
         is_norm = weights.dim() == 1
         weights.data = torch.randn_like(weights.data) * (0.5 if is_norm else 0.3) + float(is_norm)
@@ -89,7 +91,7 @@ def model_of(config: DFlashSpeculatorConfig) -> DFlashDraftModel:
 def speculators_logits(model: DFlashDraftModel, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """(anchors, block, V) logits of the blocks at all positions but those at the end."""
     num_anchors = NUM_TOKENS - BLOCK_SIZE
-    _, logits, *_ = model._backbone_forward(
+    hidden, logits, *_ = model._backbone_forward(
         features[None],
         tokens[None],
         torch.ones(1, NUM_TOKENS, dtype=torch.long),
@@ -98,6 +100,11 @@ def speculators_logits(model: DFlashDraftModel, features: torch.Tensor, tokens: 
         max_anchors=num_anchors,
     )
     blocks = logits[0].view(num_anchors, BLOCK_SIZE, -1)
+    if isinstance(model, DSparkDraftModel):
+        before = tokens.unfold(0, BLOCK_SIZE, 1)[:num_anchors]
+        blocks = blocks + model.markov_head.block_bias(
+            prev_token_ids=before, hidden_states=hidden.view(num_anchors, BLOCK_SIZE, -1)
+        )
     return blocks if model.config.sample_from_anchor else blocks[:, 1:]
 
 
@@ -166,3 +173,6 @@ if __name__ == "__main__":
     write(where / "sliding", configuration(layer=SLIDING | {"attention_bias": True}))
     write(where / "from_anchor", configuration(layer=SLIDING, sample_from_anchor=True, sliding_window_non_causal=True))
     write(where / "authors", configuration(layer=SLIDING), of_authors=True)
+    write(where / "dspark", configuration(DRAFT_VOCAB_SIZE, markov_head_type="vanilla", markov_rank=8))
+    write(where / "dspark_gated", configuration(markov_head_type="gated", markov_rank=8))
+    write(where / "dspark_rnn", configuration(layer=SLIDING, markov_head_type="rnn", markov_rank=8))

@@ -1,11 +1,12 @@
 """Writes the cases of `test_mtp.py`: tiny MTP layers with decoder layers of transformers, and their logits in torch.
 
-    pip install torch transformers==5.19.0 numpy safetensors
+    pip install torch transformers==5.23.0 numpy safetensors
     python tests/trained/make_mtp_cases.py tests/trained/mtp
 
 None is needed to run the test. What is around the decoder layer follows vLLM: `deepseek_mtp.py`, `glm4_moe_mtp.py`,
-`mimo_mtp.py`, `qwen3_next_mtp.py` and `qwen3_5_mtp.py` in https://github.com/vllm-project/vllm. One thing differs: vLLM
-sets the embedding beside the hidden state of position 0 to zero, and the models were not trained so.
+`glm4_moe_lite_mtp.py`, `mimo_mtp.py`, `nemotron_h_mtp.py`, `qwen3_next_mtp.py`, `qwen3_5_mtp.py` and `step3p5_mtp.py`
+in https://github.com/vllm-project/vllm. One thing differs: vLLM sets the embedding beside the hidden state of position
+0 to zero, and the models were not trained so.
 """
 
 # mypy: ignore-errors
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel
+from transformers.models.step3p7.modeling_step3p7 import Step3p7TextModel
 
 HIDDEN_SIZE, VOCAB_SIZE, NUM_TOKENS, NUM_STEPS, NUM_LAYERS, NUM_EXPERTS = 32, 48, 7, 3, 2, 4
 COMMON = {
@@ -57,15 +59,54 @@ LINEAR = {
 }
 SHARED = EXPERTS | {"num_experts": NUM_EXPERTS, "shared_expert_intermediate_size": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 FAMILIES = {
-    "deepseek_v3": ROUTED
-    | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
+    "deepseek_v3": ROUTED | LATENT,
+    "glm4_moe_lite": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*E",
+        "mtp_hybrid_override_pattern": "*E",
+        "num_nextn_predict_layers": 1,
+        "layer_norm_epsilon": 1e-5,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 8,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "mlp_bias": False,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "n_routed_experts": NUM_EXPERTS,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "step3p5": {
+        "num_attention_groups": 2,
+        "sliding_window": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_theta": [5_000_000.0, 10_000.0, 10_000.0],
+        "partial_rotary_factors": [0.5, 1.0, 0.5],
+        "attention_other_setting": {"num_attention_heads": 6, "num_attention_groups": 2},
+        "num_nextn_predict_layers": 1,
+        "moe_num_experts": NUM_EXPERTS,
+        "moe_top_k": 2,
+        "moe_intermediate_size": 8,
+        "share_expert_dim": 8,
+        "moe_layers_enum": "1",
     },
     "glm4_moe": ROUTED | {"use_qk_norm": True, "partial_rotary_factor": 0.5, "rope_parameters": ROPE},
     "qwen3_next": LINEAR
@@ -77,11 +118,42 @@ FAMILIES = {
 }
 # What transformers calls the text model of a family, or another of the same layers.
 IN_TORCH = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "mimo": "qwen2"}
+# Arguments of the one layer in torch that differ from the target's.
+ALONE = {
+    "glm4_moe_lite": {"mlp_layer_types": ["sparse"]},
+    "nemotron_h": {"layers_block_type": ["full_attention", "moe"], "hybrid_override_pattern": None},
+    "step3p5": {
+        "layer_types": ["sliding_attention"],
+        "mlp_layer_types": ["dense"],
+        "num_sliding_attention_heads": 6,
+        "partial_rotary_factors": [0.5],
+        "rope_theta": [10_000.0],
+        "moe_layers_enum": None,
+        "attention_other_setting": None,
+        "num_nextn_predict_layers": 0,
+    },
+}
 # By family: the prefix of the layer and of what is around it; embedding norm, hidden norm, projection and final norm.
 NEXTN = (f"model.layers.{NUM_LAYERS}.", f"model.layers.{NUM_LAYERS}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
 QWEN = ("mtp.layers.0.", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 MIMO = (*("model.mtp_layers.0.",) * 2, "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-NAMES = {"deepseek_v3": NEXTN, "glm4_moe": NEXTN, "mimo": MIMO}
+NEMOTRON = (
+    "mtp.layers.", "mtp.", "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.1.final_layernorm",
+)  # fmt: skip
+STEP = (*NEXTN[:5], "transformer.shared_head.norm")
+NAMES = {
+    "deepseek_v3": NEXTN,
+    "glm4_moe": NEXTN,
+    "glm4_moe_lite": NEXTN,
+    "mimo": MIMO,
+    "nemotron_h": NEMOTRON,
+    "step3p5": STEP,
+}
+# The embedding and the head beside a layer that are not its target's.
+OWN = {
+    "glm4_moe_lite": ("embed_tokens.weight", "shared_head.head.weight"),
+    "step3p5": ("embed_tokens.weight", "transformer.shared_head.output.weight"),
+}
 
 
 def norm(weight: torch.Tensor, hidden: torch.Tensor, offset: float) -> torch.Tensor:
@@ -97,6 +169,8 @@ def apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             for e, expert in enumerate(value):
                 prefix = name.removesuffix("gate_up_proj") + f"{e}."
                 given[prefix + "gate_proj.weight"], given[prefix + "up_proj.weight"] = expert.chunk(2)
+        elif name.endswith("experts.up_proj"):
+            given |= {name.removesuffix("up_proj") + f"{e}.up_proj.weight": part for e, part in enumerate(value)}
         elif name.endswith("experts.down_proj"):
             given |= {name.removesuffix("down_proj") + f"{e}.down_proj.weight": part for e, part in enumerate(value)}
         else:
@@ -110,10 +184,14 @@ def write(folder: Path, family: str) -> None:
     layer_prefix, prefix, *names = NAMES.get(family, QWEN)
     # One layer of the kind that MTP has: full attention, and experts if the family has any.
     alone = COMMON | FAMILIES[family] | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "use_cache": False}
-    if "layer_types" in alone:
+    if family in ALONE:
+        alone |= ALONE[family]
+    elif "layer_types" in alone:
         alone |= {"layer_types": ["full_attention"], "full_attention_interval": 1}
     kind = IN_TORCH.get(family, family)
-    model = AutoModel.from_config(AutoConfig.for_model(kind, **alone), attn_implementation="eager").float().eval()
+    config = AutoConfig.for_model(kind, **alone, attn_implementation="eager")
+    # The text model alone has no entry among the automatic ones.
+    model = (Step3p7TextModel(config) if family == "step3p5" else AutoModel.from_config(config)).float().eval()
     for name, weights in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" not in name:
             weights.data = torch.randn_like(weights.data) * 0.3 + float(weights.dim() == 1 and "bias" not in name)
@@ -121,39 +199,44 @@ def write(folder: Path, family: str) -> None:
             # Positive, as in the published models: with a negative score, an expert of a group that is left out, whose
             # score is zero in some implementations and minus infinity in others, may come first.
             weights.data = weights.data.abs()
-    model.norm = nn.Identity()
-    offset = float(family.startswith("qwen"))
+    setattr(model, "norm_f" if family == "nemotron_h" else "norm", nn.Identity())
+    offset = float(family.startswith(("qwen", "step")))
     around = {
         name: torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE) * 0.3 if i == 2 else torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset
         for i, name in enumerate(names)
     }
+    of_target = "backbone.embeddings" if family == "nemotron_h" else "model.embed_tokens", "lm_head"
+    final = "backbone.norm_f.weight" if family == "nemotron_h" else "model.norm.weight"
     target = {
-        "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE),
+        f"{of_target[0]}.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE),
         "lm_head.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.3,
-        "model.norm.weight": torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset,
+        final: torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset,
     }
+    own = {prefix + name: torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.3 for name in OWN.get(family, ())}
+    embedding, head = own.values() if own else (target[f"{name}.weight"] for name in of_target)
     features, tokens = torch.randn(NUM_TOKENS, HIDDEN_SIZE), torch.randint(0, VOCAB_SIZE, (NUM_TOKENS + NUM_STEPS,))
     embedding_norm, hidden_norm, projection, final_norm = around.values()
 
     def entering(hidden: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        embedded = norm(embedding_norm, target["model.embed_tokens.weight"][token], offset)
+        embedded = norm(embedding_norm, embedding[token], offset)
         halves = [embedded, norm(hidden_norm, hidden, offset)]
         return torch.cat(halves[::-1] if family == "mimo" else halves, dim=-1) @ projection.T
 
     # At each position, and on from there with the layer's own hidden states.
     expected = torch.zeros(NUM_STEPS, NUM_TOKENS, VOCAB_SIZE)
     with torch.no_grad():
-        first = entering(norm(target["model.norm.weight"], features, offset), tokens[:NUM_TOKENS])
+        first = entering(norm(target[final], features, offset), tokens[:NUM_TOKENS])
         for begin in range(NUM_TOKENS):
             inputs = first[: begin + 1]
             for step in range(NUM_STEPS):
                 hidden = model(inputs_embeds=inputs[None]).last_hidden_state[0, -1:]
                 normalized = norm(final_norm, hidden, offset)
-                expected[step, begin] = (normalized @ target["lm_head.weight"].T)[0]
-                own = hidden if NAMES.get(family) == NEXTN else normalized
-                inputs = torch.cat([inputs, entering(own, tokens[begin + 1 + step][None])])
-    layer = {name: value for name, value in model.layers[0].state_dict().items() if "inv_freq" not in name}
-    weights = target | {f"{prefix}{name}.weight": value for name, value in around.items()}
+                expected[step, begin] = (normalized @ head.T)[0]
+                given = hidden if NAMES.get(family) in (NEXTN, STEP) else normalized
+                inputs = torch.cat([inputs, entering(given, tokens[begin + 1 + step][None])])
+    layers = model.layers if family == "nemotron_h" else model.layers[0]
+    layer = {name: value for name, value in layers.state_dict().items() if "inv_freq" not in name}
+    weights = target | own | {f"{prefix}{name}.weight": value for name, value in around.items()}
     weights |= {layer_prefix + n: v for n, v in (layer if family == "qwen3_5_moe" else apart(layer)).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")

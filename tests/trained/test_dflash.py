@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from sweeps import sweep
 from trained_drafters import BLOCK_SIZE, write_dflash
 
 import runtime
+from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.block_sequence import BlockSequence
-from actors.trained.kinds.dflash import DFlashReader, is_dflash, load_dflash, read_config
+from actors.trained.kinds.dflash import DFlashReader, load_dflash, read_config
 from actors.trained.kinds.target_parts import embedding_of, head_of
 from protocol.errors import ModelError, RewindError
 
@@ -36,7 +38,7 @@ def expected_of(case: Path) -> dict[str, mx.array]:
 
 def reader_of(case: Path) -> DFlashReader:
     expected = expected_of(case)
-    model, target_ids = load_dflash(case)
+    model, target_ids = load_dflash(DrafterFiles.read(case))
     own_head = None if target_ids is None else model.lm_head
     return DFlashReader(
         model,
@@ -52,20 +54,46 @@ def close(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-4 * (1 + mx.abs(expected)))))
 
 
-@sweep("case", CASES)
+def after(reader: DFlashReader, tokens: Sequence[int], anchor: int, cache: list[Any], begin: int = 0) -> mx.array:
+    """The logits after an anchor and after each token that follows it in a text, as far as a block goes."""
+    given = reader.read_block(tokens[anchor], anchor, cache, anchor - begin)
+    block_tokens = tokens[anchor : anchor + reader.num_foreseen]
+    return reader.read_after(given, block_tokens, len(block_tokens))
+
+
+@sweep("case", [case for case in CASES if "paths" not in expected_of(case)])
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
     expected, reader = expected_of(case), reader_of(case)
-    model, target_ids = load_dflash(case)
+    model, target_ids = load_dflash(DrafterFiles.read(case))
     num_blocks, num_foreseen, _ = expected["logits"].shape
     assert num_foreseen == reader.num_foreseen == model.config.num_foreseen
     cache = reader.make_cache()
     reader.read_context(expected["features"], 0, cache)
     for anchor in range(1, num_blocks):
-        found = reader.read_block(int(expected["tokens"][anchor].item()), anchor, cache, anchor)
+        found = after(reader, expected["tokens"].tolist(), anchor, cache)  # type: ignore[arg-type]
         if target_ids is not None:
             assert int(mx.isfinite(found).sum()) == num_foreseen * 40
             found = found[:, target_ids]
         assert close(found, expected["logits"][anchor]), anchor
+
+
+@sweep("case", [case for case in CASES if "paths" in expected_of(case)])
+def test_the_path_and_its_logits_are_those_of_mlx_vlm(case: Path) -> None:
+    expected, reader = expected_of(case), reader_of(case)
+    cache = reader.make_cache()
+    reader.read_context(expected["features"], 0, cache)
+    num_seen = expected["ordered_logits"].shape[-1]
+    for index, path in enumerate(expected["paths"].tolist()):  # type: ignore[arg-type]
+        anchor = index + 1
+        tokens = [int(expected["tokens"][anchor].item()), *path]
+        assert len(path) == reader.num_foreseen
+        given = reader.read_block(tokens[0], anchor, cache, anchor)
+        together = reader.read_after(given, tokens[:-1], len(path))
+        assert mx.argmax(together, axis=-1).tolist() == path
+        assert int(mx.isfinite(together).sum()) == num_seen * len(path)
+        assert close(mx.sort(together, axis=-1)[:, -num_seen:], expected["ordered_logits"][index])
+        for row in range(len(path)):
+            assert close(reader.read_after(given, tokens[: row + 1], 1)[0], together[row])
 
 
 def test_features_may_come_in_pieces() -> None:
@@ -74,15 +102,7 @@ def test_features_may_come_in_pieces() -> None:
     cache = reader.make_cache()
     for begin, end in ((0, 3), (3, 4), (4, 9)):
         reader.read_context(expected["features"][begin:end], begin, cache)
-    found = reader.read_block(int(expected["tokens"][9].item()), 9, cache, 9)
-    assert close(found, expected["logits"][9])
-
-
-def test_it_is_recognised_by_its_configuration() -> None:
-    assert is_dflash({"speculators_model_type": "dflash"})
-    assert is_dflash({"architectures": ["DFlashDraftModel"]})
-    assert is_dflash({"dflash_config": {}})
-    assert not is_dflash({"model_type": "qwen3", "architectures": None})
+    assert close(after(reader, expected["tokens"].tolist(), 9, cache), expected["logits"][9])  # type: ignore[arg-type]
 
 
 def changed(case: Path, folder: Path, **changes: Any) -> Path:
@@ -98,14 +118,14 @@ def changed(case: Path, folder: Path, **changes: Any) -> Path:
     [
         ({"mask_token_id": "absent"}, "has no 'mask_token_id'"),
         ({"mask_token_id": None}, "cannot be read"),
-        ({"aux_hidden_state_layer_ids": [1, 2]}, "do not fit"),
+        ({"aux_hidden_state_layer_ids": [1, 2]}, "is not what its configuration says"),
         ({"block_size": 1}, "must have 2 tokens or more"),
         ({"draft_vocab_size": 40}, "which is which"),
     ],
 )
 def test_what_cannot_be_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        load_dflash(changed(case_of("whole"), tmp_path, **changes))
+        load_dflash(DrafterFiles.read(changed(case_of("whole"), tmp_path, **changes)))
 
 
 def test_layers_that_are_not_known_are_refused() -> None:
@@ -126,12 +146,12 @@ def test_ids_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]
     mx.save_safetensors(str(folder / "model.safetensors"), weights | {"d2t": weights["d2t"] + 60})
     with pytest.raises(ModelError, match="names ids that its target, with 96, does not have"):
-        load_dflash(folder)
+        load_dflash(DrafterFiles.read(folder))
 
 
 def test_a_folder_without_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
-        load_dflash(tmp_path)
+        load_dflash(DrafterFiles.read(tmp_path))
 
 
 # --- a text -------------------------------------------------------------------------------------------
@@ -140,16 +160,16 @@ FEATURES = mx.random.normal((60, 96), key=mx.random.key(2))
 TOKENS = tuple(int(token) for token in mx.random.randint(0, 95, (60,), key=mx.random.key(3)).tolist())  # type: ignore[union-attr]
 
 
-@pytest.fixture(scope="module", params=["whole", "reduced", "from_anchor"])
+@pytest.fixture(scope="module", params=["whole", "reduced", "from_anchor", "dflash2", "dspark_authors"])
 def reader(request: pytest.FixtureRequest) -> DFlashReader:
     return reader_of(case_of(request.param))
 
 
-def block(reader: DFlashReader, tokens: tuple[int, ...], anchor: int, begin: int = 0) -> mx.array:
+def block(reader: DFlashReader, tokens: Sequence[int], anchor: int, begin: int = 0) -> mx.array:
     """What is predicted for the positions after an anchor, from features of the positions from `begin` on."""
     cache = reader.make_cache()
     reader.read_context(FEATURES[begin:anchor], begin, cache)
-    return reader.read_block(tokens[anchor], anchor, cache, anchor - begin)
+    return after(reader, tokens, anchor, cache, begin)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -165,17 +185,19 @@ def test_a_block_follows_what_is_committed_however_it_came(reader: DFlashReader,
         keep = min(sequence.length, sequence.rewind(min(sequence.length, committed)))
         logits = sequence.feed(TOKENS[keep:committed], 1) if keep < committed else None
         sequence.check(committed)
-        # Ahead, rightly or wrongly: the tokens between say nothing.
+        # Ahead, rightly or wrongly: the tokens between change nothing that was computed.
+        text = [*TOKENS[:committed]]
         for ahead in range(draws.randint(1, 6)):
             index = committed + ahead - 1 - given
             if given and logits is not None:
-                expected = block(reader, TOKENS, given)
+                expected = block(reader, text, given)
                 if index < reader.num_foreseen:
                     assert close(logits[0], expected[index])
                 else:
                     assert not logits.any()
                 assert sequence.foreseen == given + 1 + reader.num_foreseen
-            logits = sequence.feed_lazy(mx.array([draws.randrange(95)]))
+            text.append(draws.randrange(95))
+            logits = sequence.feed_lazy(mx.array([text[-1]]))
         committed += draws.randint(1, 5)
         sequence.rewind(min(sequence.length, given + 1))
     sequence.close()
@@ -281,14 +303,18 @@ async def test_what_is_drafted_after_a_miss_is_a_block_on_the_targets_features(t
     built = build("llama")
     folder = write_dflash(tmp_path, built)
     text, proposals = await fresh_proposals(folder, built, lookahead=3)
-    features = features_of(built, text, load_dflash(folder)[0].config.feature_layers)
+    features = features_of(built, text, load_dflash(DrafterFiles.read(folder))[0].config.feature_layers)
     reader = DFlashReader(
-        load_dflash(folder)[0], None, 64, embedding_of(built, "the drafter"), head_of(built, "the drafter")
+        load_dflash(DrafterFiles.read(folder))[0],
+        None,
+        64,
+        embedding_of(built, "the drafter"),
+        head_of(built, "the drafter"),
     )
     for position, tokens in proposals:
         cache = reader.make_cache()
         reader.read_context(features[: position - 1], 0, cache)
-        logits = reader.read_block(text[position - 1], position - 1, cache, position - 1)
+        logits = after(reader, [*text[:position], *tokens], position - 1, cache)
         assert tokens == tuple(mx.argmax(logits[: len(tokens)], axis=-1).tolist())  # type: ignore[arg-type]
 
 

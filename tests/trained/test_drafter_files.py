@@ -62,7 +62,7 @@ async def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(layer | authors | {"architectures": ["DFlashDraftModel"], "num_target_layers": num_layers})
     )
-    with pytest.raises(ModelError, match="do not fit its configuration"):
+    with pytest.raises(ModelError, match="is not what its configuration says"):
         async with runtime.open((built, None), tmp_path):
             raise AssertionError("should not be reached")
     authors["dflash_config"]["target_layer_ids"] = [0, 1, 2]  # type: ignore[index]

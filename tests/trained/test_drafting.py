@@ -24,6 +24,14 @@ async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path:
         await check_greedy(rt, built, lookahead)
 
 
+async def test_greedy_texts_are_the_targets_where_its_output_is_read(tmp_path: Path) -> None:
+    built = build("llama")
+    folder = write_eagle3(tmp_path, built, eagle_config={"use_aux_hidden_state": False})
+    async with drafted(folder, built) as rt:
+        await check_greedy(rt, built, 3)
+        assert rt._draft.model.feature_layers == (len(built.layers),)
+
+
 async def test_streams_at_once_share_the_targets_passes(tmp_path: Path) -> None:
     built = build("llama")
     async with drafted(write_eagle3(tmp_path, built, own_embedding=False), built, max_batch=8) as rt:

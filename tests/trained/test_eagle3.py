@@ -11,8 +11,9 @@ import mlx.core as mx
 import pytest
 from sweeps import sweep
 
-from actors.trained.eagle3 import Eagle3Config, LoadedEagle3, load, read_config
+from actors.trained.drafter_files import DrafterFiles
 from actors.trained.eagle3_training import logits_of_steps
+from actors.trained.kinds.eagle3 import Eagle3Config, LoadedEagle3, load_eagle3, read_config
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
@@ -22,9 +23,8 @@ NUM_STEPS = 3
 
 def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, begin: int) -> list[mx.array]:
     """The logits at a position, and of the steps that go on from it with the drafter's own hidden states."""
-    assert loaded.embedding is not None
     cache = loaded.model.make_cache()
-    embedded = loaded.embedding[tokens][None]
+    embedded = loaded.embedding(tokens)[None]
     hidden = loaded.model.project(features)[None, : begin + 1]
     given = []
     hidden, logits = loaded.model(hidden, embedded[:, : begin + 1], cache)
@@ -39,7 +39,7 @@ def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, beg
 
 @sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
-    loaded = load(case)
+    loaded = load_eagle3(DrafterFiles.read(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
     for begin in range(len(expected["tokens"])):
         given = chain_logits(loaded, expected["features"], expected["tokens"], begin)
@@ -68,7 +68,7 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
     renamed["t2d"] = mx.ones((96,), mx.bool_)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    loaded = load(tmp_path)
+    loaded = load_eagle3(DrafterFiles.read(tmp_path))
     [first, *_] = chain_logits(loaded, expected["features"], expected["tokens"], 4)
     assert mx.allclose(first, expected["logits0"][4], rtol=1e-4, atol=1e-4)
     # They name no layers.
@@ -84,7 +84,7 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
         ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         ({"draft_vocab_size": 41}, "has 41 tokens, and d2t says for 40 which they are"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "do not fit"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "is not what its configuration says"),
     ],
 )
 def test_what_cannot_be_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -92,7 +92,55 @@ def test_what_cannot_be_is_said(changes: dict[str, Any], said: str, tmp_path: Pa
     shutil.copytree(case, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config_of(case, **changes)))
     with pytest.raises(ModelError, match=said):
-        load(tmp_path)
+        load_eagle3(DrafterFiles.read(tmp_path))
+
+
+def test_flags_inside_of_eagle_config_are_read(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "norms")
+    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
+    config = config_of(case)
+    flags = [name for name in config if name.startswith(("norm_", "fc_norm", "eagle_aux"))]
+    config["eagle_config"] = {name: config.pop(name) for name in flags}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert any(value is True for value in config["eagle_config"].values())
+    assert load_eagle3(DrafterFiles.read(tmp_path)).model.config == load_eagle3(DrafterFiles.read(case)).model.config
+
+
+@sweep(
+    ("named", "entered"),
+    [
+        # SpecForge's and lmsys's name the layer that gives the hidden state; NVIDIA's for gpt-oss, and the paper's, the
+        # one that it enters.
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}}, (2, 18, 33)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}, (2, 18, 33)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]}}, (2, 18, 33)),
+        ({"eagle_config": {"use_aux_hidden_state": True}}, None),
+    ],
+)
+def test_layers_are_those_that_the_files_origin_means(named: dict[str, Any], entered: tuple[int, ...] | None) -> None:
+    layer = config_of(CASES[0])["transformer_layer_config"]
+    assert read_config(layer | named).feature_layers == entered
+    # Speculators always names the layer that is entered.
+    if "eagle_aux_hidden_state_layer_ids" in named:
+        assert read_config({"transformer_layer_config": layer} | named).feature_layers == (1, 17, 32)
+
+
+def test_what_the_head_reads_is_read_without_a_projection(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "llama")
+    (tmp_path / "config.json").write_text(json.dumps(config_of(case, eagle_config={"use_aux_hidden_state": False})))
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    projection = weights.pop("fc.weight")
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    loaded = load_eagle3(DrafterFiles.read(tmp_path))
+    assert loaded.model.config.feature_layers_of(7) == (7,)
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    features = expected["features"] @ projection.T
+    for begin in range(len(expected["tokens"])):
+        for step, logits in enumerate(chain_logits(loaded, features, expected["tokens"], begin)):
+            assert mx.allclose(logits, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
+    wide = config_of(case, eagle_config={"use_aux_hidden_state": False}, target_hidden_size=64)
+    with pytest.raises(ModelError, match="the two must be the same"):
+        read_config(wide)
 
 
 def test_a_sliding_window_is_not_ignored() -> None:
@@ -103,10 +151,10 @@ def test_a_sliding_window_is_not_ignored() -> None:
 
 def test_a_folder_without_weights_or_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be read"):
-        load(tmp_path)
+        load_eagle3(DrafterFiles.read(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config_of(CASES[0])))
     with pytest.raises(ModelError, match="no weights"):
-        load(tmp_path)
+        load_eagle3(DrafterFiles.read(tmp_path))
 
 
 def test_a_vocabulary_that_nothing_explains_is_refused(tmp_path: Path) -> None:
@@ -116,7 +164,7 @@ def test_a_vocabulary_that_nothing_explains_is_refused(tmp_path: Path) -> None:
     del weights["d2t"]
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     with pytest.raises(ModelError, match="which is which"):
-        load(tmp_path)
+        load_eagle3(DrafterFiles.read(tmp_path))
 
 
 @pytest.mark.parametrize("layers", [(1, 2, 40), (-1, 2, 3), (2, 2, 3)])
@@ -128,23 +176,21 @@ def test_a_target_without_the_layers_is_refused(layers: tuple[int, ...]) -> None
 
 @sweep("case", CASES)
 def test_all_steps_at_all_positions_at_once_are_those_of_the_torch_classes(case: Path) -> None:
-    loaded = load(case)
+    loaded = load_eagle3(DrafterFiles.read(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    assert loaded.embedding is not None
     # Speculators fills up with the token 0.
     tokens = mx.concatenate([expected["tokens"], mx.zeros((NUM_STEPS - 1,), mx.int32)])
-    given = logits_of_steps(loaded.model, expected["features"][None], loaded.embedding[tokens][None], NUM_STEPS)
+    given = logits_of_steps(loaded.model, expected["features"][None], loaded.embedding(tokens)[None], NUM_STEPS)
     for step, logits in enumerate(given):
         assert mx.allclose(logits[0], expected[f"logits{step}"], rtol=1e-4, atol=1e-4), step
 
 
 def test_one_position_at_a_time_gives_what_all_at_once_do() -> None:
     case = next(case for case in CASES if case.name == "deep")
-    loaded = load(case)
+    loaded = load_eagle3(DrafterFiles.read(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    assert loaded.embedding is not None
     together = logits_of_steps(
-        loaded.model, expected["features"][None, :7], loaded.embedding[expected["tokens"]][None], 3
+        loaded.model, expected["features"][None, :7], loaded.embedding(expected["tokens"])[None], 3
     )
     for begin in range(7):
         for step, logits in enumerate(chain_logits(loaded, expected["features"], expected["tokens"], begin)):

@@ -8,8 +8,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from actors.trained.eagle3 import Eagle3Reader, load
+from actors.trained.drafter_files import DrafterFiles
 from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
 from protocol.errors import RewindError
 
 CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
@@ -18,7 +19,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def reader(request: pytest.FixtureRequest) -> Eagle3Reader:
-    return Eagle3Reader(load(request.param))
+    return Eagle3Reader(load_eagle3(DrafterFiles.read(request.param)))
 
 
 TOKENS = tuple(mx.random.randint(0, 96, (NUM_TOKENS,), key=mx.random.key(1)).tolist())

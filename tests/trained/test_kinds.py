@@ -198,21 +198,32 @@ async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
 
 @pytest.mark.slow
 @every_kind
-def test_under_rejection_texts_have_the_targets_distribution(
+def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
-    num_sessions, num_tokens, temperature, vocab_size = 200, 4, 4.0, 5
+    # Fewer tokens, and rows of one pass would be refused.
+    num_sessions, num_tokens, temperature, vocab_size = 400, 3, 4.0, 16
     target = make(kind, tmp_path, vocab_size=vocab_size)
     prompt = (1, 2, 3)
 
     async def sample() -> list[runtime.Token]:
         asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
-        async with drafted(tmp_path, target, price=random_price(1)) as rt:
-            return [
-                (await rt.generate(prompt, lookahead=3, acceptance=DRAWING_RULES[seed % 2], seed=seed, **asked)).tokens
-                for seed in range(num_sessions)
-            ]
+        found: dict[int, list[runtime.Token]] = {}
+        async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
+
+            async def generate(seed: int) -> None:
+                completion = await rt.generate(
+                    prompt, lookahead=2, acceptance=DRAWING_RULES[seed % 2], seed=seed, **asked
+                )
+                found[seed] = completion.tokens
+
+            for first in range(0, num_sessions, 8):
+                async with trio.open_nursery() as nursery:
+                    for seed in range(first, first + 8):
+                        nursery.start_soon(generate, seed)
+            assert (rt.statistics().rows_per_pass or 0) > 1
+        return list(found.values())
 
     tokens = run(sample)
     after: dict[tuple[int, ...], Counter[int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from sweeps import sweep
 from trained_drafters import mtp_target, write_mtp
 
 import runtime
-from actors.trained.kinds.mtp import MTPReader, is_mtp, load_mtp
+from actors.mlx.model import is_quantized
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.kinds.mtp import MTP, MTPReader
+from actors.trained.kinds.mtp import load_mtp as load_files
 from actors.trained.kinds.target_parts import embedding_of, final_norm_of, head_of
 from protocol.errors import ModelError
 
@@ -29,9 +33,11 @@ def target_of(case: Path) -> Any:
     target = mtp_target(case)
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
     shared = {
-        name: value for name, value in weights.items() if name.split(".")[1] in ("embed_tokens", "norm", "weight")
+        name: value
+        for name, value in weights.items()
+        if name.split(".")[1] in ("embed_tokens", "embeddings", "norm", "norm_f", "weight")
     }
-    if case.name.startswith("qwen"):
+    if case.name.startswith(("qwen", "step")):
         shared["model.norm.weight"] = shared["model.norm.weight"] + 1
     whole = "language_model." if case.name.startswith("qwen3_5") else ""
     target.load_weights([(whole + name, value) for name, value in shared.items()], strict=False)
@@ -39,9 +45,13 @@ def target_of(case: Path) -> Any:
     return target
 
 
+def load_mtp(folder: Path, target: Any) -> MTP:
+    return load_files(DrafterFiles.read(folder), target)
+
+
 def reader_of(folder: Path, target: Any) -> MTPReader:
     named = "the drafter"
-    model = load_mtp(folder, target, named)
+    model = load_mtp(folder, target)
     return MTPReader(
         model, final_norm_of(target, named), embedding_of(target, named), head_of(target, named), VOCAB_SIZE
     )
@@ -66,27 +76,87 @@ def case_of(name: str) -> Path:
     return next(case for case in CASES if case.name == name)
 
 
-def test_weights_that_mlx_lm_has_converted_are_read_too(tmp_path: Path) -> None:
-    case = case_of("qwen3_next")
+# What mlx-vlm calls the parts of a layer in a folder of its own, without the beginning of the names.
+QWEN = {
+    "embedding_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "projection": "fc",
+    "output_norm": "norm",
+    "layers": "layers",
+}
+FLAT = {
+    "glm4_moe_lite": {
+        "embedding_norm": "model.enorm",
+        "hidden_norm": "model.hnorm",
+        "projection": "model.eh_proj",
+        "output_norm": "model.shared_head_norm",
+        "layers.0": "model.mtp_block",
+        "embedding": "model.embed_tokens",
+        "head": "lm_head",
+    },
+    "nemotron_h": {
+        "embedding_norm": "layers.0.enorm",
+        "hidden_norm": "layers.0.hnorm",
+        "projection": "layers.0.eh_proj",
+        "output_norm": "layers.1.final_layernorm",
+        "layers": "layers",
+    },
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_next": QWEN,
+}
+
+
+def flat(name: str, target: Any, before: str = "") -> dict[str, mx.array]:
+    """The weights of a case as mlx-vlm writes them: norms have their one, experts are in one array."""
+    parameters = tree_flatten(load_mtp(case_of(name), target).parameters())
+    parts = FLAT[name].items()
+    return {
+        before + key.replace(ours, theirs, 1): value
+        for key, value in parameters
+        for ours, theirs in parts
+        if key.startswith(f"{ours}.")
+    }
+
+
+@sweep(
+    ("name", "before", "metadata"),
+    [
+        *((name, "", {"format": "mlx"}) for name in FLAT),
+        # Saved again by somebody who left out what stands at the beginning.
+        ("qwen3_5", "", {}),
+        ("qwen3_5_moe", "mtp.", {}),
+        # The names of the original, converted.
+        ("qwen3_next", "mtp.", {"format": "mlx"}),
+        ("qwen3_5", "language_model.mtp.", {"format": "mlx"}),
+    ],
+)
+def test_a_folder_of_its_own_is_read_as_mlx_vlm_writes_it(
+    name: str, before: str, metadata: dict[str, str], tmp_path: Path
+) -> None:
+    case, target = case_of(name), target_of(case_of(name))
+    inner = json.loads((case / "config.json").read_text())
+    model_type = "qwen3_5_mtp" if name.startswith("qwen") else f"{name}_mtp"
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": model_type, "text_config": inner, "block_size": 3, "tie_word_embeddings": False})
+    )
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), flat(name, target, before), metadata)
+    read = dict(tree_flatten(load_mtp(tmp_path, target).parameters()))
+    expected = dict(tree_flatten(load_mtp(case, target).parameters()))
+    assert read.keys() == expected.keys()
+    for key, value in expected.items():
+        assert mx.array_equal(read[key], value), key
+
+
+def test_norms_that_lack_one_are_told_from_those_that_have_it(tmp_path: Path) -> None:
+    case = case_of("qwen3_5")
     target = target_of(case)
-    model = load_mtp(case, target, "the drafter")
-    names = {
-        "embedding_norm": "mtp.pre_fc_norm_embedding",
-        "hidden_norm": "mtp.pre_fc_norm_hidden",
-        "projection": "mtp.fc",
-        "output_norm": "mtp.norm",
-        "layer": "mtp.layers.0",
-    }
-    converted = {
-        name.replace(first, names[first], 1): value
-        for name, value in tree_flatten(model.parameters())
-        if (first := name.split(".")[0])
-    }
-    write_mtp(tmp_path, case, {})
-    mx.save_safetensors(str(tmp_path / "mtp.safetensors"), converted, {"format": "mlx"})
-    read = dict(tree_flatten(load_mtp(tmp_path, target, "the drafter").parameters()))
-    for name, value in tree_flatten(model.parameters()):
-        assert mx.array_equal(read[name], value), name
+    original: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    norms = {name for name, value in original.items() if value.ndim == 1 and name.startswith("mtp.")}
+    assert len(norms) == 7
+    model = load_mtp(case, target)
+    assert mx.array_equal(model.output_norm.weight, original["mtp.norm.weight"] + 1)
+    assert mx.array_equal(model.layers[0].self_attn.q_norm.weight, original["mtp.layers.0.self_attn.q_norm.weight"] + 1)
 
 
 def test_experts_one_by_one_are_read_where_the_class_expects_them_together(tmp_path: Path) -> None:
@@ -102,15 +172,9 @@ def test_experts_one_by_one_are_read_where_the_class_expects_them_together(tmp_p
             f"{before}{expert}.up_proj.weight": up,
             f"{before}{expert}.down_proj.weight": down[expert],
         }
-    read = dict(tree_flatten(load_mtp(write_mtp(tmp_path, case, weights), target, "the drafter").parameters()))
-    for name, value in tree_flatten(load_mtp(case, target, "the drafter").parameters()):
+    read = dict(tree_flatten(load_mtp(write_mtp(tmp_path, case, weights), target).parameters()))
+    for name, value in tree_flatten(load_mtp(case, target).parameters()):
         assert mx.array_equal(read[name], value), name
-
-
-def test_it_is_recognised_by_its_configuration() -> None:
-    assert is_mtp({"model_type": "deepseek_mtp"})
-    assert is_mtp({"architectures": ["Qwen3NextMTP"]})
-    assert not is_mtp({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]})
 
 
 @pytest.mark.parametrize(
@@ -133,25 +197,35 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     case = case_of("mimo")
     target = target_of(case)
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
-    projection = "model.mtp_layers.0.input_proj.weight"
+    norm = "model.mtp_layers.0.hidden_layernorm.weight"
     with pytest.raises(ModelError, match="width of 16, and those of this target have 32"):
-        load_mtp(write_mtp(tmp_path, case, weights | {projection: mx.zeros((16, 32))}), target, "the drafter")
+        load_mtp(write_mtp(tmp_path, case, weights | {norm: mx.zeros(16)}), target)
     del weights["model.mtp_layers.0.self_attn.o_proj.weight"]
-    with pytest.raises(ModelError, match=r"do not fit its target: Missing 1 parameters: \s*layer\.self_attn\.o_proj"):
-        load_mtp(write_mtp(tmp_path, case, weights), target, "the drafter")
-    with pytest.raises(ModelError, match="conversions to MLX drop them"):
-        load_mtp(write_mtp(tmp_path, case, {"model.norm.weight": mx.ones(32)}), target, "the drafter")
+    with pytest.raises(ModelError, match=r"is not what its configuration says: it has no layers\.0\.self_attn\.o_proj"):
+        load_mtp(write_mtp(tmp_path, case, weights), target)
+    with pytest.raises(ModelError, match="many conversions of a model leave it out"):
+        load_mtp(write_mtp(tmp_path, case, {"model.norm.weight": mx.ones(32)}), target)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match="cannot be read"):
-        load_mtp(tmp_path, target, "the drafter")
+        load_mtp(tmp_path, target)
     with pytest.raises(ModelError, match="those of llama targets are not supported"):
-        load_mtp(case, build("llama"), "the drafter")
+        load_mtp(case, build("llama"))
 
 
 # --- a runtime ------------------------------------------------------------------------------------
 
 
-@sweep(("name", "lookahead"), [("deepseek_v3", 2), ("mimo", 3), ("qwen3_5_moe", 1), ("qwen3_next", "auto")])
+@sweep(
+    ("name", "lookahead"),
+    [
+        ("deepseek_v3", 2),
+        ("mimo", 3),
+        ("nemotron_h", 2),
+        ("qwen3_5_moe", 1),
+        ("qwen3_next", "auto"),
+        ("step3p5", 2),
+    ],
+)
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
@@ -159,7 +233,7 @@ async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path:
         await check_greedy(rt, target, lookahead)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "qwen3_5"])
 async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
@@ -167,7 +241,7 @@ async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Pat
         await check_seeded(rt, lookahead=2)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["glm4_moe", "nemotron_h", "qwen3_next", "step3p5"])
 async def test_a_text_may_go_on_from_an_earlier_one(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)
@@ -183,8 +257,12 @@ async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> 
     async with runtime.open(folder, "mtp") as rt:
         await check_greedy(rt, target, 2)
         await rt.detach_draft()
-        await rt.attach_draft("mtp")
+        await rt.attach_draft(runtime.ModelSpec("mtp", quantize={"bits": 8, "group_size": 32}))
+        assert is_quantized(rt._draft.model.module)
         await check_greedy(rt, target, 2)
+    with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):
+        async with runtime.open(folder, runtime.ModelSpec("mtp", adapter_path="adapter")):
+            raise AssertionError("should not be reached")
 
 
 async def test_a_target_without_files_has_no_layer_in_them() -> None:
@@ -193,7 +271,7 @@ async def test_a_target_without_files_has_no_layer_in_them() -> None:
             raise AssertionError("should not be reached")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "nemotron_h", "qwen3_next", "step3p5"])
 async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     target = draw_weights(target_of(case), 3)

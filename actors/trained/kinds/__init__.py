@@ -1,11 +1,14 @@
 """Kinds of trained drafters.
 
-* `attach`: recognises what a folder has, and attaches it to its target.
-* `medusa`: heads on the target's last hidden state, one for each position. `head_sequence` is a text of them.
+* `recognition`: which kind a folder has, by its configuration.
+* `attach`: the registry, which loads a drafter and attaches it to its target. `attached` is what comes of it.
+* `eagle3`: a layer on hidden states of several of the target's.
 * `mtp`: the layer that a target's own files bring.
-* `dflash`: a block of tokens in one pass. `block_sequence` is a text of it.
+* `medusa`: heads on the target's last hidden state, one for each position. `head_sequence` is a text of them.
+* `dflash`: a block of tokens in one pass. `block_sequence` is a text of it, `block_heads` what DFlash 2 and DSpark add.
 * `torch_file`: reads the files of `torch.save`.
 * `target_parts`: a target's embedding, final norm and head, which drafters share.
 
-A new kind goes here: a module that loads it, and an entry in `attach`. EAGLE-3 is in `actors.trained.eagle3`.
+A new kind goes here: a module that loads and attaches it, its entry in `attach`, and how it is told apart in
+`recognition`.
 """

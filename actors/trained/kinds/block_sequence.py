@@ -1,13 +1,15 @@
 """One text of a drafter that predicts a block of tokens in one pass.
 
-A block begins with a token of the text, its anchor, and reads the features of all positions before. What it predicts
-for a position after the anchor does not depend on the tokens between. So the tokens after a text are drafted by one
-pass, whose anchor is the last token that the target has committed, and read one by one.
+A block begins with a token of the text, its anchor, and reads the features of all positions before. What its pass
+computes for a position after the anchor does not depend on the tokens between. So the tokens after a text are drafted
+by one pass, whose anchor is the last token that the target has committed, and read one by one; some kinds correct each
+by the token before it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -15,6 +17,23 @@ import mlx.core as mx
 
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError
+
+
+@attrs.frozen
+class Block:
+    """What the pass of a block gave.
+
+    Attributes:
+        position: of the anchor.
+        anchor: its id.
+        logits: (num_foreseen, its vocabulary), lazy.
+        hidden: (num_foreseen, width), lazy.
+    """
+
+    position: int
+    anchor: int
+    logits: mx.array
+    hidden: mx.array
 
 
 class BlockReader(Protocol):
@@ -42,33 +61,28 @@ class BlockReader(Protocol):
         """
         ...
 
-    def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> mx.array:
-        """Predict the tokens after an anchor.
+    def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
+        """Run the pass of a block.
 
         Args:
             anchor: its id.
             position: its position.
             cache: see `read_context`.
             num_context: how many of the positions in the caches come before the anchor, >= 1.
-
-        Returns: (num_foreseen, V) logits for the tokens after the anchor; lazy.
         """
         ...
 
+    def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
+        """The logits after tokens of a block.
 
-@attrs.frozen
-class _Block:
-    """Logits of the tokens after an anchor.
+        Args:
+            block: its pass.
+            tokens: the anchor and those after it, at most `num_foreseen`.
+            num_rows: after how many of them, the last ones.
 
-    Attributes:
-        position: of the anchor.
-        anchor: its id.
-        logits: (num_foreseen, V), lazy.
-    """
-
-    position: int
-    anchor: int
-    logits: mx.array
+        Returns: (num_rows, V), lazy.
+        """
+        ...
 
 
 class BlockSequence(TrainedSequence):
@@ -84,7 +98,7 @@ class BlockSequence(TrainedSequence):
         self._begin = self._end = 0
         # Features that were given and not read yet.
         self._arrived: deque[tuple[int, mx.array]] = deque()
-        self._block: _Block | None = None
+        self._block: Block | None = None
         # Tokens that the next text shares with this one, if it reuses it.
         self._num_common = 0
 
@@ -163,12 +177,14 @@ class BlockSequence(TrainedSequence):
             if block is None or index >= self._reader.num_foreseen:
                 part = mx.zeros((1, self._reader.vocab_size))
             else:
-                part = block.logits[index : index + len(self._tokens) - num_tokens + 1]
+                end = min(index + len(self._tokens) - num_tokens + 1, self._reader.num_foreseen)
+                tokens = self._tokens[block.position : block.position + end]
+                part = self._reader.read_after(block, tokens, end - index)
             parts.append(part)
             num_tokens += part.shape[0]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
-    def _block_for(self, num_tokens: int) -> _Block | None:
+    def _block_for(self, num_tokens: int) -> Block | None:
         """The block that predicts the token after the first `num_tokens`; None if no features come before it."""
         position = min(num_tokens - 1, self._end)
         if position <= self._begin:
@@ -181,8 +197,7 @@ class BlockSequence(TrainedSequence):
             if last.position == position or (position < self._end and follows):
                 return last
         anchor = self._tokens[position]
-        logits = self._reader.read_block(anchor, position, self._cache, position - self._begin)
-        self._block = _Block(position, anchor, logits)
+        self._block = self._reader.read_block(anchor, position, self._cache, position - self._begin)
         return self._block
 
     def _read_arrived(self) -> None:

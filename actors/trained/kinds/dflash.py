@@ -7,14 +7,13 @@ target's; a drafter with a reduced vocabulary has a head of its own.
 
 Source: Chen, Liang and Liu 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Files:
 those of the authors (https://github.com/z-lab/dflash) and of Speculators
-(https://github.com/vllm-project/speculators).
+(https://github.com/vllm-project/speculators). DFlash 2 and DSpark add what `actors.trained.kinds.block_heads` has.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -26,12 +25,27 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from actors.trained.drafter_files import flatten_rope, read_weights, target_ids_of, widened
-from actors.trained.kinds.target_parts import Layer
+from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
+from actors.trained.kinds.attached import Attached, check_target
+from actors.trained.kinds.block_heads import (
+    BlockConvolution,
+    CandidateSelector,
+    ConvolutionConfig,
+    MarkovConfig,
+    MarkovHead,
+    SelectorConfig,
+    convolved,
+)
+from actors.trained.kinds.block_sequence import Block, BlockSequence
+from actors.trained.kinds.recognition import kind_of
+from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
 from protocol.errors import ModelError
 
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "embed_tokens.", "t2d")
+# DSpark's estimate of its own acceptance, for servers that choose by it how much to verify.
+_CONFIDENCE = "confidence_head."
+_CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 @attrs.frozen
@@ -79,6 +93,7 @@ class DFlashConfig:
         embedding_scale: factor of the target's embeddings.
         logit_scale: factor of the logits.
         logit_cap: bound of the logits after that, by a tangent; None for none.
+        markov, selector, convolution: what DSpark and DFlash 2 add; None for none.
     """
 
     hidden_size: int
@@ -94,17 +109,14 @@ class DFlashConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    markov: MarkovConfig | None = None
+    selector: SelectorConfig | None = None
+    convolution: ConvolutionConfig | None = None
 
     @property
     def num_foreseen(self) -> int:
         """How many tokens a block predicts."""
         return self.block_size - (0 if self.drafts_from_anchor else 1)
-
-
-def is_dflash(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of a DFlash drafter."""
-    names = (config.get("speculators_model_type"), *(config.get("architectures") or ()))
-    return "dflash_config" in config or any("dflash" in str(name).lower() for name in names)
 
 
 def read_config(config: Mapping[str, Any]) -> DFlashConfig:
@@ -113,8 +125,11 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
     Raises: ModelError: something is missing, or is not supported.
     """
     of_speculators = "transformer_layer_config" in config
-    layer = dict(config["transformer_layer_config"] if of_speculators else config)
-    of_authors: Mapping[str, Any] = {} if of_speculators else {**config, **(config.get("dflash_config") or {})}
+    kind = kind_of(config) or "DFlash"
+    is_second = kind == "DFlash 2"
+    flags: Mapping[str, Any] = {**config, **(config.get("dflash_config") or {})}
+    layer = dict(config["transformer_layer_config"] if of_speculators else flags)
+    of_authors: Mapping[str, Any] = {} if of_speculators else flags
     flatten_rope(layer)
     try:
         hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
@@ -126,21 +141,32 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
             mask_token_id, block_size = of_authors["mask_token_id"], of_authors.get("block_size", 16)
             # The authors name the layer that gives the hidden state, not the one that it enters.
             feature_layers = tuple(layer_id + 1 for layer_id in of_authors["target_layer_ids"])
+        drafts_from_anchor = bool(flags.get("sample_from_anchor", kind == "DSpark"))
+        if of_speculators:
+            reaches = _reaches_of_speculators(layer, config)
+        else:
+            reaches = _reaches_of_authors(layer) if kind == "DFlash" else _reaches_of_later(layer)
+            # DSpark's files count the tokens that are predicted, and some one more.
+            if kind == "DSpark" and drafts_from_anchor == bool(of_authors.get("dspark_bonus_anchor", False)):
+                block_size += -1 if drafts_from_anchor else 1
         found = DFlashConfig(
             hidden_size=hidden_size,
             layer={name: layer[name] for name in _LAYER}
             | {name: layer.get(name, _MAY_LACK[name]) for name in _MAY_LACK},
-            reaches=_reaches_of_speculators(layer, config) if of_speculators else _reaches_of_authors(layer),
+            reaches=reaches,
             vocab_size=vocab_size,
             draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
             block_size=int(block_size),
             mask_token_id=int(mask_token_id),
             feature_layers=feature_layers,
-            drafts_from_anchor=bool(config.get("sample_from_anchor", False)),
+            drafts_from_anchor=drafts_from_anchor,
             num_target_layers=of_authors.get("num_target_layers"),
             embedding_scale=float(of_authors.get("input_embedding_scale", 1.0)),
             logit_scale=float(of_authors.get("output_multiplier", 1.0)),
             logit_cap=of_authors.get("final_logit_softcapping") or None,
+            markov=_markov(flags) if kind == "DSpark" else None,
+            selector=SelectorConfig(*_sizes(flags, "selector_rank", "selector_top_k")) if is_second else None,
+            convolution=ConvolutionConfig(*_sizes(flags, "conv_kernel_size", "conv_group_size")) if is_second else None,
         )
     except KeyError as missing:
         raise ModelError(f"the drafter's configuration has no {missing}") from missing
@@ -168,7 +194,27 @@ _LAYER = (
     "rope_theta",
     "max_position_embeddings",
 )
-_MAY_LACK: dict[str, Any] = {"attention_bias": False, "rope_scaling": None}
+_MAY_LACK: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_sink_bias": False,
+    "rope_is_neox_style": True,
+    "rope_scaling": None,
+}
+
+
+def _sizes(flags: Mapping[str, Any], *names: str) -> tuple[int, ...]:
+    return tuple(int(flags[name]) for name in names)
+
+
+def _markov(flags: Mapping[str, Any]) -> MarkovConfig | None:
+    form = flags.get("markov_head_type", "vanilla")
+    if form not in ("vanilla", "gated", "rnn"):
+        raise ModelError(
+            f"a DSpark drafter with a markov_head_type of {form!r} is not supported; one with 'vanilla', 'gated' or "
+            "'rnn' is"
+        )
+    rank = int(flags.get("markov_rank", 0))
+    return MarkovConfig(rank, form) if rank > 0 else None
 
 
 def _layer_types(layer: Mapping[str, Any]) -> list[str]:
@@ -190,6 +236,16 @@ def _reaches_of_authors(layer: Mapping[str, Any]) -> tuple[LayerReach, ...]:
     return tuple(found)
 
 
+def _reaches_of_later(layer: Mapping[str, Any]) -> tuple[LayerReach, ...]:
+    """Of DSpark and DFlash 2: the window is the block's as a whole, unless positions see those before them alone."""
+    is_causal = bool(layer.get("causal", layer.get("dflash_query_causal", layer.get("is_causal", False))))
+    window = layer.get("swa_window_size", layer.get("sliding_window"))
+    sliding = LayerReach(window, slides=True, is_causal=True) if is_causal else LayerReach(window and window - 1)
+    return tuple(
+        sliding if kind == "sliding_attention" else LayerReach(is_causal=is_causal) for kind in _layer_types(layer)
+    )
+
+
 class DFlashAttention(Module):
     """Attention of a block to its context and itself."""
 
@@ -205,10 +261,12 @@ class DFlashAttention(Module):
         self.o_proj = Linear(self._num_heads * head_dim, width, bias=bias)
         self.q_norm = RMSNorm(head_dim, eps=layer["rms_norm_eps"])
         self.k_norm = RMSNorm(head_dim, eps=layer["rms_norm_eps"])
+        if layer["attention_sink_bias"]:
+            self.attention_sink_bias = mx.zeros(self._num_heads)
         self.rope = initialize_rope(
             head_dim,
             base=layer["rope_theta"],
-            traditional=False,
+            traditional=not layer["rope_is_neox_style"],
             scaling_config=layer["rope_scaling"],
             max_position_embeddings=layer["max_position_embeddings"],
         )
@@ -238,7 +296,10 @@ class DFlashAttention(Module):
         own = self.keys_and_values(block, position)
         keys, values = (mx.concatenate([*pair], axis=2) for pair in zip(context, own, strict=True))
         mask = self._reach.mask(context[0].shape[2], block.shape[0])
-        attended = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self._scale, mask=mask)
+        sinks = self.get("attention_sink_bias")
+        attended = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self._scale, mask=mask, sinks=sinks
+        )
         result: mx.array = self.o_proj(attended[0].swapaxes(0, 1).reshape(block.shape[0], -1))
         return result
 
@@ -259,12 +320,22 @@ class DFlashLayer(Module):
         self.mlp = MLP(config.hidden_size, int(config.layer["intermediate_size"]))
         self.input_layernorm = RMSNorm(config.hidden_size, eps=eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps)
+        if config.convolution is not None:
+            self.attention_conv = BlockConvolution(config.convolution, config.hidden_size)
+            self.mlp_conv = BlockConvolution(config.convolution, config.hidden_size)
 
     def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
         """As `DFlashAttention.__call__`, of hidden states that are not normalised."""
-        attended = block + self.self_attn(self.input_layernorm(block), position, context)
-        result: mx.array = attended + self.mlp(self.post_attention_layernorm(attended))
-        return result
+        attend = partial(self.self_attn, position=position, context=context)
+        attended = block + _mixed(attend, self.input_layernorm(block), self.get("attention_conv"))
+        return attended + _mixed(self.mlp, self.post_attention_layernorm(attended), self.get("mlp_conv"))
+
+
+def _mixed(sublayer: Layer, hidden: mx.array, convolution: BlockConvolution | None) -> mx.array:
+    if convolution is None:
+        return sublayer(hidden)
+    before, after = convolution.kernels(hidden)
+    return convolved(sublayer(convolved(hidden, before)), after)
 
 
 class DFlash(Module):
@@ -280,6 +351,10 @@ class DFlash(Module):
         self.norm = RMSNorm(hidden_size, eps=eps)
         if config.draft_vocab_size != config.vocab_size:
             self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
+        if config.markov is not None:
+            self.markov_head = MarkovHead(config.markov, config.vocab_size, config.draft_vocab_size, hidden_size)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(config.selector, config.vocab_size, hidden_size)
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
         """Add the keys and values of positions to those of the positions before.
@@ -343,36 +418,67 @@ class DFlashReader:
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
         self._model.read_context(features, position, cache)
 
-    def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> mx.array:
+    def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
         config = self._model.config
         tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
         embedded = self._embed(mx.array(tokens)) * config.embedding_scale
-        hidden = self._model(embedded, position, cache, num_context)
-        logits = self._head(hidden[-config.num_foreseen :]) * config.logit_scale
+        hidden = self._model(embedded, position, cache, num_context)[-config.num_foreseen :]
+        logits = self._head(hidden) * config.logit_scale
         if config.logit_cap is not None:
             logits = mx.tanh(logits / config.logit_cap) * config.logit_cap
-        return widened(logits, self._target_ids, self.vocab_size)
+        return Block(position, anchor, logits, hidden)
+
+    def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
+        length = len(tokens)
+        logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
+        given = logits[-num_rows:] if head is None else head(logits, block.hidden[:length], tokens, num_rows)
+        return widened(given, self._target_ids, self.vocab_size)
 
 
-def load_dflash(folder: Path) -> tuple[DFlash, mx.array | None]:
+def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
     """Load a drafter from a folder with `config.json` and safetensors.
 
     Returns: the drafter, and the target's id of each id of its reduced vocabulary, (draft_vocab_size,) int32; None for
         a whole one.
-    Raises: ModelError: a file is missing or damaged, or the weights do not fit the configuration.
+    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
     """
-    try:
-        config = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
-    named = {name: value for name, value in read_weights(folder).items() if not name.startswith(_OF_TARGET)}
-    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, folder)
+    config = read_config(files.config)
+    named = {name.removeprefix("model."): value for name, value in files.weights().items()}
+    named = {
+        f"{name}.weight" if name in _CODEBOOKS else name: value
+        for name, value in named.items()
+        if not name.startswith((*_OF_TARGET, _CONFIDENCE))
+    }
+    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, files.folder)
     if target_ids is None:
-        named.pop("lm_head.weight", None)  # the target's
+        named = {name: value for name, value in named.items() if not name.startswith("lm_head.")}  # the target's
     model = DFlash(config)
-    try:
-        model.load_weights(list(named.items()))
-    except ValueError as error:
-        raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
-    mx.eval(model.state, *(() if target_ids is None else (target_ids,)))
+    files.fill(model, named)
     return model, target_ids
+
+
+def attach_dflash(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
+    """Load a drafter and attach it to its target.
+
+    Raises: ModelError: it cannot be loaded, or was made for another target.
+    """
+    model, target_ids = load_dflash(files)
+    config = model.config
+    num_layers, named = len(target.layers), files.named
+    if config.num_target_layers not in (None, num_layers):
+        raise ModelError(
+            f"{named} was made for a target with {config.num_target_layers} layers, and this one has {num_layers}"
+        )
+    check_feature_layers(config.feature_layers, num_layers)
+    known = max(config.vocab_size, config.mask_token_id + 1)
+    check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=known)
+    head = head_of(target, named) if target_ids is None else model.lm_head
+    reader = DFlashReader(model, target_ids, target_vocab_size, embedding_of(target, named), head)
+    return Attached(
+        config.feature_layers,
+        target_vocab_size,
+        partial(BlockSequence, reader),
+        model,
+        config.draft_vocab_size,
+        () if target_ids is None else (target_ids,),
+    )

@@ -9,9 +9,9 @@ Decoding Heads", arXiv 2401.10774. Files: those of the authors (https://github.c
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,17 @@ from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.kinds.attached import Attached, check_target
+from actors.trained.kinds.head_sequence import HeadSequence
+from actors.trained.kinds.target_parts import final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError
 
 # "<head>.<layer>.linear.weight" of a block, "<head>.<layer>.weight" of the last layer; whole models have a prefix.
-_WEIGHT = re.compile(r"(?:medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<rest>linear\.weight|linear\.bias|weight)")
+_WEIGHT = re.compile(
+    r"(?:medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<rest>(?:linear\.)?(?:weight|bias|scales|biases))"
+)
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
@@ -86,13 +92,7 @@ class Medusa(Module):
         self.heads = [MedusaHead(config) for _ in range(config.num_heads)]
 
 
-def is_medusa(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of Medusa heads."""
-    names = [config.get("model_type"), *(config.get("architectures") or ())]
-    return "medusa_num_heads" in config or any("medusa" in str(name).lower() for name in names)
-
-
-def load_medusa(folder: Path) -> Medusa:
+def load_medusa(files: DrafterFiles) -> Medusa:
     """Load heads from a folder with `config.json` and `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
     How many heads there are is for the weights to say: in some of the authors' folders the configuration has a smaller
@@ -100,34 +100,38 @@ def load_medusa(folder: Path) -> Medusa:
 
     Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights = _weights(folder)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
+    weights = _weights(files)
     if not weights:
-        raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {folder}")
-    found = _config_of(config, weights, folder)
+        raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
+    found = _config_of(files.config, weights, files.folder)
     model = Medusa(found)
-    try:
-        model.load_weights([(_renamed(name, found.num_layers), value) for name, value in weights.items()])
-    except ValueError as error:
-        raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
-    mx.eval(model.state)
+    files.fill(model, {_renamed(name, found.num_layers): value for name, value in weights.items()})
     return model
 
 
-def _weights(folder: Path) -> dict[str, mx.array]:
+def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
+    """Load heads and attach them to their target.
+
+    Raises: ModelError: they cannot be loaded, or were made for another target.
+    """
+    model = load_medusa(files)
+    config = model.config
+    check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    # The heads read what the target's own head reads.
+    final_norm = final_norm_of(target, files.named)
+    open_sequence = partial(HeadSequence, final_norm, model.heads, config.hidden_size, config.vocab_size)
+    return Attached((len(target.layers),), config.vocab_size, open_sequence, model, config.vocab_size)
+
+
+def _weights(files: DrafterFiles) -> dict[str, mx.array]:
     """The weights of heads in a folder."""
-    loaded: dict[str, mx.array] = {}
-    if (folder / _FILES[0]).exists():
-        files = [folder / _FILES[0]]
-    elif (folder / _FILES[1]).exists():
-        loaded, files = load_torch_file(folder / _FILES[1]), []
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        loaded |= mx.load(str(file))  # type: ignore[arg-type]
+    safe, other = (files.folder / name for name in _FILES)
+    try:
+        loaded = load_torch_file(other) if other.exists() and not safe.exists() else None
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{files.named} in {files.folder} cannot be read: {error}") from error
+    if loaded is None:
+        loaded = files.weights(safe.name if safe.exists() else "*.safetensors")
     return {name: value for name, value in loaded.items() if _WEIGHT.fullmatch(name)}
 
 
@@ -142,14 +146,16 @@ def _config_of(config: Mapping[str, Any], weights: Mapping[str, mx.array], folde
             f"have {num_heads} of {num_layers}"
         )
     output = next((value for name, value in weights.items() if _renamed(name, num_layers) == _FIRST_OUTPUT), None)
-    if output is None or output.ndim != 2:
-        raise ModelError(f"the weights in {folder} do not fit its configuration: the first head has no output")
-    vocab_size, hidden_size = output.shape
+    norm = next((value for name, value in weights.items() if _renamed(name, num_layers) == _FIRST_BIAS), output)
+    if output is None or norm is None or output.ndim != 2:
+        raise ModelError(f"the Medusa heads in {folder} are damaged: the first one has no output")
+    # A quantised output has another width; the blocks have biases of the width of what they read.
+    vocab_size, hidden_size = output.shape[0], norm.shape[-1]
     target = config.get("base_model_name_or_path")
     return MedusaConfig(num_heads, num_layers, hidden_size, vocab_size, target if isinstance(target, str) else None)
 
 
-_FIRST_OUTPUT = "heads.0.output.weight"
+_FIRST_OUTPUT, _FIRST_BIAS = "heads.0.output.weight", "heads.0.blocks.0.linear.bias"
 
 
 def _renamed(name: str, num_layers: int) -> str:

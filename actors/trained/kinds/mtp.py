@@ -2,33 +2,48 @@
 
 Position t of the layer reads the hidden state that the target's head reads at position t, and the embedding of the
 token at position t + 1. It predicts the token at position t + 2. Where the target has not computed a position yet, the
-layer's own hidden state stands for the target's. Embedding and head are the target's.
+layer's own hidden state stands for the target's. Embedding and head are the target's, or the layer's own.
 
-The weights lie in the target's own files, where mlx-lm drops them, or in a folder of their own under the same names.
+The weights lie in the target's own files, where mlx-lm drops them, or in a folder of their own: under the same names,
+or as mlx-vlm writes them, which leaves the beginnings of the names out and adds to norms what Qwen's files lack.
 
 Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2; for what lies around the
-decoder layer in each family, vLLM (https://github.com/vllm-project/vllm, `vllm/model_executor/models/*_mtp.py`).
+decoder layer in each family, vLLM (https://github.com/vllm-project/vllm, `vllm/model_executor/models/*_mtp.py`); for
+folders of their own, mlx-vlm (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`).
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx_lm.models import deepseek_v3, glm4_moe, mimo, qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    mimo,
+    nemotron_h,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_next,
+    step3p5,
+)
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from actors.trained.kinds.target_parts import Layer
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.kinds.attached import Attached
+from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of, head_of
 from protocol.errors import ModelError
 
 
@@ -37,71 +52,168 @@ class _Family:
     """What lies around the decoder layer in a family, and where.
 
     Attributes:
-        prefix: pattern of the beginning of the names of all weights.
+        module: mlx-lm's, with the family's classes.
+        prefix: pattern of the beginning of the names of all weights; empty where mlx-vlm has left it out.
         embedding_norm, hidden_norm, projection, output_norm: the rest of their names.
-        layer: what stands before the names of the decoder layer's weights, after the prefix.
+        layers: pattern of what stands before the names of a decoder layer's weights, after the prefix.
+        changes: of the arguments of a model, so that its layers are those of MTP: arguments, configuration and the
+            number of the layer to changed arguments.
         hidden_first: whether the hidden state is the first half of what is projected.
         normalizes_output: whether the hidden state that goes on is the normalised one.
-        norms_from_one: whether the files have the difference of a norm's weights to one.
+        norms_from_one: whether the original files have the difference of a norm's weights to one.
+        renamed: patterns in names, and what the rest of the family has in their place.
+        brings_own: whether an embedding and a head beside the layer are its own, and not the target's once more.
+        inner: where the class has its layers.
     """
 
+    module: Any
     prefix: str
     embedding_norm: str
     hidden_norm: str
     projection: str
     output_norm: str
-    layer: str = ""
+    changes: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]]
+    layers: str = ""
     hidden_first: bool = False
     normalizes_output: bool = True
     norms_from_one: bool = False
+    renamed: tuple[tuple[str, str], ...] = ()
+    brings_own: bool = False
+    inner: str = "model"
 
 
-_NEXTN = _Family(r"model\.layers\.\d+\.", "enorm", "hnorm", "eh_proj", "shared_head.norm", normalizes_output=False)
+def _one_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """One layer with full attention, and with experts if the family has any."""
+    return {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "full_attention_interval": 1,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
+
+
+def _nemotron_layers(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    pattern = config.get("mtp_hybrid_override_pattern") or [
+        nemotron_h.ModelArgs._block_type_to_char.get(kind, kind) for kind in config.get("mtp_layers_block_type") or ()
+    ]
+    if not pattern or set(pattern) - {"*", "E", "-"}:
+        raise ModelError(
+            "the configuration of an MTP layer of Nemotron-H must say in mtp_hybrid_override_pattern which layers it "
+            f"has, of attention (*), experts (E) and dense ones (-), got {''.join(pattern) or None!r}"
+        )
+    return {"hybrid_override_pattern": list(pattern), "num_hidden_layers": len(pattern)}
+
+
+def _step_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """The layer of its number: settings of each layer go on after the target's layers."""
+    number = max(number, int(args["num_hidden_layers"]))
+    lists = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
+    changed = {
+        name: [value[number]] for name in lists if isinstance(value := args.get(name), list) and number < len(value)
+    }
+    with_experts = str(number) in str(args.get("moe_layers_enum") or "").split(",")
+    return {"num_hidden_layers": 1, "moe_layers_enum": "0" if with_experts else None} | changed
+
+
+_NEXTN = _Family(
+    deepseek_v3,
+    r"model\.layers\.(\d+)\.|model\.|",
+    "enorm",
+    "hnorm",
+    "eh_proj",
+    "shared_head.norm",
+    _one_layer,
+    normalizes_output=False,
+    renamed=(
+        (r"\b(?:mtp_block|transformer)\.", ""),
+        (r"shared_head_norm\.", "shared_head.norm."),
+        (r"shared_head\.output\.", "shared_head.head."),
+        (r"^lm_head\.", "model.shared_head.head."),
+    ),
+)
 _QWEN = _Family(
-    r"mtp\.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", layer="layers.0.", norms_from_one=True
+    qwen3_next,
+    r"(?:.+\.)?mtp\.|",
+    "pre_fc_norm_embedding",
+    "pre_fc_norm_hidden",
+    "fc",
+    "norm",
+    _one_layer,
+    layers=r"layers\.(\d+)\.",
+    norms_from_one=True,
 )
-_MIMO = _Family(
-    r"model\.mtp_layers\.0\.",
-    "token_layernorm",
-    "hidden_layernorm",
-    "input_proj",
-    "final_layernorm",
-    hidden_first=True,
-)
-# By the name of mlx-lm's module: the family, and the module.
-_FAMILIES: dict[str, tuple[_Family, Any]] = {
-    "deepseek_v3": (_NEXTN, deepseek_v3),
-    "glm4_moe": (_NEXTN, glm4_moe),
-    "mimo": (_MIMO, mimo),
-    "qwen3_5": (_QWEN, qwen3_5),
-    "qwen3_5_moe": (_QWEN, qwen3_5_moe),
-    "qwen3_next": (_QWEN, qwen3_next),
+# By the name of mlx-lm's module.
+_FAMILIES: dict[str, _Family] = {
+    "deepseek_v3": _NEXTN,
+    "glm4_moe": attrs.evolve(_NEXTN, module=glm4_moe),
+    "glm4_moe_lite": attrs.evolve(_NEXTN, module=glm4_moe_lite, brings_own=True),
+    "mimo": _Family(
+        mimo,
+        r"model\.mtp_layers\.(\d+)\.",
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
+        _one_layer,
+        hidden_first=True,
+    ),
+    "nemotron_h": _Family(
+        nemotron_h,
+        r"(?:.+\.)?mtp\.|",
+        "layers.0.enorm",
+        "layers.0.hnorm",
+        "layers.0.eh_proj",
+        "final_layernorm",
+        _nemotron_layers,
+        layers=r"layers\.(\d+)\.",
+        renamed=((r"layers\.\d+\.final_layernorm\.", "final_layernorm."),),
+        inner="backbone",
+    ),
+    "qwen3_5": attrs.evolve(_QWEN, module=qwen3_5),
+    "qwen3_5_moe": attrs.evolve(_QWEN, module=qwen3_5_moe),
+    "qwen3_next": _QWEN,
+    "step3p5": attrs.evolve(_NEXTN, module=step3p5, changes=_step_layer, norms_from_one=True, brings_own=True),
 }
-# Arguments of a model whose one layer is of the kind that MTP has: full attention, and experts if it has any.
-_ONE_LAYER: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 0,
-    "full_attention_interval": 1,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
-# Weights of the target that a layer's files may have once more.
-_OF_TARGET = ("shared_head.head.", "embed_tokens.", "lm_head.")
+# An embedding and a head in a layer's files.
+_EMBEDDING, _HEAD = "embed_tokens.", "shared_head.head."
+_OF_TARGET = (_EMBEDDING, _HEAD, "lm_head.")
 _EXPERT = re.compile(r"(?P<before>.*\.)experts\.(?P<number>\d+)\.(?P<after>.+)")
+# Ends of names that only weights have that were converted to MLX.
+_CONVERTED = (".scales", ".switch_mlp.gate_proj.weight", ".switch_mlp.fc1.weight")
 
 
 class MTP(Module):
     """The layer, with what lies around it."""
 
-    def __init__(self, family: _Family, layer: Module, hidden_size: int, eps: float) -> None:
+    def __init__(self, family: _Family, small: Any, args: Mapping[str, Any]) -> None:
+        """Make a layer with random weights.
+
+        Args:
+            family: the target's.
+            small: a model of the target's class whose layers are those of MTP.
+            args: the target's.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._hidden_first = family.hidden_first
-        self._normalizes_output = family.normalizes_output
+        hidden_size, eps = int(args["hidden_size"]), float(args.get("rms_norm_eps", args.get("layer_norm_epsilon")))
+        self._hidden_first, self._normalizes_output = family.hidden_first, family.normalizes_output
+        self._window = args["sliding_window"] if getattr(small.layers[0], "is_sliding", False) else None
+        self.quant_predicate = getattr(small, "quant_predicate", None) or (lambda path, layer: True)
         self.embedding_norm = RMSNorm(hidden_size, eps=eps)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
         self.projection = Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layer = layer
+        self.layers = list(small.layers)
         self.output_norm = RMSNorm(hidden_size, eps=eps)
+
+    def bring(self, name: str, num_tokens: int, hidden_size: int) -> None:
+        """Have an embedding or a head of its own, where the target's is not it."""
+        self[name] = (
+            Embedding(num_tokens, hidden_size) if name == "embedding" else Linear(hidden_size, num_tokens, bias=False)
+        )
+
+    def make_cache(self) -> list[KVCache]:
+        """Empty caches, one for each layer with attention."""
+        return [KVCache() for layer in self.layers if _attends(layer)]
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         """Process positions after the cached ones.
@@ -109,17 +221,23 @@ class MTP(Module):
         Args:
             hidden: (B, W, hidden size) normalised hidden states of the target, or the layer's own.
             embedded: (B, W, hidden size) embeddings of the tokens one position further on.
-            cache: of the one layer.
+            cache: see `make_cache`.
 
         Returns: (B, W, hidden size) hidden states for the next positions, and for the head; lazy.
         """
         halves = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        inputs = self.projection(mx.concatenate(halves[::-1] if self._hidden_first else halves, axis=-1))
+        given = self.projection(mx.concatenate(halves[::-1] if self._hidden_first else halves, axis=-1))
         # An array, since attention to latent keys adds it to the scores.
-        mask = create_attention_mask(inputs, cache[0], return_array=True)
-        given = self.layer(inputs, mask, cache[0])
+        mask = create_attention_mask(given, cache[0], window_size=self._window, return_array=True)
+        caches = iter(cache)
+        for layer in self.layers:
+            given = layer(given, mask, next(caches) if _attends(layer) else None)
         normalized = self.output_norm(given)
         return normalized if self._normalizes_output else given, normalized
+
+
+def _attends(layer: Module) -> bool:
+    return getattr(layer, "block_type", "*") == "*"
 
 
 class MTPReader:
@@ -138,64 +256,75 @@ class MTPReader:
             final_norm, embed, head: the target's; see `actors.trained.kinds.target_parts`.
             vocab_size: width of the head's logits.
         """
-        self._model, self._final_norm, self._embed, self._head = model, final_norm, embed, head
+        self._model, self._final_norm = model, final_norm
+        self._embed: Layer = model.get("embedding", embed)
+        self._head: Layer = model.get("head", head)
         self.vocab_size, self.feature_width = vocab_size, model.output_norm.weight.shape[0]
 
     def project(self, features: mx.array) -> mx.array:
         return self._final_norm(features)
 
     def make_cache(self) -> list[KVCache]:
-        return [KVCache()]
+        return self._model.make_cache()
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         given, normalized = self._model(hidden[None], self._embed(tokens)[None], cache)
         return given[0], self._head(normalized[0])
 
 
-def is_mtp(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of an MTP layer in a folder of its own."""
-    names = [config.get("model_type"), *(config.get("architectures") or ())]
-    return any("mtp" in str(name).lower() for name in names)
-
-
-def load_mtp(folder: Path, target: Module, named: str) -> MTP:
+def load_mtp(files: DrafterFiles, target: Module) -> MTP:
     """Load the MTP layer in a folder with safetensors: the target's own folder, or one with the layer alone.
 
     If there are several layers, the first is taken for every position.
 
     Args:
-        folder: with its files, and `config.json`.
+        files: the folder's.
         target: mlx-lm's model, whose arguments are the layer's, too.
-        named: the drafter, for messages.
 
     Raises: ModelError: the target's family has no such layer, or the files do not; or the layer is another target's.
     """
-    model_type = type(target).__module__.rpartition(".")[2]
+    model_type, named = type(target).__module__.rpartition(".")[2], files.named
     if model_type not in _FAMILIES:
         raise ModelError(
             f"{named} is an MTP layer, and those of {model_type} targets are not supported; those of "
             f"{', '.join(_FAMILIES)} are"
         )
-    family, module = _FAMILIES[model_type]
+    family = _FAMILIES[model_type]
     text_model: Any = target.get("language_model", target)
     args = vars(text_model.args)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        weights, is_converted = _weights(folder, family)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the MTP layer in {folder} cannot be read: {error}") from error
+    config = files.config.get("text_config") or files.config
     _check_target(config, model_type, args, named)
-    if f"{family.projection}.weight" not in weights:
+    number, weights, is_converted = _weights(files, family)
+    hidden_size = int(args["hidden_size"])
+    norm = weights[f"{family.hidden_norm}.weight"] if f"{family.hidden_norm}.weight" in weights else mx.zeros(0)
+    if norm.size not in (0, hidden_size):
         raise ModelError(
-            f"there are no weights of an MTP layer in {folder}: conversions to MLX drop them; give the folder of the "
-            "original model, or one with the layer alone, as draft"
+            f"{named} reads hidden states of a width of {norm.size}, and those of this target have {hidden_size}"
         )
-    return _filled(family, _one_layer_model(module, target.args), weights, is_converted, args, named)
+    small = _small_model(family.module, target.args, family.changes(args, config, number))
+    model = MTP(family, small, args)
+    for name, own in (("embedding", _EMBEDDING), ("head", _HEAD)):
+        if family.brings_own and f"{own}weight" in weights:
+            model.bring(name, weights[f"{own}weight"].shape[0], hidden_size)
+    files.fill(model, _named(family, small, weights, is_converted))
+    return model
+
+
+def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
+    """Load a layer and attach it to its target.
+
+    Raises: ModelError: as `load_mtp`.
+    """
+    model = load_mtp(files, target)
+    parts = final_norm_of(target, files.named), embedding_of(target, files.named), head_of(target, files.named)
+    reader = MTPReader(model, *parts, target_vocab_size)
+    return Attached(
+        (len(target.layers),), target_vocab_size, partial(FeatureSequence, reader), model, target_vocab_size
+    )
 
 
 def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str, Any], named: str) -> None:
     """Raise an error if the configuration beside a layer is not that of its target."""
-    config = config.get("text_config") or config
     of_file = str(config.get("model_type", model_type)).removesuffix("_mtp").removesuffix("_text")
     # Sidecars have names of their own, such as "deepseek_mtp".
     if of_file in _FAMILIES and of_file != model_type:
@@ -205,85 +334,84 @@ def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str,
             raise ModelError(f"{named} was made for a target with {name} {found}, and this one has {args[name]}")
 
 
-def _weights(folder: Path, family: _Family) -> tuple[dict[str, mx.array], bool]:
-    """The weights of the first MTP layer, by their names after the prefix, and whether mlx-lm has converted them."""
-    prefix = re.compile(family.prefix)
+def _weights(files: DrafterFiles, family: _Family) -> tuple[int, dict[str, mx.array], bool]:
+    """The number of the first MTP layer, its weights by their names after the prefix, and whether they are converted.
+
+    Raises: ModelError: there are none.
+    """
     loaded: dict[str, mx.array] = {}
-    is_converted = False
-    for file in sorted(folder.glob("*.safetensors")):
-        arrays, metadata = mx.load(str(file), return_metadata=True)
-        of_layer = {name: value for name, value in arrays.items() if prefix.match(name)}  # type: ignore[union-attr]
-        is_converted |= bool(of_layer) and metadata.get("format") == "mlx"  # type: ignore[union-attr]
-        loaded |= of_layer
+    formats: dict[str, str | None] = {}
+    for arrays, metadata in files.weights_and_metadata():
+        for name, value in arrays.items():
+            for pattern, other in family.renamed:
+                name = re.sub(pattern, other, name)
+            loaded[name], formats[name] = value, metadata.get("format")
     # Where the layer is one among the target's, the projection says which one.
-    projections = sorted(name for name in loaded if name.endswith(f".{family.projection}.weight"))
-    if not projections:
-        return {}, is_converted
-    first = projections[0].removesuffix(f"{family.projection}.weight")
-    named = {name.removeprefix(first): value for name, value in loaded.items() if name.startswith(first)}
-    return {name: value for name, value in named.items() if not name.startswith(_OF_TARGET)}, is_converted
+    projection = re.compile(rf"({family.prefix}){re.escape(family.projection)}\.weight")
+    found = [match for name in loaded if (match := projection.fullmatch(name))]
+    if not found:
+        raise ModelError(
+            f"there are no weights of an MTP layer in {files.folder}: many conversions of a model leave it out; give "
+            "the folder of the original model, or one with the layer alone, as draft"
+        )
+    first = min(found, key=_number)
+    prefix = first[1]
+    weights = {
+        name.removeprefix(prefix or "model."): value for name, value in loaded.items() if name.startswith(prefix)
+    }
+    is_converted = formats[first[0]] == "mlx" or not prefix or any(name.endswith(_CONVERTED) for name in weights)
+    left_out = ("lm_head.",) if family.brings_own else _OF_TARGET
+    kept = {name: value for name, value in weights.items() if not name.startswith(left_out)}
+    return _number(first), kept, is_converted
 
 
-def _one_layer_model(module: Any, args: Any) -> Module:
-    """A model of the target's class with one layer of the kind that MTP has. Its weights are never computed."""
+def _number(projection: re.Match[str]) -> int:
+    """The number of a layer in the name of its projection; 0 without one."""
+    return int(projection[2] or 0) if projection.re.groups > 1 else 0
+
+
+def _small_model(module: Any, args: Any, changes: Mapping[str, Any]) -> Module:
+    """A model of the target's class with the layers that MTP has. Its weights are never computed."""
     changed = copy.copy(args)
     if hasattr(args, "text_config"):
-        changed.text_config = args.text_config | _ONE_LAYER
+        changed.text_config = args.text_config | changes
     else:
-        for name, value in _ONE_LAYER.items():
+        for name, value in changes.items():
             if hasattr(args, name):
                 setattr(changed, name, value)
-    model: Module = module.Model(changed)
-    return model
+    return cast(Module, module.Model(changed))
 
 
-def _filled(
-    family: _Family,
-    small: Any,
-    weights: Mapping[str, mx.array],
-    is_converted: bool,
-    args: Mapping[str, Any],
-    named: str,
-) -> MTP:
-    around = {
-        f"{family.embedding_norm}.weight": "embedding_norm.weight",
-        f"{family.hidden_norm}.weight": "hidden_norm.weight",
-        f"{family.projection}.weight": "projection.weight",
-        f"{family.output_norm}.weight": "output_norm.weight",
-    }
-    own = {around[name]: value for name, value in weights.items() if name in around}
+def _named(family: _Family, small: Any, weights: Mapping[str, mx.array], is_converted: bool) -> dict[str, mx.array]:
+    """Weights by the names of `MTP`, as mlx-lm's classes have them."""
     if family.norms_from_one and not is_converted:
-        own = {name: value + 1.0 if value.ndim == 1 else value for name, value in own.items()}
-    of_layer = {
-        name.removeprefix(family.layer): value
-        for name, value in weights.items()
-        if name not in around and name.startswith(family.layer)
+        weights = {name: value + 1.0 if _is_norm(name, value) else value for name, value in weights.items()}
+    around = {
+        f"{family.embedding_norm}.": "embedding_norm.",
+        f"{family.hidden_norm}.": "hidden_norm.",
+        f"{family.projection}.": "projection.",
+        f"{family.output_norm}.": "output_norm.",
+        _EMBEDDING: "embedding.",
+        _HEAD: "head.",
     }
-    own |= {f"layer.{name}": value for name, value in _sanitized(small, of_layer, is_converted).items()}
-    hidden_size = int(args["hidden_size"])
-    if (width := own["projection.weight"].shape[0]) != hidden_size:
-        raise ModelError(
-            f"{named} reads hidden states of a width of {width}, and those of this target have {hidden_size}"
-        )
-    model = MTP(family, small.layers[0], hidden_size, float(args["rms_norm_eps"]))
-    try:
-        model.load_weights(list(own.items()))
-    except ValueError as error:
-        raise ModelError(f"the weights of {named} do not fit its target: {error}") from error
-    mx.eval(model.state)
-    return model
+    own: dict[str, mx.array] = {}
+    of_layers: dict[str, mx.array] = {}
+    layer = re.compile(family.layers)
+    for name, value in weights.items():
+        if before := next((before for before in around if name.startswith(before)), None):
+            own[around[before] + name.removeprefix(before)] = value
+        elif match := layer.match(name):
+            of_layers[f"{family.inner}.layers.{match[1] if match.lastindex else 0}.{name[match.end() :]}"] = value
+    if family.norms_from_one:
+        # Qwen's classes take single experts for a sign that norms lack one.
+        of_layers = _stacked(of_layers)
+    for name, value in _stacked(small.sanitize(of_layers)).items():
+        own[name.removeprefix("language_model.").removeprefix(f"{family.inner}.")] = value
+    return own
 
 
-def _sanitized(small: Any, weights: Mapping[str, mx.array], is_converted: bool) -> dict[str, mx.array]:
-    """The weights of a layer as mlx-lm's class has them, by the conversion that the class brings."""
-    layer = "model.layers.0."
-    named = {layer + name: value for name, value in weights.items()}
-    if not is_converted:
-        # Qwen's classes look at such a weight to find out whether weights are converted already.
-        named["model.layers.0.linear_attn.conv1d.weight"] = mx.zeros((1, 1, 2))
-    given = {name: value for name, value in small.sanitize(named).items() if "linear_attn" not in name}
-    own = {name.removeprefix("language_model.").removeprefix(layer): value for name, value in given.items()}
-    return _stacked(own)
+def _is_norm(name: str, value: mx.array) -> bool:
+    return value.ndim == 1 and "norm" in name.removesuffix(".weight").rpartition(".")[2]
 
 
 def _stacked(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -13,7 +13,7 @@ from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.reprs import shown
-from protocol.settings import MTP, NGRAM
+from protocol.settings import NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
 from runtime.cli.arguments.settings import add_option
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
@@ -129,14 +129,14 @@ def models_of(arguments: argparse.Namespace) -> Models:
     draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
     if not hasattr(arguments, "adapter_path"):
         return Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
-    if draft in (None, NGRAM, MTP) and (given := names_of_draft(arguments)):
+    if draft in (None, NGRAM) and (given := names_of_draft(arguments)):
         raise SettingsError(
             f"{given[0]} is of a draft model, and there is none; give one with --draft, or leave it out"
         )
     return Models(
         target_of(arguments, DEMO_TARGET if target is None else target),
-        draft if draft in (None, NGRAM, MTP) else draft_of(arguments, draft),
+        draft if draft in (None, NGRAM) else draft_of(arguments, draft),
         options,
         arguments.device,
-        tuple(more if more in (NGRAM, MTP) else draft_of(arguments, more) for more in drafts[1:]),
+        tuple(more if more == NGRAM else draft_of(arguments, more) for more in drafts[1:]),
     )

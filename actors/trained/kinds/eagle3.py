@@ -1,31 +1,37 @@
 """EAGLE-3: a decoder layer that drafts from hidden states of its target.
 
 Position i of the drafter reads the token at position i + 1 of the text, and the target's *features* at position i: the
-hidden states that enter three of the target's layers, side by side. It predicts the token at position i + 2. Where the
-target has not computed a position yet, the drafter's own hidden state stands for the features.
+hidden states that enter three of the target's layers, side by side, or what the target's head reads. It predicts the
+token at position i + 2. Where the target has not computed a position yet, the drafter's own hidden state stands for the
+features.
 
 Source: Li, Wei, Zhang and Zhang 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test", arXiv 2503.01840. Files: those of the authors (https://github.com/SafeAILab/EAGLE) and of
-Speculators (https://github.com/vllm-project/speculators).
+Training-Time Test", arXiv 2503.01840. Files: those of the authors (https://github.com/SafeAILab/EAGLE), of SpecForge
+(https://github.com/sgl-project/SpecForge), of NVIDIA, and of Speculators
+(https://github.com/vllm-project/speculators).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
+from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from actors.trained.drafter_files import check_feature_layers, flatten_rope, read_weights, target_ids_of, widened
+from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
+from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.kinds.attached import Attached, check_target
+from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
 from protocol.errors import ModelError
 
 # By `model_type`: the arguments of a layer and the layer.
@@ -37,6 +43,7 @@ _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 _AUTHORS_LAYER, _LAYER = "midlayer.", "layers.0."
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "t2d")
+_EMBEDDING = "embed_tokens."
 
 
 @attrs.frozen
@@ -51,6 +58,7 @@ class Eagle3Config:
         target_hidden_size: width of the target's hidden states.
         feature_layers: whose input the features are, ascending; the number of the target's layers stands for what the
             last one gives. None for the default: see `feature_layers_of`.
+        reads_output: whether the features are what the target's head reads, instead.
         normalizes_residual: whether the residual is the normalised hidden state.
         normalizes_features: "whole" for all features of a position together, "each" for each layer's, None for neither.
         normalizes_output: whether the hidden state that goes on is the normalised one.
@@ -63,6 +71,7 @@ class Eagle3Config:
     vocab_size: int
     target_hidden_size: int
     feature_layers: tuple[int, ...] | None = None
+    reads_output: bool = False
     normalizes_residual: bool = False
     normalizes_features: Literal["whole", "each"] | None = None
     normalizes_output: bool = False
@@ -76,6 +85,8 @@ class Eagle3Config:
     @property
     def num_feature_layers(self) -> int:
         """How many hidden states of the target a position's features are."""
+        if self.reads_output:
+            return 1
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def feature_layers_of(self, num_layers: int) -> tuple[int, ...]:
@@ -86,6 +97,8 @@ class Eagle3Config:
 
         Raises: ModelError: the target does not have them.
         """
+        if self.reads_output:
+            return (num_layers,)
         ids = (2, num_layers // 2, num_layers - 3) if self.feature_layers is None else self.feature_layers
         check_feature_layers(ids, num_layers)
         return ids
@@ -106,7 +119,9 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
         )
     if "sliding_attention" in (layer.get("layer_types") or ()):
         raise ModelError("an EAGLE-3 drafter with sliding windows is not supported")
-    if config.get("norm_before_fc") and config.get("fc_norm"):
+    # NVIDIA's files have the flags inside.
+    flags = {**config, **(config.get("eagle_config") or {})}
+    if flags.get("norm_before_fc") and flags.get("fc_norm"):
         raise ModelError("the drafter's configuration has both norm_before_fc and fc_norm, which exclude each other")
     try:
         hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
@@ -115,21 +130,37 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
         raise ModelError(f"the drafter's configuration has no {missing}") from missing
     flatten_rope(layer)
     verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    layers = config.get("eagle_aux_hidden_state_layer_ids") or (config.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    return Eagle3Config(
+    found = Eagle3Config(
         architecture=architecture,
         layer=layer,
         draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
         vocab_size=vocab_size,
         target_hidden_size=int(config.get("target_hidden_size") or hidden_size),
-        feature_layers=None if layers is None else tuple(layers),
-        normalizes_residual=bool(config.get("norm_before_residual", False)),
-        normalizes_features="whole" if config.get("norm_before_fc") else "each" if config.get("fc_norm") else None,
-        normalizes_output=bool(config.get("norm_output", False)),
+        feature_layers=_entered(flags.get("eagle_aux_hidden_state_layer_ids"), is_of_speculators=speculators),
+        reads_output=flags.get("use_aux_hidden_state") is False,
+        normalizes_residual=bool(flags.get("norm_before_residual", False)),
+        normalizes_features="whole" if flags.get("norm_before_fc") else "each" if flags.get("fc_norm") else None,
+        normalizes_output=bool(flags.get("norm_output", False)),
         target=verifier.get("name_or_path"),
     )
+    if found.reads_output and found.target_hidden_size != hidden_size:
+        raise ModelError(
+            f"the drafter's configuration has a width of {hidden_size}, and reads the target's output "
+            f"(use_aux_hidden_state is false), which has {found.target_hidden_size}; the two must be the same"
+        )
+    return found
+
+
+def _entered(ids: Any, *, is_of_speculators: bool) -> tuple[int, ...] | None:
+    """The layers that are entered by what a configuration names; None if it names nothing.
+
+    Most files name the layer that a hidden state enters. Those of SpecForge name the one that gives it, and the first
+    that they name is 1, which is the input of layer 2 that the paper begins with.
+    """
+    if not ids:
+        return None
+    names_outputs = not is_of_speculators and ids[0] == 1
+    return tuple(int(layer) + names_outputs for layer in ids)
 
 
 class Eagle3(Module):
@@ -141,7 +172,8 @@ class Eagle3(Module):
         arguments, block = _ARCHITECTURES[config.architecture]
         args = arguments.from_dict(dict(config.layer))
         hidden_size = config.hidden_size
-        self.fc = Linear(config.num_feature_layers * config.target_hidden_size, hidden_size, bias=False)
+        if not config.reads_output:
+            self.fc = Linear(config.num_feature_layers * config.target_hidden_size, hidden_size, bias=False)
         self.layers = [block(args) for _ in range(args.num_hidden_layers)]
         _widen(self.layers[0], hidden_size)
         self.hidden_norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
@@ -167,7 +199,7 @@ class Eagle3(Module):
         elif self.config.normalizes_features == "each":
             parts = mx.split(features, len(self.fc_norm), axis=-1)
             features = mx.concatenate([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], axis=-1)
-        projected: mx.array = self.fc(features)
+        projected: mx.array = features if self.config.reads_output else self.fc(features)
         return projected
 
     def make_cache(self) -> list[KVCache]:
@@ -228,12 +260,12 @@ class LoadedEagle3:
     Attributes:
         model: with its weights.
         target_ids: (draft_vocab_size,) int32: the target's id of each id of the drafter's; None if they are the same.
-        embedding: (vocab_size, hidden size): its own embedding; None if it reads the target's.
+        embedding: its own, of the target's vocabulary, quantised or not; None if it reads the target's.
     """
 
     model: Eagle3
     target_ids: mx.array | None
-    embedding: mx.array | None
+    embedding: Any
 
 
 class Eagle3Reader:
@@ -244,12 +276,13 @@ class Eagle3Reader:
         feature_width: width of a position's features.
     """
 
-    def __init__(self, loaded: LoadedEagle3, embed: Callable[[mx.array], mx.array] | None = None) -> None:
+    def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
         """Make a reader.
 
         Args:
             loaded: the drafter.
             embed: the target's embedding: (n,) ids to (n, hidden size); for a drafter that has none of its own.
+            final_norm: the target's norm before the head, for a drafter that reads what the head reads.
 
         Raises: ModelError: there is no embedding.
         """
@@ -257,20 +290,21 @@ class Eagle3Reader:
             raise ModelError("the drafter has no embedding of its own, and its target gives none")
         self._loaded = loaded
         self._embed = embed
+        self._final_norm = final_norm
         config = loaded.model.config
         self.vocab_size, self.feature_width = config.vocab_size, config.num_feature_layers * config.target_hidden_size
 
     def project(self, features: mx.array) -> mx.array:
-        return self._loaded.model.project(features)
+        return self._loaded.model.project(features if self._final_norm is None else self._final_norm(features))
 
     def make_cache(self) -> list[KVCache]:
         return self._loaded.model.make_cache()
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        embedding = self._loaded.embedding
+        embedding: Any = self._loaded.embedding
         if embedding is not None:
             # An index out of bounds would read other memory.
-            embedded = embedding[mx.minimum(tokens, embedding.shape[0] - 1)]
+            embedded = embedding(mx.minimum(tokens, embedding.weight.shape[0] - 1))
         else:
             assert self._embed is not None
             embedded = self._embed(tokens)
@@ -279,29 +313,51 @@ class Eagle3Reader:
         return given[0], widened(logits[0], self._loaded.target_ids, self.vocab_size)
 
 
-def load(folder: Path) -> LoadedEagle3:
+def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
     """Load a drafter from a folder with `config.json` and safetensors.
 
-    Raises: ModelError: a file is missing or damaged, or the weights do not fit the configuration.
+    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
     """
-    try:
-        config = read_config(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the drafter in {folder} cannot be read: {error}") from error
-    return _filled(config, read_weights(folder), folder)
-
-
-def _filled(config: Eagle3Config, weights: Mapping[str, mx.array], folder: Path) -> LoadedEagle3:
-    named = {_renamed(name): value for name, value in weights.items() if not name.startswith(_OF_TARGET)}
-    embedding = named.pop("embed_tokens.weight", None)
-    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, folder)
+    config = read_config(files.config)
+    named = {_renamed(name): value for name, value in files.weights().items() if not name.startswith(_OF_TARGET)}
+    of_embedding = {name: named.pop(name) for name in [*named] if name.startswith(_EMBEDDING)}
+    if config.draft_vocab_size == config.vocab_size and not any(name.startswith("lm_head.") for name in named):
+        named |= {name.replace(_EMBEDDING, "lm_head."): value for name, value in of_embedding.items()}
+    target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, files.folder)
     model = Eagle3(config)
-    try:
-        model.load_weights(list(named.items()))
-    except ValueError as error:
-        raise ModelError(f"the weights in {folder} do not fit its configuration: {error}") from error
-    mx.eval(model.state, *(array for array in (target_ids, embedding) if array is not None))
+    files.fill(model, named)
+    embedding = None
+    if of_embedding:
+        holder: Any = Module()
+        holder.embed_tokens = Embedding(of_embedding["embed_tokens.weight"].shape[0], config.hidden_size)
+        files.fill(holder, of_embedding)
+        embedding = holder.embed_tokens
     return LoadedEagle3(model, target_ids, embedding)
+
+
+def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
+    """Load a drafter and attach it to its target.
+
+    Raises: ModelError: it cannot be loaded, or was made for another target.
+    """
+    loaded = load_eagle3(files)
+    config = loaded.model.config
+    feature_layers = config.feature_layers_of(len(target.layers))
+    embed = None if loaded.embedding is not None else embedding_of(target, files.named)
+    check_target(files, target, target_vocab_size, hidden_size=config.target_hidden_size, vocab_size=config.vocab_size)
+    final_norm = final_norm_of(target, files.named) if config.reads_output else None
+    arrays = [] if loaded.target_ids is None else [loaded.target_ids]
+    if loaded.embedding is not None:
+        arrays += [cast(mx.array, pair[1]) for pair in tree_flatten(loaded.embedding.parameters())]
+    reader = Eagle3Reader(loaded, embed, final_norm)
+    return Attached(
+        feature_layers,
+        config.vocab_size,
+        partial(FeatureSequence, reader),
+        loaded.model,
+        config.draft_vocab_size,
+        tuple(arrays),
+    )
 
 
 def _renamed(name: str) -> str:

@@ -1,0 +1,154 @@
+"""What later kinds add to DFlash's blocks: a look at the token before, and a convolution over the block.
+
+* DSpark (`MarkovHead`): the logits of each position depend on the token before it, by a matrix of low rank.
+* DFlash 2 (`CandidateSelector`, `BlockConvolution`): each position proposes its likeliest tokens, and how well they
+  follow the token before decides between them; sublayers read and give a mix of neighbouring positions.
+
+Sources: Speculators (https://github.com/vllm-project/speculators, `models/dspark`) for DSpark, mlx-vlm
+(https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`) for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+
+
+@attrs.frozen
+class MarkovConfig:
+    """The head of DSpark.
+
+    Attributes:
+        rank: of the matrix from the token before to the logits.
+        form: "vanilla" for that matrix, "gated" with a gate that reads the hidden state, "rnn" with a state that goes
+            on from position to position.
+    """
+
+    rank: int
+    form: Literal["vanilla", "gated", "rnn"] = "vanilla"
+
+
+class MarkovHead(Module):
+    """See `MarkovConfig`."""
+
+    def __init__(self, config: MarkovConfig, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        rank, self._form = config.rank, config.form
+        self.markov_w1 = Embedding(vocab_size, rank)
+        self.markov_w2 = Linear(rank, draft_vocab_size, bias=False)
+        if config.form == "gated":
+            self.gate_proj = Linear(hidden_size + rank, rank)
+        elif config.form == "rnn":
+            self.joint_proj = Linear(2 * rank + hidden_size, 3 * rank)
+
+    def __call__(self, logits: mx.array, hidden: mx.array, before: Sequence[int], num_rows: int) -> mx.array:
+        """The logits of the last positions.
+
+        Args:
+            logits, hidden: (n, V) and (n, hidden size), of the positions of a block up to them.
+            before: the n tokens before the positions.
+            num_rows: how many of them are wanted.
+
+        Returns: (num_rows, V), lazy.
+        """
+        rows = len(before) if self._form == "rnn" else num_rows
+        embedded, hidden = self.markov_w1(_ids(before[-rows:], self.markov_w1)), hidden[-rows:]
+        if self._form == "gated":
+            embedded = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, embedded], axis=-1))) * embedded
+        elif self._form == "rnn":
+            state, given = mx.zeros_like(embedded[:1]), []
+            for row in range(rows):
+                joint = self.joint_proj(
+                    mx.concatenate([state, embedded[row : row + 1], hidden[row : row + 1]], axis=-1)
+                )
+                gate, candidate, output = mx.split(joint, 3, axis=-1)
+                state = mx.sigmoid(gate) * state + (1.0 - mx.sigmoid(gate)) * mx.tanh(candidate)
+                given.append(mx.tanh(output))
+            embedded = mx.concatenate(given[-num_rows:])
+        result: mx.array = logits[-num_rows:] + self.markov_w2(embedded)
+        return result
+
+
+@attrs.frozen
+class SelectorConfig:
+    """The selector of DFlash 2.
+
+    Attributes:
+        rank: width of the codebooks.
+        num_candidates: tokens that a position proposes.
+    """
+
+    rank: int
+    num_candidates: int
+
+
+class CandidateSelector(Module):
+    """See `SelectorConfig`."""
+
+    def __init__(self, config: SelectorConfig, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_candidates = config.num_candidates
+        self.predecessor_codebook = Embedding(vocab_size, config.rank)
+        self.successor_codebook = Embedding(vocab_size, config.rank)
+        self.hidden_projection = Linear(hidden_size, config.rank, bias=False)
+
+    def __call__(self, logits: mx.array, hidden: mx.array, before: Sequence[int], num_rows: int) -> mx.array:
+        """As `MarkovHead.__call__`; -inf for tokens that are no candidates."""
+        logits, hidden = logits[-num_rows:], hidden[-num_rows:]
+        candidates = mx.argpartition(logits, -self._num_candidates, axis=-1)[:, -self._num_candidates :]
+        follows = self.predecessor_codebook(_ids(before[-num_rows:], self.predecessor_codebook))
+        follows = (follows * self.hidden_projection(hidden))[:, None] * self.successor_codebook(candidates)
+        scores = mx.take_along_axis(logits, candidates, axis=-1) + follows.sum(axis=-1)
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, scores.dtype), candidates, scores, axis=-1)
+
+
+def _ids(tokens: Sequence[int], embedding: Module) -> mx.array:
+    # An index out of bounds would read other memory.
+    return mx.minimum(mx.array([*tokens]), embedding.weight.shape[0] - 1)
+
+
+@attrs.frozen
+class ConvolutionConfig:
+    """The convolutions of DFlash 2.
+
+    Attributes:
+        kernel_size: positions that are mixed.
+        group_size: neighbouring values that share what is added to their kernels.
+    """
+
+    kernel_size: int
+    group_size: int
+
+
+class BlockConvolution(Module):
+    """Around a sublayer: mixes what it reads, and what it gives, with the positions before.
+
+    The kernels have a part that depends on the hidden state that the sublayer reads.
+    """
+
+    def __init__(self, config: ConvolutionConfig, hidden_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group_size = config.group_size
+        num_groups = hidden_size // config.group_size
+        self.base_kernel = mx.zeros((2, config.kernel_size, hidden_size))
+        self.kernel_projection = Linear(hidden_size, 2 * config.kernel_size * num_groups, bias=False)
+
+    def kernels(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """(n, hidden size) hidden states to (n, kernel size, hidden size) kernels before and after; lazy."""
+        moved = self.kernel_projection(hidden).reshape(hidden.shape[0], 2, self.base_kernel.shape[1], -1)
+        both = self.base_kernel.astype(hidden.dtype) + mx.repeat(moved, self._group_size, axis=-1)
+        return both[:, 0], both[:, 1]
+
+
+def convolved(hidden: mx.array, kernel: mx.array) -> mx.array:
+    """(n, hidden size) hidden states mixed with those before, by (n, kernel size, hidden size) kernels; lazy."""
+    num_rows, size = kernel.shape[:2]
+    padded = mx.pad(hidden, [(size - 1, 0), (0, 0)])
+    shifted = [padded[size - 1 - offset : size - 1 - offset + num_rows] for offset in range(size)]
+    return (kernel * mx.stack(shifted, axis=1)).sum(axis=1)

@@ -1,0 +1,80 @@
+"""Kinds of trained drafters, by the `config.json` beside their weights.
+
+A trained drafter reads hidden states of the one target that it was trained for, and is no language model by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Words in the names of architectures and model types, in lower case and without separators, and the kind; a word that
+# is part of another one comes after it.
+_WORDS = {
+    "peagle": "P-EAGLE",
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE",
+    "medusa": "Medusa",
+    "hydra": "Hydra",
+    "mlpspeculator": "MLP speculator",
+    "dspark": "DSpark",
+    "dflash2": "DFlash 2",
+    "dflash": "DFlash",
+    "gemma4assistant": "Gemma 4's assistant",
+    "gemma4unifiedassistant": "Gemma 4's assistant",
+    "museglimmerassistant": "Muse Glimmer's assistant",
+    "mtp": "MTP",
+}
+# Keys that only the config of a trained drafter has, and its kind. Some of the first stand beside some of the last.
+_KEYS = {
+    "ptd_token_id": "P-EAGLE",
+    "markov_rank": "DSpark",
+    "selector_rank": "DFlash 2",
+    "medusa_num_heads": "Medusa",
+    "medusa_num_layers": "Medusa",
+    "hydra_num_heads": "Hydra",
+    "dflash_config": "DFlash",
+    "eagle_config": "EAGLE-3",
+    "eagle_aux_hidden_state_layer_ids": "EAGLE-3",
+}
+# Kinds that others are told apart from by a key: their names alone do not say which it is.
+_REFINED = {"EAGLE-3": {"P-EAGLE"}, "DFlash": {"DSpark", "DFlash 2"}}
+
+# What is nearest to a kind that cannot be used.
+_NEAREST = {
+    "EAGLE": "an EAGLE-3 drafter of the same target",
+    "P-EAGLE": "an EAGLE-3 drafter of the same target",
+    "Hydra": "Medusa's heads for the same target",
+    "MLP speculator": "Medusa's heads for the same target",
+    "Gemma 4's assistant": "a smaller Gemma 4",
+    "Muse Glimmer's assistant": "a DFlash drafter of the same target",
+    "Speculators' mtp": 'the layer in the files of the original model ("mtp"), or in a folder as mlx-vlm writes it',
+}
+
+
+def nearest_to(kind: str) -> str:
+    """What can be used in place of a kind that cannot, for messages."""
+    return _NEAREST.get(kind, "a small language model of the same vocabulary")
+
+
+def kind_of(config: Mapping[str, Any]) -> str | None:
+    """The kind of trained drafter that a config.json describes, such as "EAGLE-3"; None for a language model.
+
+    Args:
+        config: the parsed file; any key may be missing, or its value of a wrong type.
+    """
+    speculator = config.get("speculators_model_type")
+    architectures = config.get("architectures")
+    names = [config.get("model_type"), speculator, *(architectures if isinstance(architectures, list) else ())]
+    spelled = " ".join(name.lower() for name in names if isinstance(name, str)).replace("-", "").replace("_", "")
+    if speculator == "mtp":
+        return "Speculators' mtp"  # whose weights have other names
+    inner = config.get("dflash_config")
+    keys = {*config, *(inner if isinstance(inner, Mapping) else ())}
+    by_key = next((kind for key, kind in _KEYS.items() if key in keys), None)
+    by_name = next((kind for word, kind in _WORDS.items() if word in spelled), None)
+    if by_name is not None:
+        return by_key if by_key in _REFINED.get(by_name, ()) else by_name
+    if by_key is not None:
+        return by_key
+    return None if speculator is None else f"Speculators' {speculator}"

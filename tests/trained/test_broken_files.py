@@ -1,0 +1,96 @@
+"""Drafters in files that are broken, or of another target: the sentence says what is wrong and names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import VOCAB_SIZE
+from sweeps import sweep
+from trained_drafters import make
+
+from actors.trained.drafter_model import TrainedDrafter
+from protocol.errors import ModelError
+
+Weights = dict[str, mx.array]
+# Changes a folder's configuration and weights.
+Break = Callable[[dict[str, Any], Weights], None]
+
+
+def without(*names: str) -> Break:
+    def change(config: dict[str, Any], weights: Weights) -> None:
+        for name in names:
+            del weights[name]
+
+    return change
+
+
+def as_well(name: str, value: mx.array) -> Break:
+    def change(config: dict[str, Any], weights: Weights) -> None:
+        weights[name] = value
+
+    return change
+
+
+def settings(inside: str | None = None, **changes: Any) -> Break:
+    def change(config: dict[str, Any], weights: Weights) -> None:
+        (config if inside is None else config.setdefault(inside, {})).update(changes)
+
+    return change
+
+
+LAYER = "transformer_layer_config"
+BROKEN: list[tuple[str, Break, str]] = [
+    ("eagle3", without("fc.weight"), "it has no fc.weight"),
+    ("eagle3", without("norm.weight", "hidden_norm.weight"), "it has no hidden_norm.weight, norm.weight"),
+    ("eagle3", as_well("layers.1.norm.weight", mx.ones(4)), "it has layers.1.norm.weight as well"),
+    ("eagle3", as_well("norm.weight", mx.ones(4)), r"norm.weight is \(4,\), and should be \(32,\)"),
+    ("eagle3", as_well("fc.weight_scale", mx.ones(1)), "quantised in a way that MLX does not have"),
+    ("eagle3", as_well("fc.scales", mx.ones((32, 5))), "in which MLX quantises nothing"),
+    ("eagle3", settings(LAYER, model_type="mamba"), "layers of the kind 'mamba' is not supported"),
+    ("eagle3", settings(LAYER, layer_types=["sliding_attention"]), "sliding windows"),
+    ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[0, 1, 90]), "it was made for another one"),
+    ("eagle3", settings(target_hidden_size=64), "is not what its configuration says: fc.weight is"),
+    ("eagle3", settings(draft_vocab_size=7), "has 7 tokens and its target 64, but nothing"),
+    ("eagle3", settings(eagle_config={"norm_before_fc": True, "fc_norm": True}), "which exclude each other"),
+    ("medusa", without("0.1.weight"), "has no output"),
+    ("medusa", settings(medusa_num_heads=9), "asks for 9 heads"),
+    ("mtp", without("model.mtp_layers.0.input_proj.weight"), "no weights of an MTP layer"),
+    ("mtp", settings(hidden_size=64), "made for a target with hidden_size 64, and this one has 32"),
+    ("mtp", settings(model_type="qwen3_next_mtp"), "made for a qwen3_next target, and this one is a mimo"),
+    ("dflash", without("hidden_norm.weight"), "it has no hidden_norm.weight"),
+    ("dflash", settings(block_size=1), "must have 2 tokens or more, got 1"),
+    ("dflash", settings(mask_token_id=1000), "made for a target with 1001 tokens"),
+    ("dspark", settings(markov_head_type="ngram"), "a markov_head_type of 'ngram' is not supported"),
+    ("dspark", without("markov_head.gate_proj.bias"), "it has no markov_head.gate_proj.bias"),
+    ("dflash2", settings(selector_rank=16), r"predecessor_codebook.weight is \(64, 4\), and should be \(64, 16\)"),
+    ("dflash2", settings(speculators_model_type="peagle", architectures=[]), "but P-EAGLE"),
+    ("dflash2", settings(selector_rank=None), "configuration cannot be read: int"),
+]
+
+
+@sweep(("kind", "change", "said"), BROKEN)
+def test_what_is_wrong_is_said(kind: str, change: Break, said: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path, vocab_size=VOCAB_SIZE)
+    config = json.loads((tmp_path / "config.json").read_text())
+    [file] = tmp_path.glob("*.safetensors")
+    weights: Weights = mx.load(str(file))  # type: ignore[assignment]
+    mx.eval(weights)
+    change(config, weights)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(file), weights)
+    with pytest.raises(ModelError, match=said) as refusal:
+        TrainedDrafter(tmp_path, target, VOCAB_SIZE, "draft 'org/head'")
+    assert "do not fit" not in str(refusal.value)
+
+
+@sweep("content", ["", "[]", "{", '"mtp"', '{"model_type": "qwen3"}'])
+def test_a_configuration_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    target = make("eagle3", tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"draft 'org/head'.* (cannot be read|no trained drafter)"):
+        TrainedDrafter(tmp_path, target, VOCAB_SIZE, "draft 'org/head'")

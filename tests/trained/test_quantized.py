@@ -1,0 +1,121 @@
+"""Quantised drafters of every kind: from files that are quantised, and quantised as they are loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import VOCAB_SIZE
+from models import greedy
+from trained_drafters import KINDS, make
+
+import runtime
+from actors.mlx.model import is_quantized
+from actors.trained.drafter_model import TrainedDrafter
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+FORMATS: dict[str, tuple[dict[str, Any], ...]] = {
+    "4 bits": ({"bits": 4, "group_size": 32},),
+    "8 bits": ({"bits": 8, "group_size": 32},),
+    "mxfp4": ({"mode": "mxfp4"},),
+    "nvfp4": ({"mode": "nvfp4"},),
+    "mxfp8": ({"mode": "mxfp8"},),
+    "each layer otherwise": ({"bits": 4, "group_size": 32}, {"bits": 8, "group_size": 32}, {"mode": "nvfp4"}, {}),
+}
+PARTS = ("scales", "biases")
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def write_quantized(folder: Path, to: Path, formats: tuple[dict[str, Any], ...]) -> tuple[Path, Path]:
+    """Write a drafter quantised, each of its matrices in one of the formats. Returns: its folder, and that of the same
+    drafter with the values that are left of it."""
+    quantized, left = to / "quantized", to / "left"
+    config = json.loads((folder / "config.json").read_text())
+    for made in (quantized, left):
+        made.mkdir(parents=True)
+        (made / "config.json").write_text(json.dumps(config | {"quantization": formats[0]}))
+    for file in folder.glob("*.safetensors"):
+        packed: dict[str, mx.array] = {}
+        values: dict[str, mx.array] = {}
+        weights: dict[str, mx.array] = mx.load(str(file))  # type: ignore[assignment]
+        for index, (name, value) in enumerate(weights.items()):
+            how = formats[index % len(formats)]
+            packed[name] = values[name] = value
+            group_size = how.get("group_size", 16 if how.get("mode") == "nvfp4" else 32)
+            if value.ndim == 2 and how and value.shape[-1] % group_size == 0:
+                packed[name], scales, *biases = mx.quantize(value, **how)
+                values[name] = mx.dequantize(packed[name], scales, *biases, **how)
+                module = name.removesuffix(".weight")
+                packed |= {f"{module}.{part}": found for part, found in zip(PARTS, [scales, *biases], strict=False)}
+        mx.save_safetensors(str(quantized / file.name), packed)
+        mx.save_safetensors(str(left / file.name), values)
+    return quantized, left
+
+
+def logits_of(folder: Path, target: Any, vocab_size: int) -> tuple[TrainedDrafter, mx.array]:
+    """The logits of a drafter after each token of a text, features being random."""
+    drafter = TrainedDrafter(folder, target, vocab_size)
+    sequence = drafter.open_sequence(beside_another=False)
+    width = len(drafter.feature_layers) * 32
+    sequence.give(0, mx.random.normal((9, width), key=mx.random.key(3)))
+    given = sequence.feed(tuple(range(1, 11)), 10)
+    assert given is not None
+    return drafter, given
+
+
+@every_kind
+@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
+def test_quantised_files_give_the_logits_of_what_is_left_of_the_weights(
+    kind: str, formats: tuple[dict[str, Any], ...], tmp_path: Path
+) -> None:
+    target = make(kind, tmp_path / "whole")
+    vocab_size = 48 if kind == "mtp" else VOCAB_SIZE
+    quantized, left = write_quantized(tmp_path / "whole", tmp_path, formats)
+    drafter, given = logits_of(quantized, target, vocab_size)
+    other, expected = logits_of(left, target, vocab_size)
+    assert mx.allclose(given, expected, rtol=1e-4, atol=1e-4)
+    assert is_quantized(drafter.module)
+    assert not is_quantized(other.module)
+    assert drafter.num_bytes < other.num_bytes
+
+
+@every_kind
+async def test_one_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path)
+    spec = runtime.ModelSpec(tmp_path, quantize={"bits": 8, "group_size": 32})
+    async with runtime.open((target, None), spec) as rt:
+        assert is_quantized(rt._draft.model.module)
+        completion = await rt.generate(PROMPT, max_tokens=20, lookahead=3, ignore_eos=True)
+        assert [token.id for token in completion.tokens] == greedy(target, PROMPT, 20)
+        assert completion.statistics.proposed > 0
+
+
+async def test_one_that_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+    target = make("eagle3", tmp_path / "whole")
+    folder, _ = write_quantized(tmp_path / "whole", tmp_path, FORMATS["4 bits"])
+    with pytest.raises(runtime.ModelError, match="its weights are quantised already; leave quantize out"):
+        async with runtime.open((target, None), runtime.ModelSpec(folder, quantize=4)):
+            raise AssertionError("should not be reached")
+
+
+async def test_a_quantisation_that_is_not_mlxs_is_named(tmp_path: Path) -> None:
+    target = make("eagle3", tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    weights: dict[str, mx.array] = mx.load(file)  # type: ignore[assignment]
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(file, weights | {"fc.weight_scale": mx.ones(1)})
+    with pytest.raises(runtime.ModelError, match=r"quantised in a way that MLX does not have \(fp8\)"):
+        async with runtime.open((target, None), tmp_path):
+            raise AssertionError("should not be reached")
+
+
+@pytest.mark.parametrize("options", [{"adapter_path": "adapter"}, {"model_config": {"rope_theta": 1e6}}])
+async def test_what_only_a_language_model_has_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    target = make("eagle3", tmp_path)
+    with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):
+        async with runtime.open((target, None), runtime.ModelSpec(tmp_path, **options)):
+            raise AssertionError("should not be reached")
