@@ -34,7 +34,7 @@ DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)
 WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
 NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
-MAX_REPEATS = 2
+MAX_REPEATS = 2  # of a measurement whose prices cannot be
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
@@ -50,8 +50,6 @@ async def warm_up(
     target: tuple[Model, Worker],
     draft: tuple[Model, Worker] | None,
     prices: Prices,
-    *,
-    max_repeats: int = MAX_REPEATS,
 ) -> None:
     """Time both models, each alone and both at once; and plain decoding, if its price is not known yet.
 
@@ -61,7 +59,6 @@ async def warm_up(
         target: the model, and its worker.
         draft: likewise; None if it is in another process, where `time_drafter` times it.
         prices: where the measurements go.
-        max_repeats: of a measurement whose prices cannot be.
 
     Cancellation: strikes after the running passes.
 
@@ -71,7 +68,7 @@ async def warm_up(
         return
     is_first = not prices.plain_decode_s.is_known
     await _measure(target, draft, prices)
-    for _ in range(max_repeats):
+    for _ in range(MAX_REPEATS):
         if not is_first or prices.estimates().is_plausible:
             return
         prices.forget_target()

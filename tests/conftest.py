@@ -1,7 +1,6 @@
 """Setup of every test run."""
 
 import fcntl
-import functools
 import gc
 import getpass
 import itertools
@@ -17,7 +16,7 @@ import mlx.core as mx
 import pytest
 from our_threads import outrider_threads
 
-from runtime.engine import opening
+from actors import warm_up
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
 left_out: set[str] = set()
@@ -83,14 +82,19 @@ def no_spare_buffers() -> Iterator[int]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def short_warm_up() -> Iterator[None]:
-    """Have runtimes measure the prices of their models once.
+def short_warm_up() -> Iterator[dict[str, Any]]:
+    """Have runtimes measure the prices of their models once, with few passes: tests open thousands of runtimes.
 
-    Those of tiny models are mostly such as cannot be, so thousands of runtimes would measure them three times.
+    Prices of tiny models are mostly such as cannot be, so they would be measured three times.
+
+    Returns: what the settings of the warm-up are otherwise.
     """
+    short = {"WIDE_WIDTHS": (), "NUM_PASSES_ALONE": 1, "MAX_STEPS_BESIDE_TARGET": 8, "MAX_REPEATS": 0}
+    usual = {name: getattr(warm_up, name) for name in short}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "warm_up", functools.partial(opening.warm_up, max_repeats=0))
-        yield
+        for name, value in short.items():
+            patch.setattr(warm_up, name, value)
+        yield usual
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
-from protocol.messages import Close, Due, Message, Overdue, Proposal, Rest, Rested, Verdict
+from protocol.messages import Due, Message, Overdue, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -331,12 +331,10 @@ class Drafter(Actor[S]):
 
     def _hand_over(self, message: Message) -> None:
         session = self._sessions.get(message.session)
-        is_left = session is not None and session.state.phase is SessionPhase.UNDRAFTED
-        # The target may have sent it before it knew that the session is left.
-        if not is_left or isinstance(message, Close):
+        # The target may have sent it before it knew that the session is left; what is left ends by itself.
+        if session is not None and session.state.phase is not SessionPhase.UNDRAFTED:
             super()._hand_over(message)
-            if session is not None:
-                self._look_at(session)
+            self._look_at(session)
 
     def _give_up(self, session: S, error: Exception) -> None:
         """Leave a session to the target, and its cache to nobody, because of an error."""

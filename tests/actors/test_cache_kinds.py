@@ -1,4 +1,7 @@
-"""A new cache class needs a kind and nothing else. Other tests rewind and save that of `cache_subjects`."""
+"""What kinds of caches say; and a new cache class needs a kind and nothing else.
+
+Other tests rewind and save that of `cache_subjects`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import mlx.core as mx
 import pytest
 from cache_subjects import ATOL, TEXT, Joining
 from completions import ids
+from mlx_lm.models.cache import ChunkedKVCache
 from models import greedy, llama, near, prompt_of
 
 import runtime
+from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
@@ -22,6 +27,16 @@ def is_read_after(sequence: MLXSequence, before: list[int], tokens: list[int]) -
     logits = sequence.feed(tuple(tokens), len(tokens))
     assert logits is not None
     return bool(mx.allclose(logits, llama()(mx.array([before + tokens]))[0][len(before) :], rtol=0, atol=ATOL))
+
+
+def test_a_chunked_cache_says_what_the_next_pass_will_drop() -> None:
+    layer = ChunkedKVCache(8)
+    layer.update_and_fetch(*2 * [mx.zeros((1, 1, 10, 4))])
+    kind = kind_of(layer)
+    # A pass first drops what lies more than a chunk behind: the two first tokens, which the eighth attends to.
+    assert kind.can_trim_after(layer, 0, 7)
+    assert not kind.can_trim_after(layer, 1, 7)
+    assert kind.can_trim_after(layer, 1, 8)
 
 
 @pytest.mark.parametrize("rewind", ["auto", "trim", "checkpoint"])

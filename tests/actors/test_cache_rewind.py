@@ -189,7 +189,7 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
 @pytest.mark.parametrize(
     "name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"]
 )
-@pytest.mark.parametrize("num_settled", [WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW])
+@pytest.mark.parametrize("num_settled", [WINDOW - 3, WINDOW, 3 * WINDOW])
 def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     name: str, rewind: str, num_settled: int
 ) -> None:

@@ -212,7 +212,7 @@ async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], num_token
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [8, 16, 32, 64])
+@pytest.mark.parametrize("window", [8, 64])
 @pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
 async def test_a_rotating_cache_that_fills(build: Callable[..., nn.Module], window: int) -> None:
     """mlx-lm's text silently deviates from the greedy one (mlx-lm #1423)."""

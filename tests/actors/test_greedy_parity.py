@@ -72,8 +72,8 @@ async def test_every_lookahead_gives_the_greedy_text(name: str, drafter: str) ->
     target = family(name)
     draft = DRAFTERS[drafter](target, FAMILIES[name])
     async with runtime.open((target, None), (draft, None)) as rt:
-        for lookahead in LOOKAHEADS:
-            for length in (1, 2, 3 * PREFILL_STEP_SIZE + 2):
+        for i, lookahead in enumerate(LOOKAHEADS):
+            for length in (1 + i % 2, 3 * PREFILL_STEP_SIZE + 2):
                 prompt = prompt_of(length)
                 completion = await rt.generate(
                     prompt, max_tokens=20, lookahead=lookahead, prefill_step_size=PREFILL_STEP_SIZE
@@ -215,8 +215,13 @@ async def test_ids_that_the_drafter_has_no_embedding_for_are_never_looked_up_in_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
-@pytest.mark.parametrize(("window", "lookahead"), [(8, 1), (8, 5), (16, 3), (32, 8), (32, "auto")])
-@pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
+@pytest.mark.parametrize(
+    ("build", "window", "lookahead"),
+    [
+        *((gemma3_text, *case) for case in [(8, 1), (16, 3), (32, "auto")]),
+        *((sliding_llama, *case) for case in [(8, 5), (32, 8)]),
+    ],
+)
 async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
     build: Callable[..., nn.Module], window: int, lookahead: Any, drafter: str
 ) -> None:
@@ -442,7 +447,7 @@ async def test_rewind_trim_is_as_good_as_auto_where_it_can() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
 async def test_the_demo_pair_gives_the_targets_greedy_text(demo_pair: Any, lookahead: Any) -> None:
     (target, tokenizer), _ = demo_pair
     prompt = "def quicksort(items):"

@@ -50,7 +50,7 @@ NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for ro
 # Of a trained drafter that reads more than one hidden state of its own.
 STALE = tuple(tuple(0.2 * p + 0.8 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
 DEEPEST = 4
-NUM_TOKENS = 1600
+NUM_TOKENS = 1000
 
 Allows = Callable[[PolicyView, Node], bool]
 
@@ -254,7 +254,7 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
     allows, admits = LEGAL[what]
     policy = Hostile(allows, admits)
     assert likelihood(sampled(policy, NUM_TOKENS)) > SIGNIFICANCE
-    assert policy.num_from_branch > 30
+    assert policy.num_from_branch > 15
     if what != "nothing":
         assert policy.num_held_back > 100
 
@@ -273,7 +273,7 @@ def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ILLEGAL)
 def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
     # What follows a token says little about it, so the test needs more tokens. Rests would leave fewer drafts.
-    num_tokens = 4 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
+    num_tokens = 5 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
     assert likelihood(sampled(Hostile(admits=ILLEGAL[what], rests=False), num_tokens)) < SIGNIFICANCE
 
 
@@ -298,12 +298,11 @@ class Straying(Hostile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("report_delay", [None, 0.25, 2.0])
-@pytest.mark.parametrize("min_confidence", [0.0, 0.7])
+@pytest.mark.parametrize(("min_confidence", "report_delay"), [(0.0, None), (0.7, 0.25), (0.0, 2.0)])
 def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_delay: float | None) -> None:
     policy = Straying(min_confidence=min_confidence)
     assert likelihood(sampled(policy, NUM_TOKENS, report_delay=report_delay)) > SIGNIFICANCE
-    assert policy.num_from_branch > 30
+    assert policy.num_from_branch > 15
     assert policy.longest_run > 1
 
 
@@ -318,7 +317,7 @@ DROPS: dict[str, Callable[[Node], bool] | None] = {
 def test_a_trained_drafter_may_draft_anew_by_all_that_is_known_before_a_token_is_drawn(what: str) -> None:
     policy = Hostile(drops=DROPS[what])
     assert likelihood(sampled(policy, NUM_TOKENS, is_trained=True)) > SIGNIFICANCE
-    assert policy.num_dropped > 50
+    assert policy.num_dropped > 25
 
 
 class Spying(Hostile):
@@ -385,17 +384,20 @@ POLICIES = {
     **LEGAL,
     **{what: (lambda view, node: True, admits) for what, admits in ILLEGAL.items() if what == "the token"},
 }
+# Each policy with a cache, and the one that goes by the tokens with all.
+CASES = [
+    *zip([what for what in LEGAL if what not in ("its distribution", "its confidence")], itertools.cycle(CACHES)),
+    *(("the token", caches) for caches in CACHES),
+]
 
 
-@sweep("caches", CACHES)
-@sweep("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
+@sweep("what, caches", CASES)
 def test_the_greedy_text_hangs_on_no_policy(what: str, caches: str) -> None:
     policy = Hostile(*POLICIES[what])
     assert run(lambda: text_under(policy, truthful, agreeing(0.6), **CACHES[caches])) == continuation([5, 6, 7], 60)
 
 
-@sweep("caches", CACHES)
-@sweep("what", [what for what in POLICIES if what not in ("its distribution", "its confidence")])
+@sweep("what, caches", CASES)
 def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> None:
     settings = {"temperature": 0.8, "seed": 11, "acceptance": "match"}
     alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings))

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 import trio
-from architectures import ARCHITECTURES, build
+from architectures import ARCHITECTURES, OF_ALL_CACHES, build
 from completions import ids
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
 from plain_decoding import greedy_text
@@ -128,18 +128,18 @@ async def test_a_text_that_goes_another_way_has_nothing_of_the_first(name: str) 
 
 @pytest.mark.slow
 @every_family
-@pytest.mark.parametrize("max_tokens", range(1, 6))  # all places in a round of four tokens, and the next round
-async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str, max_tokens: int) -> None:
+async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str) -> None:
     """After a bonus token the target's cache is one token short; if all is accepted, the drafter's is behind by one."""
-    prompt = some_prompt(20)
     for draft in (family(name), Shifted(family(name))):
         async with runtime.open((family(name), None), (draft, None)) as rt:
-            first = await rt.generate(prompt, max_tokens=max_tokens, lookahead=3, reuse_prefix=True)
-            assert ids(first) == text(name, tuple(prompt), 8)[:max_tokens]
-            second = prompt + ids(first) + some_prompt(3, seed=2)
-            again = await rt.generate(second, max_tokens=8, lookahead=3, reuse_prefix=True)
-            assert ids(again) == text(name, tuple(second), 8)
-            assert again.statistics.cached_tokens >= 19
+            for max_tokens in range(1, 6):  # all places in a round of four tokens, and the next round
+                prompt = some_prompt(20, seed=max_tokens)
+                first = await rt.generate(prompt, max_tokens=max_tokens, lookahead=3, reuse_prefix=True)
+                assert ids(first) == text(name, tuple(prompt), 8)[:max_tokens]
+                second = prompt + ids(first) + some_prompt(3, seed=12)
+                again = await rt.generate(second, max_tokens=8, lookahead=3, reuse_prefix=True)
+                assert ids(again) == text(name, tuple(second), 8)
+                assert again.statistics.cached_tokens >= 19
 
 
 @every_family
@@ -161,7 +161,7 @@ async def test_a_turn_cancelled_while_its_prompt_is_read_leaves_what_was_read(na
 
 
 @every_family
-@pytest.mark.parametrize("num_given", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 11)), 5])
+@pytest.mark.parametrize("num_given", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 11)), 5])
 async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt(name: str, num_given: int) -> None:
     prompt = some_prompt(41)
     async with runtime.open((family(name), None), (drafter(name), None)) as rt:
@@ -197,8 +197,7 @@ async def test_every_way_to_rewind(name: str, rewind: str) -> None:
             prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
 
 
-@sweep("step", [16, 2048])
-@sweep("start", [0, 30, 60, 75, 10_000])
+@sweep("start, step", [(0, 16), (30, 2048), (60, 16), (75, 2048), (10_000, 16)])
 async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsewhere(start: int, step: int) -> None:
     model = build("qwen3", head_dim=32)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
@@ -281,14 +280,14 @@ async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", OF_ALL_CACHES)
 async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:
     model, is_stepwise = build(name), ARCHITECTURES[name].is_stepwise
     whole: Sequence[int] = greedy_text(model)
     async with runtime.open((model, None)) as rt:
         cached = []
         # Forward, back, forward, and forward.
-        for length, num_tokens in ((20, 12), (40, 12), (33, 5), (50, 3), (60, 9)):
+        for length, num_tokens in ((20, 12), (40, 12), (33, 5), (44, 3), (47, 6)):
             prompt, asked = whole[:length], {"max_tokens": num_tokens, "prefill_step_size": 16}
             completion = await rt.generate(prompt, reuse_prefix=True, **asked)
             # A stepwise model gives another text after the prompt than after its own tokens, with or without a cache.

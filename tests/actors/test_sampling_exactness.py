@@ -377,8 +377,9 @@ def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["rejection", "match"])
-@pytest.mark.parametrize("draft_temperature", [0.0, 0.4, 3.0])
+@pytest.mark.parametrize(
+    ("acceptance", "draft_temperature"), [("rejection", 0.0), ("rejection", 0.4), ("match", 0.4), ("match", 3.0)]
+)
 def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distribution(
     acceptance: str, draft_temperature: float
 ) -> None:
@@ -407,8 +408,7 @@ def test_with_its_temperature_a_greedy_drafter_proposes_what_it_holds_likeliest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
-@pytest.mark.parametrize("is_marked", [True, False])
+@pytest.mark.parametrize(("lookahead", "is_marked"), [(0, False), (2, False), ("auto", True)])
 def test_what_a_sampler_draws_at_random_has_the_targets_distribution(lookahead: Any, is_marked: bool) -> None:
     mx.random.seed(7)
 
@@ -455,8 +455,9 @@ FILTERS: dict[str, Any] = {"min_p": 0.4, "xtc_probability": 0.5, "xtc_threshold"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("acceptance", ["rejection", "match"])
-@pytest.mark.parametrize("lookahead", [0, 2, "auto"])
+@pytest.mark.parametrize(
+    ("acceptance", "lookahead"), [("rejection", 0), ("rejection", 2), ("rejection", "auto"), ("match", 2)]
+)
 def test_filters_take_effect_on_target_and_draft_and_texts_have_what_is_left_of_the_targets_distribution(
     acceptance: str, lookahead: Any
 ) -> None:

@@ -264,12 +264,15 @@ async def test_a_processor_that_fails_at_a_text_that_only_the_drafter_says_costs
             is_wrong = (mx.arange(begin, begin + inputs.shape[1]) % 3 == 0)[None, :, None]
             return mx.where(is_wrong, mx.roll(logits, 1, axis=-1), logits)
 
-    settings: Any = {"temperature": 1e-6, "acceptance": acceptance, "seed": 1, "logits_processors": [process]}
+    settings: Any = {"temperature": 1e-6, "acceptance": acceptance, "seed": 1, "max_tokens": NUM_TOKENS, "lookahead": 3}
     async with runtime.open((TARGET, None), (Elsewhere(TARGET), None)) as rt:
-        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, **settings)
-    assert ids(completion) == PLAIN
-    assert completion.statistics.accepted > 0
+        found = [await rt.generate(PROMPT, logits_processors=[each], **settings) for each in (process, harmless)]
+    assert [ids(completion) for completion in found] == [PLAIN, PLAIN]
     assert bad_texts > 0
+    # No token before the failure is left out.
+    failing, other = (completion.statistics for completion in found)
+    assert (failing.accepted, failing.rounds) == (other.accepted, other.rounds)
+    assert failing.accepted > 0
 
 
 WRONG: dict[str, tuple[Any, str]] = {

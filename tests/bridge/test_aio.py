@@ -49,11 +49,15 @@ Run = Callable[[Main], Any]
 
 
 UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
+# For tests of what crosses threads: waiting, cancelling, leaving. Others run on asyncio's own loop.
+on_both_loops = pytest.mark.parametrize(
+    "loop_factory", [pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP], indirect=True
+)
 
 
-@pytest.fixture(params=[pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP])
+@pytest.fixture
 def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    return request.param
+    return getattr(request, "param", asyncio.new_event_loop)
 
 
 @pytest.fixture
@@ -475,6 +479,7 @@ WAYS = [
 ]
 
 
+@on_both_loops
 @pytest.mark.parametrize(
     ("when", "way"),
     # During prefill no token was given yet, so there is no loop body to break out of.
@@ -498,6 +503,7 @@ async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(
     assert trace.is_put_away()
 
 
+@on_both_loops
 @in_asyncio
 async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
     trace, held = Trace(), BlockingModel(target())
@@ -520,6 +526,7 @@ async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
 # --- leaving --------------------------------------------------------------------------------------
 
 
+@on_both_loops
 @in_asyncio
 async def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read() -> None:
     async with opened() as rt:
@@ -539,6 +546,7 @@ async def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(
         await waiting
 
 
+@on_both_loops
 @in_asyncio
 async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop() -> None:
     held = BlockingModel(target())
@@ -564,6 +572,7 @@ async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(
     assert outrider_threads() == []
 
 
+@on_both_loops
 @in_asyncio
 async def test_cancelling_while_models_are_being_opened_waits_for_that() -> None:
     held = BlockingModel(target())
@@ -598,6 +607,7 @@ async def test_leaving_under_an_anyio_scope_that_is_cancelled() -> None:
     assert scope.cancelled_caught
 
 
+@on_both_loops
 def test_ctrl_c_ends_everything(run: Run) -> None:
     held = BlockingModel(target())
 
@@ -648,6 +658,7 @@ def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there
 # --- without a block ------------------------------------------------------------------------------
 
 
+@on_both_loops
 @in_asyncio
 async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
     rt = await opened()
@@ -670,6 +681,7 @@ async def test_closing_within_the_block_is_leaving_it() -> None:
         assert outrider_threads() == []
 
 
+@on_both_loops
 @in_asyncio
 async def test_a_cancelled_closing_goes_on_to_the_end() -> None:
     held = BlockingModel(target())
@@ -776,6 +788,7 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
 # --- the loop, and what crosses threads -----------------------------------------------------------
 
 
+@on_both_loops
 @pytest.mark.parametrize("after", [0, 2, 7])
 def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
     held = BlockingModel(target())
@@ -807,6 +820,7 @@ def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> N
     assert num_turns == 100
 
 
+@on_both_loops
 @in_asyncio
 async def test_a_slow_consumer_slows_the_models() -> None:
     trace = Trace()
@@ -853,6 +867,7 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
     run(main)
 
 
+@on_both_loops
 @pytest.mark.slow
 @in_asyncio
 async def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream() -> None:
@@ -891,6 +906,7 @@ async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
         yield token.id
 
 
+@on_both_loops
 @in_asyncio
 async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() -> None:
     async with opened() as rt:
@@ -919,8 +935,11 @@ async def test_many_prompts_are_completed_in_their_order_or_as_they_finish() -> 
         assert await many == completions
 
         finished = {}
-        async for index, completion in rt.generate_many(iter(PROMPTS), max_tokens=12):
+        one_by_one = rt.generate_many(iter(PROMPTS), max_tokens=12)
+        async for index, completion in one_by_one:
             finished[index] = ids(completion)
+        with pytest.raises(runtime.StreamBusyError, match="each is given once"):
+            await one_by_one
         assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
         assert await rt.generate_many([]) == []
 
@@ -939,6 +958,7 @@ async def test_many_prompts_of_which_one_will_not_do() -> None:
         await the_next_text_is_right(rt)
 
 
+@on_both_loops
 @pytest.mark.parametrize("way", ["cancel", "aclose", "leave", "break", "drop"])
 @in_asyncio
 async def test_many_prompts_can_be_left_in_every_way(way: str) -> None:
@@ -972,6 +992,7 @@ async def test_many_prompts_can_be_left_in_every_way(way: str) -> None:
             await until_in_asyncio(lambda: rt.num_streams == 0)
 
 
+@on_both_loops
 @in_asyncio
 async def test_leaving_the_runtime_tells_who_waits_for_many() -> None:
     async with opened() as rt:
@@ -1107,6 +1128,7 @@ async def test_what_cannot_be_saved_or_loaded_is_said(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["session"]
 
 
+@on_both_loops
 @in_asyncio
 async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_running(tmp_path: Path) -> None:
     async with runtime.aio.open(runtime.DEMO_TARGET) as rt:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import anthropic
 import jsonschema
 import openai
 import pydantic
@@ -16,12 +15,17 @@ from command_line import HANGS_S
 from served_caller import MODEL as CALLER
 from served_command import KEY, MODEL, PROMPT, Server
 
+if TYPE_CHECKING:
+    import anthropic  # takes seconds
+
 SAID: Any = [{"role": "user", "content": PROMPT}]
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=HANGS_S) as one:
         yield one
 
@@ -162,6 +166,8 @@ def test_a_message_is_the_text_of_the_runtime(claude: anthropic.Anthropic, expec
 
 
 def test_asyncio_s_client_streams_several_messages_side_by_side(server: Server, expected: str) -> None:
+    import anthropic
+
     async def main() -> None:
         async with anthropic.AsyncAnthropic(
             base_url=server.url, auth_token=KEY, max_retries=0, timeout=HANGS_S
@@ -184,6 +190,8 @@ def test_a_message_that_is_broken_off_is_over(claude: anthropic.Anthropic, serve
 
 
 def test_a_message_calls_a_tool(caller: Server) -> None:
+    import anthropic
+
     tools: Any = [{"name": "weather", "input_schema": SCHEMA, "strict": True}]
     choice: Any = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     said: Any = [{"role": "user", "content": "Weather?"}]
@@ -204,6 +212,8 @@ def test_a_message_calls_a_tool(caller: Server) -> None:
 
 
 def test_errors_of_messages_come_as_the_client_knows_them(claude: anthropic.Anthropic, server: Server) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError, match="max_tokens must be at least 1") as bad:
         claude.messages.create(model=MODEL, messages=SAID, max_tokens=0)
     assert bad.value.type == "invalid_request_error"

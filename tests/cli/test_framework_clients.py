@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 from types import ModuleType
 from typing import Any
 
 import httpx
-import langchain_client
-import pydantic_ai_client
 import pytest
 from command_line import HANGS_S
 from served_caller import MODEL
 from served_command import KEY, Server
 
 
-@pytest.fixture(params=[langchain_client, pydantic_ai_client], ids=lambda module: module.__name__)
+@pytest.fixture(params=["langchain_client", "pydantic_ai_client"])
 def example(request: pytest.FixtureRequest, caller: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module(request.param)  # takes seconds
     monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
-    monkeypatch.setattr(request.param, "BASE_URL", f"{caller.url}v1")
-    monkeypatch.setattr(request.param, "MODEL", MODEL)
-    return request.param
+    monkeypatch.setattr(module, "BASE_URL", f"{caller.url}v1")
+    monkeypatch.setattr(module, "MODEL", MODEL)
+    return module
 
 
 def told(example: ModuleType, feature: str) -> Any:

@@ -444,7 +444,7 @@ def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
 # --- as a process ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize("form", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 def test_output_that_cannot_be_written_is_an_error(form):
     with Path("/dev/full").open("w") as full:

@@ -217,7 +217,7 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
     # the simulator did not prevent that.
     scenario = Scenario(0.75, 0.25, contention=kappa, verify_slope=0.0)
     results = set()
-    for dice in range(5):
+    for dice in range(3):
         trio._core._run._r.seed(dice)
         result = run_simulation(scenario, num_tokens=150)
         results.add((result.seconds, attrs.evolve(result.statistics, peak_memory=0)))
@@ -227,7 +227,7 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
 @pytest.mark.parametrize("lookahead", [1, 3])
 def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
     """Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8, for a verify pass that costs more than decoding."""
-    acceptance, num_tokens = 0.8, 3000
+    acceptance, num_tokens = 0.8, 1200
     # With this spread, confidence carries no information, so all positions are alike, as in the theory.
     scenario = Scenario(acceptance, 0.25, verify_slope=0.125, draft_slope=0.0, spread=1e6, seed=1)
     result = run_simulation(

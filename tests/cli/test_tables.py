@@ -24,6 +24,7 @@ MEASURED: dict[str, Any] = {
     "dtypes": {"target": ["float32"]},
     "num_prompts": 5,
     "num_ranks": 1,
+    "categories": (),
     "best_speculative": None,
     "machine": {},
     "max_tokens": 192,
@@ -39,7 +40,8 @@ def bench_row(name: str, speed: float, **changes: Any) -> Record:
     figures: dict[str, Any] = {
         "name": name, "engine": "outrider", "draft": "draft", "lookahead": "auto", "speeds": (speed,),
         "median": speed, "low": speed - 11.1, "high": speed + 22.2, "vs_plain": speed / 50, "vs_best_speculative": 1.5,
-        "acceptance": 0.76, "fresh_acceptance": 0.8, "stale_acceptance": None,
+        "acceptance": 0.76, "model_acceptance": 0.8, "copy_acceptance": None, "fresh_acceptance": 0.8,
+        "stale_acceptance": None,
         "tokens_per_round": 3.21, "hit_rate": 0.45, "target_busy": 0.98, "draft_busy": 1.0,
         "limit": 300.0, "of_limit": 0.93, "same_texts": 117, "num_texts": 120, "estimates": None, "failure": None,
     }  # fmt: skip

@@ -45,8 +45,7 @@ def check(call: Any) -> None:
         assert call.function.name == "clock"
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
-@pytest.mark.parametrize("lookahead", [0, 4])
+@pytest.mark.parametrize(("choice", "lookahead"), [("required", 4), pytest.param(NAMED, 0, marks=pytest.mark.slow)])
 def test_a_call_that_must_be_is_made(client: openai.OpenAI, choice: Any, lookahead: int) -> None:
     more: Any = {"tool_choice": choice, "parallel_tool_calls": False, "extra_body": {"lookahead": lookahead}}
     [answer] = client.chat.completions.create(**asked(**more)).choices

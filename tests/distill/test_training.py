@@ -11,7 +11,16 @@ from architectures import VOCAB_SIZE, build
 from sweeps import sweep
 
 from actors.trained.kinds.eagle3 import Eagle3, read_config
-from runtime.distill.training import NUM_STEPS, Training, acceptance_of
+from runtime.distill.training import (
+    LEAST_GAIN,
+    MAX_REDUCTIONS,
+    NUM_STEPS,
+    PATIENCE,
+    REDUCTION,
+    Progress,
+    Training,
+    acceptance_of,
+)
 
 DRAFT_IDS = mx.arange(0, VOCAB_SIZE, 2)
 
@@ -46,8 +55,20 @@ IDENTITY = {"data": "some", "seed": 1}
 BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i in range(4)]
 
 
-@sweep("target_ids", [None, DRAFT_IDS])
-@sweep("name", ["llama", "gemma3_text", "lfm2"])
+def test_the_learning_rate_falls_where_evaluations_gain_nothing() -> None:
+    progress = Progress(learning_rate=1.0).evaluated(0.5)
+    assert progress.best == 0.5
+    assert progress.evaluated(0.5 + 2 * LEAST_GAIN).best == 0.5 + 2 * LEAST_GAIN
+    for reductions in range(1, MAX_REDUCTIONS + 2):
+        assert not progress.is_over
+        for _ in range(PATIENCE):
+            progress = progress.evaluated(0.5 + LEAST_GAIN / 2)
+        assert (progress.best, progress.num_reductions) == (0.5, reductions)
+        assert progress.learning_rate == pytest.approx(REDUCTION**reductions)
+    assert progress.is_over
+
+
+@sweep("name, target_ids", [("llama", DRAFT_IDS), ("gemma3_text", None), ("lfm2", None)])
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)
     before = acceptance_of([learning.draft(batch) for batch in BATCHES])

@@ -231,7 +231,7 @@ def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) ->
     assert kinds >= wanted
 
 
-@sweep("lookahead", [None, 1, 2, 5, "auto"])
+@sweep("lookahead", [None, 2, "auto"])
 async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, autojump_clock: Any) -> None:
     for last in range(len(TEXT) - 1):
         async with simulated(*models(lookahead), schedule=last) as simulation:
@@ -251,8 +251,7 @@ async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, aut
             assert_ended(simulation, at)
 
 
-@sweep("lookahead", [None, 2])
-@sweep("way", ["stream", "generate", "slow consumer"])
+@sweep("way, lookahead", [("stream", None), ("stream", 2), ("generate", 2), ("slow consumer", 2)])
 def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> None:
     async def give_up_after(seconds: float) -> bool:
         async with simulated(*models(lookahead), schedule=int(seconds * 4)) as simulation:
@@ -276,7 +275,7 @@ def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> 
 
     timeout = 0.0
     while run(give_up_after, timeout):
-        timeout += 0.5 if way == "stream" else 0.75
+        timeout += 1.25
     # Two chunks of prefill, and at least five rounds.
     assert timeout > 3 * 4 + 5 * 8
 
@@ -450,8 +449,8 @@ def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim
             by_session = {prompts.index(list(line_prompt(simulation, id))): id for id in range(3)}
             assert_ended(simulation, delay, session=by_session[victim])
 
-    for i in range(40):
-        run(cancel_after, i * 2.0 + 0.5)
+    for i in range(20):
+        run(cancel_after, i * 4.25 + 0.5)
 
 
 def line_prompt(simulation: Simulation, session: int) -> tuple[int, ...]:
@@ -492,8 +491,8 @@ def test_leaving_the_runtime_ends_its_streams_and_takes_as_long_as_the_jobs_that
         with pytest.raises(RuntimeClosedError):
             simulation.runtime.stream(PROMPT)
 
-    for i in range(60):
-        run(leave_after, i * 1.5 + 0.25)
+    for i in range(30):
+        run(leave_after, i * 3.25 + 0.25)
 
 
 @pytest.mark.parametrize("lookahead", [None, 2])
@@ -510,8 +509,8 @@ def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_runnin
         simulation.assert_all_closed()
         assert simulation.runtime.num_streams == 0
 
-    for i in range(60):
-        run(cancel_after, i * 1.5 + 0.25)
+    for i in range(30):
+        run(cancel_after, i * 3.25 + 0.25)
 
 
 async def test_tokens_that_were_committed_before_the_runtime_was_left_can_still_be_read(autojump_clock: Any) -> None:

@@ -715,7 +715,7 @@ async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
 async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, settings):
     target, draft = float32_pair
     written = {}
-    for drafter, lookaheads in ((None, ["auto"]), (draft, LOOKAHEADS), ("ngram", [3])):
+    for drafter, lookaheads in ((None, ["auto"]), (draft, [0, 3] if settings else LOOKAHEADS), ("ngram", [3])):
         async with runtime.open(target, drafter) as rt:
             for lookahead in lookaheads:
                 completion = await described(rt, lookahead=lookahead, **settings)
@@ -735,10 +735,10 @@ def float32_pair() -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@pytest.mark.parametrize("lookahead", [3, "auto"])
 async def test_what_is_sampled_by_rejection_is_valid_every_time(lookahead):
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        for seed in range(3):
+        for seed in range(2):
             completion = await described(rt, temperature=1.0, seed=seed, acceptance="rejection", lookahead=lookahead)
             assert lookahead != 3 or completion.statistics.accepted > 0
 
@@ -761,11 +761,11 @@ async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_wa
 async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_it_would_get_alone(
     float32_pair, lookahead
 ):
-    prompts = [REQUEST, "names = [", "def quicksort(items):", "class Stack:", "import os\n"]
+    prompts = [REQUEST, "names = [", "import os\n"]
     target, draft = float32_pair
     async with runtime.open(target, draft) as rt:
         grammar = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
-        settings = {"max_tokens": 60, "lookahead": lookahead}
+        settings = {"max_tokens": 40, "lookahead": lookahead}
         at_once = await rt.generate_many(prompts, logits_processors=[grammar], **settings)
         for prompt, completion in zip(prompts, at_once, strict=True):
             assert completion.statistics.draft_failures == 0

@@ -118,9 +118,7 @@ def at_work(simulation: Simulation) -> list[int]:
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@sweep("schedule", range(3))
-@sweep("num_streams", [2, 5])
-@sweep("agreement", [0.0, 0.7, 1.0])
+@sweep("num_streams, agreement, schedule", [(2, 0.7, 0), (2, 1.0, 1), (5, 0.0, 2), (5, 0.7, 1), (5, 1.0, 0)])
 async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     num_streams: int, agreement: float, schedule: int, autojump_clock: Any
 ) -> None:

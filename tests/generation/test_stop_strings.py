@@ -77,7 +77,7 @@ SOME_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), SOME_STOPS)
-@settings(deadline=None, derandomize=True, max_examples=600)
+@settings(deadline=None, derandomize=True, max_examples=200)
 def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher, given_text, text = StopMatcher(stops), "", ""
     beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
@@ -153,7 +153,7 @@ STOPS = st.lists(st.text("aab é🙂中\u0301\ufffd", min_size=1, max_size=4), m
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.sets(st.integers(0, 3), max_size=1))
-@settings(deadline=None, derandomize=True, max_examples=1500)
+@settings(deadline=None, derandomize=True, max_examples=300)
 def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
     tokens: list[int], stops: list[str], ends: set[int]
 ) -> None:
@@ -164,7 +164,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.data())
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=160)
 def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
     tokens: list[int], stops: list[str], data: st.DataObject
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_tokenizer_with_byte_fallback_reads_as_if_decoded_anew_each_time() -> 
     emoji = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
     words = [[vocabulary[word]] for word in ("▁the", "▁cat", "▁sat", "s", "▁")]
 
-    @settings(deadline=None, derandomize=True, max_examples=200)
+    @settings(deadline=None, derandomize=True, max_examples=100)
     @given(
         st.lists(st.sampled_from([emoji, *words]), min_size=1, max_size=8),
         st.lists(st.sampled_from(["the", "e c", "ts", "s🙂", "🙂", " ", "🙂🙂", "at s"]), min_size=1, max_size=3),
@@ -267,8 +267,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("lookahead", [0, 3, "auto"])
+@pytest.mark.parametrize(("lookahead", "sampling"), [(0, {}), (3, {"temperature": 1.0, "seed": 5}), ("auto", {})])
 async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: Any, sampling: Any) -> None:
     """For each token, a string that is completed by it: within the token, across tokens, and across rounds."""
     settings = {"max_tokens": 24, "lookahead": lookahead, **sampling}
@@ -292,7 +291,7 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: 
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=16), st.lists(st.text("abc🙂中é", min_size=1, max_size=3)))
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int], stops: list[str]) -> None:
     text, given_text = GrowingText(byte_level(), opened(stops)), ""
     assert text.tail == ""
@@ -311,7 +310,7 @@ async def test_a_stream_that_is_broken_off_has_the_rest_of_its_text_in_its_tail(
     async with runtime.open(*tiny_pair()) as rt:
         whole = await rt.generate(PROMPT, max_tokens=24)
         stops = [whole.text[i : i + 3] + "☂" for i in range(len(whole.text))]
-        for num_given in range(1, 13):
+        for num_given in range(1, 13, 2):
 
             @runtime.stateless
             def fails(tokens: mx.array, logits: mx.array, length: int = len(PROMPT) + num_given) -> mx.array:
@@ -415,8 +414,8 @@ async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pa
     async with runtime.open(*demo_pair) as rt:
         settings: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
         whole = await rt.generate(prompt, **settings)
-        for lookahead in (0, 3, "auto"):
-            for stop in ("\n\n", whole.text[11:14], whole.text[-4:]):
+        for lookahead in (0, 3):
+            for stop in ("\n\n", whole.text[11:14]):
                 completion = await rt.generate(prompt, lookahead=lookahead, stop=stop, **settings)
                 check(completion, demo().decode, ids(whole.tokens), [stop])
 
@@ -519,7 +518,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
             assert [token.id async for token in stream] == TOKENS[:num_tokens]
             assert stream.stop_reason == stop
 
-    for num_tokens in range(1, 15):
+    for num_tokens in range(1, 15, 2):
         run(main, num_tokens, (1, 3, 6)[num_tokens % 3])
 
 
@@ -534,7 +533,7 @@ def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, look
         names = ("generated_tokens", "proposed", "accepted", "rejected", "bonus", "rounds", "replayed_tokens")
         return [getattr(generated, name) for name in names]
 
-    for num_tokens in range(1, 15):
+    for num_tokens in range(1, 15, 3):
         by_token = run(lambda n=num_tokens: counts(stop_tokens=[TOKENS[n - 1]]))
         for length in (1, 4):
             stop = TEXT[max(0, num_tokens - length) : num_tokens]

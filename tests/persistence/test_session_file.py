@@ -474,7 +474,7 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(
     tensors=st.dictionaries(st.text(max_size=6), entries | json_values, max_size=3),
     metadata=st.fixed_dictionaries(
@@ -496,7 +496,7 @@ def test_whatever_a_header_says_it_is_read_or_refused(
     assert sum(len(tensor.data) for tensor in contents.tensors.values()) == len(data)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(data=st.binary(max_size=300))
 def test_whatever_a_file_holds_it_is_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("fuzz") / "session"
@@ -504,7 +504,7 @@ def test_whatever_a_file_holds_it_is_refused(tmp_path_factory: pytest.TempPathFa
     refusal(path)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(where=st.integers(0, 10_000), bytes_=st.binary(min_size=1, max_size=12), cut=st.integers(0, 10_000))
 def test_a_file_altered_in_any_way_is_refused(
     tmp_path_factory: pytest.TempPathFactory, where: int, bytes_: bytes, cut: int

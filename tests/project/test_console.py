@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
 
-often = settings(max_examples=300, deadline=None, derandomize=True)
+often = settings(max_examples=120, deadline=None, derandomize=True)
 
 # A letter, a character of several bytes, one of two cells, an accent, an emoji of several characters, blanks.
 ALPHABET = ["a", "_", "é", "日", "e\u0301", "\u0301", "👩\u200d💻", " ", "\n"]

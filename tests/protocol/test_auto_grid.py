@@ -54,8 +54,8 @@ def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequentia
         / max(1.0, best_sequential(acceptance, cost, slope))
         for i, acceptance in enumerate(ACCEPTANCES)
         for j, cost in enumerate(COSTS)
-        # Every third cell, in diagonals, since neighbours are similar.
-        if (i + j + SLOPES.index(slope) + CONTENTIONS.index(contention)) % 3 == 0
+        # Every fifth cell, in diagonals, since neighbours are similar.
+        if (i + j + 2 * SLOPES.index(slope) + CONTENTIONS.index(contention)) % 5 == 0
     }
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
 
@@ -67,6 +67,6 @@ def test_where_drafting_is_free_working_ahead_pays():
         for i, acceptance in enumerate((0.75, 0.85, 0.92))
         for j, cost in enumerate((0.03, 0.1, 0.2))
         for k, slope in enumerate(SLOPES)
-        if (i + j + k) % 2 == 0
+        if (i + j + k) % 3 == 0
     ]
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= 1.2

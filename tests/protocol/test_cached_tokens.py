@@ -46,6 +46,13 @@ def test_what_was_drafted_and_then_committed_stays():
     assert held.plan([1, 2, 3, 4]) == FeedPlan(3, (4,))
 
 
+def test_what_a_plan_has_dropped_is_fed_again():
+    held = holding(1, 2, 3, 4)
+    held.plan([1, 2, 3, 4])
+    held.follow(FeedPlan(2, ()))
+    assert held.plan([1, 2, 3, 4, 5]) == FeedPlan(2, (3, 4, 5))
+
+
 def test_a_fork_among_drafted_tokens_keeps_what_both_ways_share():
     held = holding(1)
     held.follow(held.plan([1], (2, 3, 4)))
@@ -179,4 +186,4 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(deadline=None, derandomize=True, max_examples=250, stateful_step_count=40)
+TestAnyHistory.settings = settings(deadline=None, derandomize=True, max_examples=125, stateful_step_count=40)

@@ -83,7 +83,7 @@ observations = st.lists(
 
 
 @given(seen=observations, raw=st.floats(0, 1), rank=st.integers(0, 4))
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_whatever_was_seen_nothing_is_certain(seen, raw, rank):
     calibration = Calibration()
     for kind, its_rank, its_raw, was_right in seen:

@@ -18,7 +18,7 @@ from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=400)
+deterministic = settings(deadline=None, derandomize=True, max_examples=160)
 
 STEP, VERIFY = 1.0, 8.0
 
@@ -182,7 +182,7 @@ POLICIES = st.builds(
     depth=st.integers(1, 20),
     due=st.none() | st.floats(0.0, 10.0),
 )
-@settings(deterministic, max_examples=800)
+@settings(deterministic, max_examples=400)
 def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(policy, tree, steps, limit, depth, due):
     # A chain, and a second one that branches off at the root.
     paths = [tuple((100 * i + k, share) for k, share in enumerate(path)) for i, path in enumerate(tree)]

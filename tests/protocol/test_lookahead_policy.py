@@ -17,7 +17,7 @@ from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=200)
+deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 FORKED = (

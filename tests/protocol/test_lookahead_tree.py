@@ -17,7 +17,7 @@ from protocol.errors import ProtocolError
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.randomness import further
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=200)
+deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:

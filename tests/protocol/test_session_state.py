@@ -538,7 +538,7 @@ def test_a_session_closed_from_outside_has_no_finish_reason():
     max_tokens=st.none() | st.integers(1, 7),
     room=st.none() | st.integers(1, 7),
 )
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=160)
 def test_a_commit_is_what_reading_token_by_token_would_give(proposed, accepts, token, stop_tokens, max_tokens, room):
     num_accepted = min(accepts, len(proposed))
     if num_accepted == 0 and token is None:
@@ -581,7 +581,7 @@ def test_a_commit_is_what_reading_token_by_token_would_give(proposed, accepts, t
     single_step=st.booleans(),
     data=st.data(),
 )
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=120)
 def test_a_stop_string_cuts_as_a_stop_token_in_its_last_place_does(proposed, accepts, own, single_step, data):
     num_accepted = min(accepts, 1 if single_step else 5, len(proposed))
     token = 10 if own or num_accepted == 0 else None
@@ -911,7 +911,7 @@ def hear(of: SessionState, message: Proposal | Verdict | Rested) -> Commit | boo
 
 
 TestTwoCopies = TwoCopies.TestCase
-TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=250, stateful_step_count=40)
+TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=125, stateful_step_count=40)
 
 
 @given(

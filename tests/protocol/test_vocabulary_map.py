@@ -189,7 +189,7 @@ def test_a_beginning_that_cannot_be_proposed_is_refused() -> None:
 pieces = st.lists(st.binary(min_size=1, max_size=5), max_size=30)
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @given(pieces, pieces, st.data())
 def test_a_text_is_spelled_with_the_same_bytes(ours: list[bytes], theirs: list[bytes], data: st.DataObject) -> None:
     target = vocabulary(*ours, b"x")

@@ -50,9 +50,15 @@ async def test_a_check_that_ends_well_has_its_own_finding(tmp_path: Path, monkey
     ("name", "status", "says", "wrote"),
     [
         ("dies_of_a_signal", "crashed", "ended with the signal SIGSEGV", "Fatal Python error: Segmentation fault"),
-        ("exits", "crashed", "ended with status 3", "a last word"),
-        ("crashes_after_its_finding", "crashed", "SIGABRT, after this: all is well", "Fatal Python error: Aborted"),
         ("raises", "failed", "the check ended with RuntimeError", "Traceback (most recent call last):"),
+        pytest.param("exits", "crashed", "ended with status 3", "a last word", marks=pytest.mark.slow),
+        pytest.param(
+            "crashes_after_its_finding",
+            "crashed",
+            "SIGABRT, after this: all is well",
+            "Fatal Python error: Aborted",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_however_a_check_ends_is_a_finding(name: str, status: str, says: str, wrote: str) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from asgi import CHAT, COMPLETIONS, COUNT_TOKENS, FIM, MESSAGES, RESPONSES, Exchange
 from every_response import all_seen
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
 from sweeps import sweep
 
@@ -30,13 +27,13 @@ class Schema:
     `@ai-sdk/openai-compatible` and `@ai-sdk/anthropic`. All of them must take it.
 
     Attributes:
-        whole, event: the types of a response and of an event, in the clients for Python.
+        whole, event: the types of a response and of an event, in the clients for Python, which take seconds to import.
         nulls, nulls_of_events: the fields that may be null, and whether they must be there.
     """
 
-    whole: Any
+    whole: str
     nulls: Locations = attrs.Factory(dict)
-    event: Any = None
+    event: str = ""
     nulls_of_events: Locations = attrs.Factory(dict)
 
 
@@ -47,9 +44,9 @@ def within(name: str, nulls: Locations) -> Locations:
 LOGPROBS = within("choices.logprobs", {"content": True, "refusal": True})
 MESSAGE = within("choices.message", {"content": True, "refusal": True})
 CHATS = Schema(
-    ChatCompletion,
+    "openai.types.chat:ChatCompletion",
     {"choices.logprobs": True, **MESSAGE, **LOGPROBS},
-    ChatCompletionChunk,
+    "openai.types.chat:ChatCompletionChunk",
     {"choices.logprobs": False, "choices.finish_reason": True, **LOGPROBS},
 )
 RESPONSE = {
@@ -60,14 +57,27 @@ END = {"stop_reason": True, "stop_sequence": True}
 SCHEMAS = {
     # In clients, a chunk is of the type of a response. OpenAI's service gives it no reason before the end.
     COMPLETIONS: Schema(
-        Completion, {"choices.logprobs": True}, Completion, {"choices.logprobs": True, "choices.finish_reason": True}
+        "openai.types:Completion",
+        {"choices.logprobs": True},
+        "openai.types:Completion",
+        {"choices.logprobs": True, "choices.finish_reason": True},
     ),
     FIM: CHATS,
     CHAT: CHATS,
-    RESPONSES: Schema(Response, RESPONSE, ResponseStreamEvent, within("response", RESPONSE)),
-    f"{RESPONSES}/{{id}}": Schema(Response, RESPONSE),
-    MESSAGES: Schema(Message, END, RawMessageStreamEvent, {**within("message", END), "delta.stop_sequence": False}),
-    COUNT_TOKENS: Schema(MessageTokensCount),
+    RESPONSES: Schema(
+        "openai.types.responses:Response",
+        RESPONSE,
+        "openai.types.responses:ResponseStreamEvent",
+        within("response", RESPONSE),
+    ),
+    f"{RESPONSES}/{{id}}": Schema("openai.types.responses:Response", RESPONSE),
+    MESSAGES: Schema(
+        "anthropic.types:Message",
+        END,
+        "anthropic.types:RawMessageStreamEvent",
+        {**within("message", END), "delta.stop_sequence": False},
+    ),
+    COUNT_TOKENS: Schema("anthropic.types:MessageTokensCount"),
 }
 ERROR: Locations = within("error", {"param": False, "code": False})
 
@@ -108,11 +118,11 @@ def check_nulls(body: dict[str, Any], nulls: Locations) -> None:
 
 
 @functools.cache
-def adapter(type: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(type)
+def adapter(type: str) -> TypeAdapter[Any]:
+    return TypeAdapter(pkgutil.resolve_name(type))
 
 
-def check_type(body: dict[str, Any], type: Any, nulls: Locations) -> None:
+def check_type(body: dict[str, Any], type: str, nulls: Locations) -> None:
     """Assert that a client for Python takes an object, without conversions."""
     try:
         adapter(type).validate_json(json.dumps(body), strict=True)

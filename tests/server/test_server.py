@@ -269,7 +269,7 @@ def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
         is_thinking, is_first = not is_thinking, False
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(
     st.lists(st.sampled_from(["<t>", "</t>", "<", "t", ">", "/", " ", "\n", "a", "b", "<t", "</"]), max_size=14),
     st.lists(st.integers(0, 30), max_size=8),

@@ -90,6 +90,16 @@ def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
     assert at_work("aaaabb", ClientSlots(1, 1)) == [("a", 1), ("a", 2), ("a", 4), ("a", 6), ("b", 3), ("b", 5)]
 
 
+async def test_a_slot_goes_to_the_client_that_holds_the_fewest(autojump_clock: Any) -> None:
+    slots = ClientSlots(2, 2)
+    queue = Queue(slots)
+    async with slots.slot("a"), trio.open_nursery() as nursery, slots.slot("c"):
+        for client in "ab":
+            nursery.start_soon(queue.work, client)
+            await trio.testing.wait_all_tasks_blocked()
+    assert [client for client, _ in queue.done] == ["b", "a"]
+
+
 async def test_who_stops_waiting_leaves_the_slot_to_others(autojump_clock: Any) -> None:
     slots = ClientSlots(1, 1)
     queue = Queue(slots)

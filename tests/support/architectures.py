@@ -1,7 +1,7 @@
 """Every architecture of mlx-lm in tiny form: how to build it, which caches it makes, or why it is left out.
 
 The weights are random float32, drawn wide enough that texts are varied and depend on everything that the caches hold.
-Windows are of 8 to 16 tokens, so that a text of 72 tokens crosses them several times.
+Windows are of 8 to 16 tokens, so that a text of 48 tokens crosses them several times.
 """
 
 from __future__ import annotations
@@ -614,6 +614,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         rms_norm_eps=1e-5,
     ),
 }
+
+# All cache kinds; of the models that can always be trimmed, two with fewer and more caches than layers, and one like
+# most.
+OF_ALL_CACHES = [name for name, architecture in ARCHITECTURES.items() if architecture.kinds != (KV,)]
+OF_ALL_CACHES += ["afm7", "nanbeige", "qwen3"]
 
 # Architectures that can be built anywhere, but run with Metal only.
 FOR_METAL: dict[str, Architecture] = {

@@ -8,7 +8,7 @@ from models import greedy
 PROMPT = [11, 7, 52, 29, 40]
 
 
-NUM_TOKENS = 72
+NUM_TOKENS = 48
 
 
 # Rounding in float32 moves a tiny model's logits (of about 5) by up to 1e-4.

@@ -17,8 +17,7 @@ from trained_drafters import write_eagle3
 import runtime
 
 
-@sweep("lookahead", [1, 3, "auto"])
-@sweep("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("name, lookahead", [("llama", 3), ("gemma3_text", "auto"), ("lfm2", 1)])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)
     async with drafted(write_eagle3(tmp_path, built), built) as rt:

@@ -22,6 +22,10 @@ from actors.target.drafter_link import DrafterLink
 from actors.trained.features import FeatureRecorder
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
+# The other kinds draft by the same code.
+mostly_slow = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "eagle3" else pytest.mark.slow) for kind in KINDS]
+)
 
 
 async def check_text(rt: runtime.Runtime, target: Any) -> None:
@@ -40,7 +44,7 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(kind: str, rewind
         await check_text(rt, target)
 
 
-@every_kind
+@mostly_slow
 @pytest.mark.parametrize("is_hybrid", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_streams_at_once_have_the_texts_of_one_at_a_time(kind: str, is_hybrid: bool, tmp_path: Path) -> None:
     target = make(kind, tmp_path, is_hybrid=is_hybrid)
@@ -61,7 +65,7 @@ async def test_streams_at_once_have_the_texts_of_one_at_a_time(kind: str, is_hyb
         assert (rt.statistics().rows_per_pass or 0) > 1
 
 
-@every_kind
+@mostly_slow
 @pytest.mark.parametrize("num_read", [pytest.param(1, marks=pytest.mark.slow), 20])
 async def test_a_cancelled_text_leaves_its_beginning(kind: str, num_read: int, tmp_path: Path) -> None:
     target, prompt = make(kind, tmp_path), prompt_of(40, vocab_size=48)
@@ -84,7 +88,7 @@ class Fault(Exception):
     pass
 
 
-@every_kind
+@mostly_slow
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 5])
 async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
     kind: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +114,7 @@ async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
         await check_text(rt, target)
 
 
-@every_kind
+@mostly_slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 async def test_a_saved_stream_goes_on_as_it_would_have(kind: str, temperature: float, tmp_path: Path) -> None:
     folder, file = tmp_path / "drafter", tmp_path / "stream"
@@ -146,7 +150,7 @@ async def test_a_saved_conversation_goes_on_with_a_trained_drafter(tmp_path: Pat
     assert texts[0] == texts[1]
 
 
-@every_kind
+@mostly_slow
 async def test_another_drafter_may_take_over_with_texts_that_were_read_without_it(kind: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path / kind)
     other = (write_eagle3 if kind == "medusa" else write_medusa)(tmp_path / "other", target)
