@@ -461,9 +461,9 @@ def _judged_jointly(
     proposed: Sequence[ProposedRows], padded: _Padded, p: mx.array, q: mx.array, sound: mx.array
 ) -> tuple[mx.array, mx.array]:
     """(texts,) numbers of accepted tokens, and (texts,) the weights of the accepted prefixes; lazy."""
-    valid = mx.cumprod((padded.exists & sound[padded.rows]).astype(mx.int32), axis=-1) == 1
     of_target, of_draft = padded.probs(p, q)
-    weights = prefix_weights(mx.where(valid, of_target, 0.0), of_draft)
+    valid = mx.cumprod(((of_draft > 0) & sound[padded.rows]).astype(mx.int32), axis=-1) == 1
+    weights = prefix_weights(mx.where(valid, of_target, 0.0), mx.where(valid, of_draft, 1.0))
     from_none = mx.concatenate([mx.ones_like(weights[:, :1]), weights], axis=-1)
     before_rows = mx.concatenate([from_none[i, : each.num_rows] for i, each in enumerate(proposed)])
     left = mx.maximum(before_rows[:, None] * p - q, 0).sum(axis=-1)
@@ -500,11 +500,12 @@ class _Padded:
         return cls(proposed, mx.array(rows), mx.array(tokens), mx.array(exists))
 
     def probs(self, p: mx.array, q: mx.array) -> tuple[mx.array, mx.array]:
-        """The tokens' probabilities under target and draft: 0 and 1 where a text was filled up, so that none of that is
-        accepted.
+        """The tokens' probabilities under target and draft: 0 where a text was filled up, and where there is nothing to
+        draw from, since a processor has left the drafter no token. So none of that is accepted.
         """
         of_target, of_draft = p[self.rows, self.tokens], q[self.rows, self.tokens]
-        return mx.where(self.exists, of_target, 0.0), mx.where(self.exists, of_draft, 1.0)
+        was_drawn = self.exists & (of_draft > 0)
+        return mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
 
     def uniforms(self, purpose: Purpose) -> mx.array:
         """(texts, longest) draws in [0, 1)."""

@@ -304,7 +304,10 @@ def test_so_it_is_however_the_drafter_fails(how: str, num_together: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [*((kind, "never") for kind in DRAFTERS), ("a draft model", "NaN by a processor")],
+    [
+        *((kind, "never") for kind in DRAFTERS),
+        *((kind, "NaN by a processor") for kind in ("a draft model", "another process")),
+    ],
 )
 def test_without_failures_texts_have_the_targets_distribution(kind: str, how: str) -> None:
     found, phases = run(lambda: sampled(200, MOMENTS["at any time"], kind, how, 3))

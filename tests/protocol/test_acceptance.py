@@ -593,6 +593,19 @@ def test_of_a_proposal_with_rows_that_are_no_numbers_only_the_tokens_before_are_
         assert expected.token in (None, judgement.token)
 
 
+@sweep("nothing", [math.nan, 0.0])
+@sweep("rule", ["rejection", "block"])
+def test_a_token_of_a_drafter_that_had_nothing_to_draw_from_is_rejected_and_those_before_are_judged_alone(
+    rule, nothing
+):
+    logits, draft_probs = logits_of(TARGET_ROWS[:3]), tuple(map(mx.array, DRAFT_ROWS[:2]))
+    spoilt = (draft_probs[0], mx.full((5,), nothing))
+    for start, drafted in enumerate(draws(DRAFT_ROWS[:2], seed=51, starts=range(60))):
+        whole = ProposedRows(51, start, 3, drafted, spoilt)
+        short = ProposedRows(51, start, 2, drafted[:1], draft_probs[:1])
+        assert judge(logits, [whole], rule, 1.0).read() == judge(logits[:2], [short], rule, 1.0).read()
+
+
 def test_the_block_rule_draws_other_numbers_in_each_round(monkeypatch):
     """Its numbers have decided about tokens before their own. Taken twice, they give texts of another distribution."""
 
