@@ -89,12 +89,19 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
 
     Returns: what the settings of the warm-up are otherwise.
     """
-    short = {"WIDE_WIDTHS": (), "NUM_PASSES_ALONE": 1, "MAX_STEPS_BESIDE_TARGET": 8, "MAX_REPEATS": 0}
+    short = {"NUM_PASSES_ALONE": 1, "MAX_STEPS_BESIDE_TARGET": 8, "MAX_REPEATS": 0}
     usual = {name: getattr(warm_up, name) for name in short}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in short.items():
             patch.setattr(warm_up, name, value)
         yield usual
+
+
+@pytest.fixture
+def usual_warm_up(short_warm_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runtimes measure all prices, as those of simulated models on which decisions hang."""
+    for name, value in short_warm_up.items():
+        monkeypatch.setattr(warm_up, name, value)
 
 
 @pytest.fixture

@@ -97,14 +97,15 @@ def _wrapped(line: Sequence[Run], width: int) -> tuple[list[Row], int]:
     """The rows, and where the last of them begins in the line. Text added to the line changes only the last row."""
     rows: list[Row] = []
     row: list[_Cell] = []
-    used = 0
+    used, has_ended = 0, False
     for cell in _cells(line, width):
         if used + cell.width > width and row:
             if cell.text == " " and any(before.text != " " for before in row):
+                has_ended = True
                 continue
-            cut = _after_last_word(row)
+            cut = len(row) if has_ended else _after_last_word(row)
             rows.append(_joined(row[:cut]))
-            row = row[cut:]
+            row, has_ended = row[cut:], False
             used = sum(kept.width for kept in row)
         row.append(cell)
         used += cell.width

@@ -12,18 +12,13 @@ import trio
 from scripted import ScriptedModel, run, truthful
 from sweeps import sweep
 
-import actors.warm_up
 from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, WIDE_WIDTHS, warm_up
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
 from protocol.trace import Event, Span
 
-
-@pytest.fixture(autouse=True)
-def _whole_warm_up(short_warm_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, usual in short_warm_up.items():
-        monkeypatch.setattr(actors.warm_up, name, usual)
+pytestmark = pytest.mark.usefixtures("usual_warm_up")
 
 
 async def warmed_up(

@@ -105,7 +105,7 @@ async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_let
 ) -> None:
     price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
     # Draft steps end at the same moments as verifies; in this schedule they are reported first.
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, schedule=4) as simulation:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, schedule=0) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=80)
     verifies, drafts = simulation.spans("target", "verify"), simulation.spans("draft", "draft")
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
