@@ -168,7 +168,10 @@ class Sessions:
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         owner = CORPUS_OWNER.get()
-        session = Session(opened, send, corpus=self.corpus, corpus_owner=owner)
+        # Another text of the same seed was drawn with the same numbers: a copy of it would not be independent of those
+        # that judge it.
+        is_independent = opened.settings.rule == "match" or (opened.settings.seed is None and saved is None)
+        session = Session(opened, send, corpus=self.corpus if is_independent else None, corpus_owner=owner)
         if self.corpus is not None:
             session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
