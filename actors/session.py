@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import attrs
 import trio
 
 from actors.sampling.logits_pipeline import LogitsPipeline
+from protocol.copy_corpus import EVERYBODY, CopyCorpus
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.scores import TokenScore
@@ -37,6 +38,8 @@ class Session:
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
             string ends the text, if one does; must not raise. None if there are no stop strings.
         on_room: called when the consumer has made room for a commit that did not fit; must neither wait nor raise.
+        corpus, corpus_owner: texts that may be copied from, and whose this one is; None for the text alone.
+        on_finished: called with the tokens of a text that has ended by itself, prompt included; must not raise.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
 
@@ -53,6 +56,9 @@ class Session:
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
     on_room: Callable[[], None] | None = None
+    corpus: CopyCorpus | None = attrs.field(default=None, repr=False)
+    corpus_owner: bytes = attrs.field(default=EVERYBODY, repr=False)
+    on_finished: Callable[[Sequence[int]], None] | None = attrs.field(default=None, repr=False)
     scores: list[TokenScore] = attrs.field(factory=list)
 
     def end(self, error: OutriderError | None = None) -> None:

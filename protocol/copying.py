@@ -13,6 +13,7 @@ matches of any length, but in Python it takes ten times the memory and more time
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ LENGTHS = (1, 2, 4, 8)
 MAX_MATCH = 16
 # Occurrences of an n-gram that are compared, newest first; and entries of a chain that are read for them.
 MAX_OCCURRENCES, MAX_ENTRIES = 8, 64
+# Stands between the texts of one index; no token has this id.
+SEPARATOR = 2**32 - 1
 # Slots of a table at first, and tokens that are added at a time; a power of two.
 MIN_SLOTS = 256
 
@@ -91,6 +94,11 @@ class CopyIndex:
         """Tokens of the text, without the reference."""
         return len(self._tokens) - self.num_reference
 
+    @property
+    def num_bytes(self) -> int:
+        """What its arrays take."""
+        return sum(map(sys.getsizeof, (self._tokens, *self._last, *self._earlier)))
+
     def append_reference(self, tokens: Sequence[int]) -> None:
         """Add tokens at the end of the reference; only while the text is empty."""
         if len(self):
@@ -132,7 +140,7 @@ class CopyIndex:
             t8, t7, t6, t5, t4, t3, t2, t1 = t7, t6, t5, t4, t3, t2, t1, token
             end += 1
 
-    def lookup(self, num_tokens: int, *, shortest: int = 1) -> Iterator[Copied]:
+    def lookup(self, num_tokens: int, *, shortest: int = 1, suffix: array[int] | None = None) -> Iterator[Copied]:
         """What followed most often where the text's longest suffix occurred before, token by token.
 
         Of tokens that followed as often, the one that came last is taken. If a continuation reaches the end of the
@@ -141,21 +149,25 @@ class CopyIndex:
         Args:
             num_tokens: how many tokens are wanted.
             shortest: the fewest tokens that make a match, >= 1.
+            suffix: the last `MAX_MATCH` tokens of another text, which is looked up in this one; None for this one's. A
+                continuation then ends with the text, or at a `SEPARATOR`.
 
         Returns: as many tokens as are wanted; none if nothing was found.
         """
         text = self._tokens
-        length, ends = self._occurrences(text[-MAX_MATCH:])
+        length, ends = self._occurrences(text[-MAX_MATCH:] if suffix is None else suffix)
         if num_tokens < 1 or length < shortest:
             return
         pieces = [text[end : end + num_tokens] for end in ends]
         for piece in pieces:
             while len(piece) < num_tokens:
-                piece.extend(piece[: num_tokens - len(piece)])
+                piece.extend(piece[: num_tokens - len(piece)] if suffix is None else (SEPARATOR,))
         for place in range(num_tokens):
             tokens = [piece[place] for piece in pieces]
             # The newest comes first, and so does a token that is as frequent as another.
             token = tokens[0] if len(tokens) == 1 else Counter(tokens).most_common(1)[0][0]
+            if token == SEPARATOR:
+                return
             yield Copied(token, length + place, tokens.count(token), len(tokens))
             if len(pieces) > 1:
                 pieces = [piece for piece in pieces if piece[place] == token]

@@ -74,6 +74,9 @@ class OpenOptions:
             checksums. They have the tokens of texts.
         prefix_cache_dir_bytes: bound of that directory's size in bytes, such as 40GB. The least recently used files are
             deleted.
+        copy_corpus: memory for a corpus of copies in bytes, indices included, such as 256MB; 0 keeps none. A drafter in
+            this process proposes what followed the same tokens in it, where the text itself has nothing as long: in
+            finished answers, predictions, and the texts of `add_corpus`; the least recently used go first.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
             logits processor among them is shared by all streams.
         chat_template_args: variables of the chat template, such as {"enable_thinking": false}. They are for every
@@ -148,6 +151,7 @@ class OpenOptions:
     prefix_cache_dir_bytes: int = attrs.field(
         default=PREFIX_CACHE_DIR_BYTES, validator=_integer(0), metadata=option("SIZE", _CACHES)
     )
+    copy_corpus: int = attrs.field(default=0, validator=_integer(0), metadata=option("SIZE", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
     chat_template_args: Mapping[str, Any] | None = attrs.field(
         default=None,

@@ -17,7 +17,7 @@ import trio
 from actors.actor import Actor, ActorSession, Mailbox
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH, CopyIndex
+from protocol.copying import MAX_MATCH, Copied, CopyIndex
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
@@ -181,11 +181,23 @@ class DrafterSession(ActorSession):
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and a model is
         # better at it.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
-        for copied in self.index.lookup(num_tokens, shortest=shortest):
+        for copied in self._longest_copy(num_tokens, shortest):
             confidence = copied.confidence
             yield Guess(copied.token, confidence, rank=COPIED - copied.kind, raw=confidence)
             if copied.token in self.shared.opened.stop_tokens:
                 return
+
+    def _longest_copy(self, num_tokens: int, shortest: int) -> Iterator[Copied]:
+        """What followed in the text itself; or in the corpus, if more of the text's last tokens occur there."""
+        own, corpus = self.index.lookup(num_tokens, shortest=shortest), self.shared.corpus
+        if corpus is None:
+            return own
+        if (first := next(own, None)) is not None:
+            own, shortest = itertools.chain((first,), own), first.match_length + 1
+        # In other texts, one token says too little.
+        foreign = corpus.lookup(self.state.committed, num_tokens, self.shared.corpus_owner, shortest=max(2, shortest))
+        longer = None if shortest > MAX_MATCH else next(foreign, None)
+        return own if longer is None else itertools.chain((longer,), foreign)
 
     @property
     def max_proposed_tokens(self) -> int:

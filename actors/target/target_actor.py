@@ -390,6 +390,8 @@ class TargetActor(ModelActor[TargetSession]):
             # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
             shared.deliver_nowait()
             self._note(session, "finish")
+            if shared.on_finished is not None:
+                shared.on_finished(session.state.committed)
         try:
             await self._put_away(session)
         except JobError as of_closing:

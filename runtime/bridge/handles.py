@@ -421,6 +421,10 @@ class RuntimeHandle(
         """
         return self._bridge.run(self._bridge.call(self._bridge.runtime.detach_draft))
 
+    def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> DoneT:
+        """Add texts that every stream may copy from; see `runtime.Runtime.add_corpus`."""
+        return self._bridge.run(self._bridge.call(partial(self._bridge.runtime.add_corpus, texts)))
+
     # --- what the runtime tells of itself ---------------------------------------------------------
 
     def statistics(self) -> Statistics:

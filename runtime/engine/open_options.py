@@ -28,6 +28,7 @@ class OpenArguments(TypedDict, total=False):
     prefix_cache_bytes: int
     prefix_cache_dir: str | os.PathLike[str] | None
     prefix_cache_dir_bytes: int
+    copy_corpus: int
     defaults: SettingsLike | None
     chat_template_args: Mapping[str, Any] | None
     trace: Trace

@@ -251,6 +251,15 @@ class RequestValidation:
         except PromptError as error:
             raise type(error).of("as a continuation, {error}", error=error) from error
 
+    def encode_document(self, text: str | Sequence[int]) -> tuple[int, ...]:
+        """The token ids of a text to copy from. Raises: PromptError: it is neither text nor ids of the vocabulary."""
+        if isinstance(text, str) and self._tokenizer is not None:
+            text = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        try:
+            return encode_prompt(text, self._tokenizer, self._model.vocab_size)
+        except PromptError as error:
+            raise type(error).of("in the corpus, {error}", error=error) from error
+
     def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
         """The message that opens a session which resumes a saved stream, with a new session id.
 

@@ -19,6 +19,7 @@ from actors.model import Model
 from actors.remote.remote_drafter import LoadedElsewhere, RemoteDrafter
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
+from protocol.copy_corpus import CopyCorpus
 from protocol.errors import NoRuntimeError, OutriderError, RuntimeClosedError
 from protocol.open_options import OpenOptions
 from protocol.prices import Prices
@@ -135,6 +136,7 @@ async def running(
             given.max_streams,
             tokenizer if shared_tokenizer is None else shared_tokenizer,
             given.defaults,
+            CopyCorpus(given.copy_corpus) if given.copy_corpus else None,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
         # A cancellation from further out ends the actors first; the block ends when it gets to it.

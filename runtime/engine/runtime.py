@@ -13,7 +13,8 @@ from actors.drafters.draft_actor import DraftActor
 from actors.mlx.model import MLXModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
-from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SessionFileError
+from protocol.copy_corpus import EVERYBODY, CopyCorpus
+from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SessionFileError, SettingsError
 from protocol.messages import Open
 from protocol.prices import Estimates, Prices
 from protocol.reprs import shown_path
@@ -36,6 +37,8 @@ from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saving import SessionSaver
 
+# Characters of a document that are tokenised without a pause; a few milliseconds.
+_CHARACTERS_AT_ONCE = 8192
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
 
 
@@ -76,6 +79,7 @@ class Runtime:
         max_streams: int | None,
         shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
+        corpus: CopyCorpus | None = None,
     ) -> None:
         """A runtime over the actors of `runtime.engine.running`.
 
@@ -88,6 +92,7 @@ class Runtime:
             nursery: of the generations that are begun many at a time.
             max_streams, defaults: see `open`.
             shared_tokenizer: the target's tokenizer, as the user gets it; or None.
+            corpus: what streams copy from beside their own texts; None for nothing.
         """
         self._target = target
         self._drafter = drafter
@@ -95,7 +100,7 @@ class Runtime:
         self._shared_tokenizer = shared_tokenizer
         self._prices = prices
         self._began = target.worker.clock()
-        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, self._save_stream)
+        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, self._save_stream, corpus)
         self._validation = RequestValidation(
             target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
         )
@@ -215,6 +220,36 @@ class Runtime:
         self.check_open()
         generations = self._validation.generations(prompts, settings, dict(overrides))
         return self._sessions.begin_many(TokenStreams, generations, max_concurrent)
+
+    async def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> None:
+        """Add texts that every stream may copy from, within `copy_corpus`; in `serve`, those of all clients.
+
+        Args:
+            texts: each is text, or token ids.
+
+        Raises:
+            SettingsError: the runtime was opened without a `copy_corpus`.
+            PromptError: one is neither text nor ids of the vocabulary; those before it were added.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
+
+        Cancellation: what was added until then stays.
+        """
+        with self._sessions.while_open():
+            if self._sessions.corpus is None:
+                raise SettingsError.of(
+                    "there is no corpus to add to; open the runtime with {copy_corpus=}", copy_corpus=2**28
+                )
+            if isinstance(texts, str):
+                raise PromptError("add_corpus takes several texts, got one; put it into a list")
+            for text in texts:
+                # A long text is tokenised in pieces, between which streams go on.
+                pieces = range(0, len(text), _CHARACTERS_AT_ONCE) if isinstance(text, str) else (None,)
+                tokens: list[int] = []
+                for begin in pieces:
+                    piece = text if begin is None else text[begin : begin + _CHARACTERS_AT_ONCE]
+                    tokens += self._validation.encode_document(piece)
+                    await trio.lowlevel.checkpoint()
+                await self._sessions.add_to_corpus(tokens, EVERYBODY)
 
     def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.mlx.memory import peak_memory
 from actors.session import Session
 from actors.target.target_actor import TargetActor
+from protocol.copy_corpus import EVERYBODY, CopyCorpus
 from protocol.errors import OutriderError, ProtocolError, RuntimeBrokenError, RuntimeClosedError
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -42,6 +44,9 @@ _DECODED_BEFORE = 16
 # Tokens, of a scored text or named as likely ones, that are decoded without a pause; a few milliseconds.
 _DECODED_AT_ONCE = 64
 
+# Whose texts the streams that a task begins copy from, and add to. A server sets it for each request.
+CORPUS_OWNER: ContextVar[bytes] = ContextVar("outrider_corpus_owner", default=EVERYBODY)
+
 M = TypeVar("M")
 
 SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awaitable[int]]
@@ -59,6 +64,7 @@ class Sessions:
         target: the actor that sessions begin at.
         drafter: its actor is the other one, if there is a drafter.
         prices: the measured costs, for the streams' statistics.
+        corpus: what sessions copy from beside their own texts, or None.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
@@ -73,6 +79,8 @@ class Sessions:
     _nursery: trio.Nursery
     _max_streams: int | None
     _save_stream: SaveStream
+    corpus: CopyCorpus | None = None
+    _adding: trio.Lock = attrs.field(init=False, factory=trio.Lock)  # to the corpus
     by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
@@ -159,7 +167,13 @@ class Sessions:
         self.check_open()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        session = Session(opened, send)
+        owner = CORPUS_OWNER.get()
+        # Another text of the same seed was drawn with the same numbers: a copy of it would not be independent of those
+        # that judge it.
+        is_independent = opened.settings.rule == "match" or (opened.settings.seed is None and saved is None)
+        session = Session(opened, send, corpus=self.corpus if is_independent else None, corpus_owner=owner)
+        if self.corpus is not None:
+            session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
@@ -229,6 +243,19 @@ class Sessions:
             raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
         tokens = await _scored_tokens(session, self._tokenizer)
         return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
+
+    async def add_to_corpus(self, tokens: Sequence[int], owner: bytes) -> None:
+        """Add a text to the corpus, which must be there."""
+        assert self.corpus is not None
+        async with self._adding:
+            for _ in self.corpus.add(tokens, owner):
+                await trio.lowlevel.checkpoint()
+
+    def _keep(self, opened: Open, owner: bytes, text: Sequence[int]) -> None:
+        """Add the answer of a session that has finished to the corpus, and what was predicted."""
+        if self._closed is None:
+            for tokens in (opened.settings.prediction, text[opened.num_prompt :]):
+                self._nursery.start_soon(self.add_to_corpus, tokens, owner)
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; may be called from any thread, at any moment."""

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import outcome
@@ -403,8 +403,9 @@ class Served:
 @asynccontextmanager
 async def served(
     target: ScriptedModel,
-    draft: ScriptedModel | None = None,
+    draft: ScriptedModel | Literal["ngram"] | None = None,
     *,
+    copy_corpus: int = 0,
     tokenizer: Letters | None = None,
     tokenising_s: float = 0.0,
     max_streams: int = 4,
@@ -422,7 +423,7 @@ async def served(
     Asserts on exit what `simulated` asserts.
 
     Args:
-        target, draft, max_streams, price, schedule: see `simulated`.
+        target, draft, copy_corpus, max_streams, price, schedule: see `simulated`.
         tokenizer: the target's tokenizer.
         tokenising_s: seconds that the preparation of a prompt takes.
         max_waiting, limits, **service: see `Limits` and `Service`.
@@ -440,6 +441,7 @@ async def served(
         price=price,
         schedule=schedule,
         defaults=settings,
+        copy_corpus=copy_corpus,
     ) as simulation:
         background = Aside(tokenising_s)
         pool = pool_of(

@@ -23,8 +23,8 @@ from runtime.loading.model_spec import ModelSpec
 # The options of `runtime.open` that commands with models have.
 OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if option.group}
 
-# The options of prefix caches, which commands do not have that reuse no prefix.
-PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
+# The options of what one text leaves to the next, which commands do not have that generate each text by itself.
+PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes", "copy_corpus")
 DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
 
 

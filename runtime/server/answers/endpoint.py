@@ -14,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
+from runtime.engine.sessions import CORPUS_OWNER
 from runtime.generation.token_stream import TokenStream
 from runtime.server.answers.api import Answer, Api, Choice, Choices
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_each, num_named_tokens
 from runtime.server.answers.request import Request
 from runtime.server.answers.sending import encoded_aside, send_events, send_whole
-from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
+from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.fair_threads import SHORT
@@ -145,6 +146,7 @@ class Endpoint(Generic[B]):
         Cancellation: ends the generation.
         """
         context, outcome, client = self._context, _Outcome(), client_address(scope)
+        CORPUS_OWNER.set(corpus_owner(scope))
         try:
             body = await read_request(context, self._api.parse, scope, receive, client)
             request = self._api.request(body)

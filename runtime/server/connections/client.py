@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -85,6 +86,13 @@ def client_address(scope: Scope) -> str:
     """The address of a client, without its port: behind a proxy that is not trusted, the proxy's."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
+
+
+def corpus_owner(scope: Scope) -> bytes:
+    """Whose texts a client may copy from: those of its address and API key. A digest, which tells neither."""
+    headers = dict(scope["headers"])
+    keys = (headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
+    return hashlib.sha256(repr((client_address(scope), *keys)).encode()).digest()
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float, claim: Claim) -> bytes:
