@@ -192,12 +192,12 @@ class TargetActor(ModelActor[TargetSession]):
         if session.ended_s is not None:
             session.turnaround_s.observe(now_s - session.ended_s)
             session.ended_s = None
+        self._set_num_texts()
         if is_plain(session):
             num_needed = max(1, len(session.state.committed) - len(session.cached_tokens))
             is_ahead = session.plain_row is not None and session.plain_row.is_ahead
             turn = Turn(ReadyRound(num_needed), is_plain=True, is_ahead=is_ahead, since_s=now_s)
         else:
-            self._set_num_texts()
             if (part := self._make_part(session, now_s)) is None:
                 return
             self._parts[session] = part

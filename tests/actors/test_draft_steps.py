@@ -91,7 +91,7 @@ async def test_by_itself_a_drafter_that_is_always_right_needs_at_most_one_job_a_
         before, rounds_before = len(runs_of(simulation)), len(simulation.spans("target", "verify"))
         await text_of(simulation, [1, 2, 3], max_tokens=400)
         runs, rounds = runs_of(simulation)[before:], len(simulation.spans("target", "verify")) - rounds_before
-    assert len(runs) <= rounds
+    assert len(runs) <= rounds + 1  # one more for the proposal that is cut to the end of the text
     assert sum(runs) >= 400
 
 

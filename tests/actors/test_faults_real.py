@@ -74,7 +74,7 @@ def fail_at(
 
 # The first chunk of the prompt, a later one, a step or a verify, and the calls before and after those.
 MOMENTS = [
-    *(("feed", at) for at in (1, 2, 4, 6)),
+    *(("feed", at) for at in (1, 2, 4, 7)),
     ("prepare", 1),
     ("rewind", 2),
     ("check", 3),
@@ -126,7 +126,7 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
                 nursery.start_soon(one)
                 nursery.start_soon(one)
             # By "close", the text is complete; a pass that reads drafted tokens is repeated without them.
-            if name == "close" or (with_drafter and (name, at) == ("feed", 6)):
+            if name == "close" or (with_drafter and (name, at) == ("feed", 7)):
                 assert texts == [text, text]
             else:
                 assert texts == [text]

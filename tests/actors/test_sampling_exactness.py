@@ -256,7 +256,7 @@ def test_a_copy_that_decides_by_the_token_that_was_drawn_would_be_seen(monkeypat
     copy_at_a_fixed_lookahead(monkeypatch)
 
     async def sampled() -> float:
-        tokens = await sample(6 * NUM_SESSIONS, target(), drafter(), prompt=QUOTABLE, max_tokens=6, lookahead=3)
+        tokens = await sample(8 * NUM_SESSIONS, target(), drafter(), prompt=QUOTABLE, max_tokens=6, lookahead=3)
         return pooled_p_value(triples([PROMPT + ids(text) for text in tokens]))
 
     assert run(sampled) > SIGNIFICANCE
@@ -337,7 +337,7 @@ class Touchy(ScriptedModel):
 
 def drop_what_was_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     def emptied(proposal: Proposal) -> OneByOne:
-        return OneByOne(attrs.evolve(proposal, tokens=(), probs=(), reach=()))
+        return OneByOne(attrs.evolve(proposal, tokens=(), probs=(), reach=(), copied=()))
 
     monkeypatch.setattr(round_jobs, "OneByOne", emptied)
 
@@ -364,7 +364,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(
         models = Touchy(markov(table), vocab_size=len(table)), drafter(draft_table)
         models[0].bad_token = bad_token
         asked = {"max_tokens": 5, "lookahead": 3, "acceptance": acceptance}
-        texts = [ids(text) for text in run(lambda: sample(600, *models, draft_part=0.1, **asked))]
+        texts = [ids(text) for text in run(lambda: sample(900, *models, draft_part=0.1, **asked))]
         assert models[0].num_failures > 100
         return p_value(Counter(tuple(text[:3]) for text in texts), outcomes(table, 3))
 

@@ -111,6 +111,8 @@ async def test_usage_is_what_the_statistics_say(server: Served, path: str, body:
             "total_tokens": statistics.prompt_tokens + 40,
             "proposed_tokens": statistics.proposed,
             "accepted_tokens": statistics.accepted,
+            "accepted_copied_tokens": statistics.accepted_copied,
+            "rejected_copied_tokens": statistics.rejected_copied,
             "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
