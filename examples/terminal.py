@@ -206,6 +206,7 @@ class Interface:
                             self.page.write(token.text, _style(token))
                             self._change()
                         answer.end = "full" if answer.stream.finish_reason == "length" else "done"
+                        self._change()
                         if answer.end == "full":
                             self._remark(f"[full, with {answer.stream.statistics().generated_tokens:,} tokens]")
                 except (runtime.RuntimeBrokenError, runtime.RuntimeClosedError) as error:
