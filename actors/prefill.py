@@ -70,10 +70,10 @@ async def prefill_committed(
 
     Cancellation: strikes after the pass.
     """
-    sequence, cached_tokens, setting = session.sequence, session.cached_tokens, session.shared.opened.settings
+    sequence, cached_tokens = session.sequence, session.cached_tokens
     assert sequence is not None
-    plan = cached_tokens.plan(committed, num_logits=0)
-    size = chunk_size() if setting.prefill_step_size == "auto" else setting.prefill_step_size
+    plan, setting = cached_tokens.plan(committed, num_logits=0), session.shared.opened.settings.prefill_step_size
+    size = chunk_size() if setting == "auto" else setting
     plan = FeedPlan(plan.keep, plan.feed[:size])
     job = Job("prefill", partial(_rewind_and_feed, sequence, plan), session.id, len(plan.feed))
     length = await worker.run(job)

@@ -24,6 +24,7 @@ Drafting:
 * `auto_policy`: the same by measured prices.
 * `draft_budget`: the policy's decisions for the next draft steps, made in advance.
 * `copying`: drafting without a model, by what followed the same tokens earlier in the text.
+* `copy_corpus`: other texts that may be copied from, each owner's apart.
 * `calibration`: from the drafter's confidence to how often it is right.
 
 Prices and time:
