@@ -82,10 +82,13 @@ class Session:
     @property
     def is_blocked(self) -> bool:
         """Whether the last commit does not fit into the channel."""
-        if self.unsent is None:
-            return False
+        return self.unsent is not None and self.room <= 0
+
+    @property
+    def room(self) -> float:
+        """How many commits fit into the channel."""
         statistics = self.commits.statistics()
-        return statistics.current_buffer_used >= statistics.max_buffer_size
+        return statistics.max_buffer_size - statistics.current_buffer_used
 
     def make_room(self) -> None:
         """Note that the consumer has taken something: send the unsent commit, if there is one. Never waits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import pairwise
 
 import mlx.core as mx
 import trio
@@ -17,13 +18,14 @@ from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import LogitsPipeline
 from actors.target.plain_rows import PlainRow, PlainRows
 from actors.trained.feature_input import FeatureInput
-from actors.workers.worker import Job, JobError, Worker
+from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
 from protocol.prices import Prices
 from protocol.randomness import Purpose, key_for
 from protocol.settings import Settings
+from protocol.trace import Share
 
 NUM_TEXT_TOKENS = 8  # fed before the first pass
 # Tokens of each timed pass: the drafter mostly feeds one, and the target's proposals and the passes that streams share
@@ -178,13 +180,12 @@ async def _time_wide_passes(model: Model, sequence: CachedSequence, worker: Work
 
 async def _time_plain_decoding(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
     """Time tokens without a drafter, decoded one pass ahead as in a stream."""
-    rows, row = PlainRows(model), PlainRow(sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
-    for i in range(NUM_PLAIN_STEPS):
-        length, began_s = row.position, worker.clock()
-        await worker.run(Job("warm-up", partial(rows.step, [row], goes_ahead=True), None, 1))
-        if i > 0:  # the first step is not a pass ahead
-            prices.plain_decode_s.observe(worker.clock() - began_s)
-        row.plan = FeedPlan(length + 1, ())
+    row = PlainRow(sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
+    step = partial(PlainRows(model).steps, [row], [Share(0, 0, 1)], NUM_PLAIN_STEPS, goes_ahead=True)
+    ended_s: list[float] = []
+    await worker.run_steps(Steps("warm-up", step, lambda job, *_: ended_s.append(job.ended), num_tokens=1))
+    for before_s, after_s in pairwise(ended_s):  # the first step is not a pass ahead
+        prices.plain_decode_s.observe(after_s - before_s)
 
 
 @asynccontextmanager

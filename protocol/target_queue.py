@@ -49,6 +49,11 @@ class TargetQueue:
         self._waiting = rounds
         self._began_s = now_s
 
+    def begin_again(self, now_s: float) -> None:
+        """End the running pass, and begin another one over one more token of each of its sessions."""
+        self._running = dict.fromkeys(self._running, 1)
+        self._began_s = now_s
+
     def leave(self, session: int, now_s: float) -> None:
         """Remove a session's round, which is done or was taken back; does nothing where there is none."""
         if (self._running if session in self._running else self._waiting).pop(session, None) is not None:

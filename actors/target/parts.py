@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import attrs
@@ -244,11 +245,13 @@ def is_plain(session: TargetSession) -> bool:
     )
 
 
-def stays_plain(session: TargetSession) -> bool:
-    """Whether there is a round after this one, and it is the target's own as well, whatever this one's token is."""
+def num_plain_rounds(session: TargetSession) -> float:
+    """How many rounds of a text, of which the next one is the target's own, are so for sure, whatever its tokens are
+    but for the end of the text.
+    """
     state = session.state
-    rests_on = state.phase is not SessionPhase.RESTING or state.round + 1 < state.rests_until
-    return rests_on and (state.remaining is None or state.remaining > 1)
+    in_rest = state.rests_until - state.round if state.phase is SessionPhase.RESTING else math.inf
+    return min(in_rest, math.inf if state.remaining is None else state.remaining)
 
 
 def has_lost_tokens(session: TargetSession) -> bool:

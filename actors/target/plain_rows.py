@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import attrs
@@ -21,10 +22,12 @@ import mlx.core as mx
 from actors.model import CachedSequence, CacheLostError, Feed, Model
 from actors.sampling.logit_check import LogitCheck, not_a_number
 from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline, TokenHistory, by_kind
+from actors.workers.worker import Step
 from protocol.acceptance import LazyLikelihoods, choices_together
 from protocol.cached_tokens import FeedPlan
 from protocol.errors import OutriderError
 from protocol.messages import Features, Likelihood, Open
+from protocol.trace import Share
 
 
 @attrs.define(eq=False)
@@ -38,11 +41,6 @@ class PlainRow:
         plan: how to bring the cache in line with the committed text; feeds nothing while it is ahead.
         history: of the committed text.
         is_ahead: whether the cache has the last committed token, whose logits are those of a pass ahead.
-
-    Set by a step:
-        result: the token, or the error that concerns this text alone.
-        likelihoods: of the token, if the session asks for them.
-        features: of the tokens that were fed since the last step, if they are recorded.
     """
 
     sequence: CachedSequence
@@ -51,9 +49,6 @@ class PlainRow:
     plan: FeedPlan = attrs.field(factory=lambda: FeedPlan(0, ()))
     history: TokenHistory = NO_HISTORY
     is_ahead: bool = False
-    result: int | Exception = 0
-    likelihoods: tuple[Likelihood, ...] = ()
-    features: Features | None = None
     # Of a pass ahead that others have gone on without: its logits (1, V), from which no token was chosen yet.
     _logits: mx.array | None = None
 
@@ -61,6 +56,24 @@ class PlainRow:
     def position(self) -> int:
         """Of the token that comes next."""
         return self.plan.keep + len(self.plan.feed)
+
+
+@attrs.define
+class PlainResult:
+    """What a step brought for one text.
+
+    Attributes:
+        token: its next token, or the error that concerns this text alone. `CacheLostError`: a pass that the text shared
+            has failed since this one was planned.
+        fed: what the cache has carried out; None if that is nothing.
+        likelihoods: of the token, if the session asks for them.
+        features: of the tokens that were fed since the last step, if they are recorded.
+    """
+
+    token: int | Exception
+    fed: FeedPlan | None = None
+    likelihoods: tuple[Likelihood, ...] = ()
+    features: Features | None = None
 
 
 @attrs.frozen
@@ -82,18 +95,21 @@ class _Chosen:
     def launch(self) -> None:
         mx.async_eval(*self._arrays())
 
-    def read(self, rows: Sequence[PlainRow]) -> None:
-        """Give each text its token, or the error if none can be chosen from its logits."""
+    def read(self, rows: Sequence[PlainRow]) -> list[PlainResult]:
+        """Each text's token, or the error if none can be chosen from its logits."""
         mx.eval(*self._arrays())
         tokens, largest = cast(list[int], self.tokens.tolist()), cast(list[float], self.largest.tolist())
-        for row, token, value in zip(rows, tokens, largest, strict=True):
-            row.result = token if math.isfinite(value) else not_a_number(value, row.position, "target")
+        results = [
+            PlainResult(token if math.isfinite(value) else not_a_number(value, row.position, "target"))
+            for row, token, value in zip(rows, tokens, largest, strict=True)
+        ]
         for index, check in self.own.items():
-            row = rows[index]
-            error = check.error(0, row.position, "target") if isinstance(check, LogitCheck) else check
-            row.result = row.result if error is None else error
+            error = check.error(0, rows[index].position, "target") if isinstance(check, LogitCheck) else check
+            if error is not None:
+                results[index].token = error
         for index, lazy in self.likelihoods.items():
-            rows[index].likelihoods = lazy.read()
+            results[index].likelihoods = lazy.read()
+        return results
 
     def _arrays(self) -> list[mx.array]:
         arrays = [self.tokens, self.largest]
@@ -126,26 +142,49 @@ class PlainRows:
         self._model = model
         self._ahead: _PassAhead | None = None
 
-    def step(self, rows: Sequence[PlainRow], *, goes_ahead: bool) -> list[int | Exception]:
+    def steps(
+        self, rows: Sequence[PlainRow], shares: Sequence[Share], num_tokens: int, *, goes_ahead: bool
+    ) -> Step[list[PlainResult]]:
+        """Decode some tokens of each text, one of each a step; fewer once a text has ended, or failed.
+
+        Args:
+            rows, shares: the texts, and their parts in the first step.
+            num_tokens: of each, >= 1. Beyond the first, no text may have processors that depend on its tokens.
+            goes_ahead: as in `step`, for the last of these tokens.
+        """
+        results = self.step(rows, goes_ahead=goes_ahead or num_tokens > 1)
+        if num_tokens == 1 or any(
+            isinstance(each.token, Exception) or each.token in row.opened.stop_tokens
+            for row, each in zip(rows, results, strict=True)
+        ):
+            return Step(results)
+        for row in rows:
+            row.plan = FeedPlan(row.position + 1, ())
+        shares = tuple([Share(share.session, share.round + 1, 1) for share in shares])
+        following = partial(self.steps, rows, shares, num_tokens - 1, goes_ahead=goes_ahead)
+        return Step(results, following, len(rows), shares if len(shares) > 1 else ())
+
+    def step(self, rows: Sequence[PlainRow], *, goes_ahead: bool) -> list[PlainResult]:
         """The next token of each text.
 
         Args:
             rows: the texts. The others that are ahead stay so.
             goes_ahead: whether each of them goes on with one more token, whatever it is.
 
-        Returns: `PlainRow.result` of each. `CacheLostError`: a pass that the text shared has failed since this one was
-            planned.
         Raises: whatever the model raises: the pass has failed for all, and their caches are empty.
         """
+        results = [PlainResult(CacheLostError()) for _ in rows]
         sound = []
-        for row in rows:
+        for index, row in enumerate(rows):
             if row.sequence.length == row.plan.keep:
-                sound.append(row)
+                sound.append(index)
             else:
-                row.result, row.is_ahead, row._logits = CacheLostError(), False, None
+                row.is_ahead, row._logits = False, None
         try:
             if sound:
-                self._decode(sound, goes_ahead)
+                decoded = self._decode([rows[index] for index in sound], goes_ahead)
+                for index, result in zip(sound, decoded, strict=True):
+                    results[index] = result
         except BaseException:
             # What is in the caches now is not known.
             self._ahead = None
@@ -154,9 +193,9 @@ class PlainRows:
                 row.sequence.forget()
                 row.is_ahead, row._logits = False, None
             raise
-        return [row.result for row in rows]
+        return results
 
-    def _decode(self, rows: Sequence[PlainRow], goes_ahead: bool) -> None:
+    def _decode(self, rows: Sequence[PlainRow], goes_ahead: bool) -> list[PlainResult]:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.rows == tuple(rows):
             chosen = ahead.chosen or _choose(rows, ahead.logits)
@@ -168,12 +207,16 @@ class PlainRows:
         if goes_ahead:
             chosen.launch()
             self._go_ahead(rows, chosen)
-        chosen.read(rows)
-        for row in rows:
+        results = chosen.read(rows)
+        for row, result in zip(rows, results, strict=True):
             if (features := row.sequence.features) is not None and features.are_recorded:
-                row.features = features.take(row.position)
+                result.features = features.take(row.position)
             row.is_ahead = goes_ahead
             row.sequence.check(row.position + goes_ahead)
+            if isinstance(result.token, int):
+                ahead = (result.token,) if goes_ahead else ()
+                result.fed = FeedPlan(row.plan.keep, (*row.plan.feed, *ahead))
+        return results
 
     def _chosen_now(self, rows: Sequence[PlainRow]) -> _Chosen:
         """The next tokens, from logits that are there, and from a pass over the texts of which there are none."""

@@ -10,17 +10,18 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
+
 from actors.model import CacheLostError, Model
 from actors.prefill import prefill_committed
 from actors.target.drafter_link import DrafterLink
-from actors.target.parts import Part, next_part, stays_plain, verdict_of, verdict_so_far
-from actors.target.plain_rows import PlainRow, PlainRows
+from actors.target.parts import Part, next_part, num_plain_rounds, verdict_of, verdict_so_far
+from actors.target.plain_rows import PlainResult, PlainRow, PlainRows
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
 from actors.target.verify import verify
 from actors.workers.suspects import Suspects
-from actors.workers.worker import Job, JobError, Worker, job_error
+from actors.workers.worker import Job, JobError, Step, Steps, Worker, job_error
 from protocol.backoff import Backoff, SharingLimit
-from protocol.cached_tokens import FeedPlan
 from protocol.errors import OutriderError, ProtocolError
 from protocol.messages import Verdict
 from protocol.prefill_chunks import PrefillChunkSize
@@ -31,6 +32,30 @@ from protocol.trace import Share
 
 # Every so many passes of texts without drafts, one is not started ahead, so that it shows what such a pass costs.
 MEASURED_EVERY = 32
+
+
+@attrs.define(eq=False)
+class _PlainRun:
+    """Passes in a row over texts that nobody drafts for.
+
+    Attributes:
+        sessions, rows, shares: the texts, and their parts in the first pass. Where texts of the model turn out not to
+            share passes, there is but the first row and share.
+        num_passes: those that are not over, at most.
+        goes_ahead: whether the last of them starts one more ahead.
+        steps: the passes.
+        is_first: whether no pass is over.
+        going_on: the texts that can have another such pass, as of the last one.
+    """
+
+    sessions: Sequence[TargetSession]
+    rows: list[PlainRow]
+    num_passes: int
+    goes_ahead: bool
+    shares: list[Share] = attrs.field(factory=list)
+    steps: Steps[list[PlainResult]] = attrs.field(init=False)
+    is_first: bool = True
+    going_on: list[TargetSession] = attrs.field(factory=list)
 
 
 class RoundJobs:
@@ -84,6 +109,7 @@ class RoundJobs:
         self.num_shared = max_batch
         self._limit = SharingLimit()
         self._plain_rows = PlainRows(model)
+        self._plain_run: _PlainRun | None = None
         self._num_ahead = 0  # passes in succession that were started ahead
         # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one.
         self._last_plain: tuple[float, float] | None = None
@@ -150,70 +176,97 @@ class RoundJobs:
         finally:
             self._end_job(sessions)
 
-    async def run_plain_pass(self, sessions: Sequence[TargetSession], *, goes_ahead: bool) -> list[TargetSession]:
-        """A pass over texts that nobody drafts for.
+    async def run_plain_passes(
+        self, sessions: Sequence[TargetSession], *, goes_ahead: bool, may_repeat: bool
+    ) -> list[TargetSession]:
+        """Passes over texts that nobody drafts for: one, or several in a row until something changes.
 
         Args:
             sessions: at least one, and one where `num_shared` is 1; `is_plain` is true of each.
             goes_ahead: whether the next such pass may be started ahead.
+            may_repeat: whether there is nothing else to do.
 
         Returns: those of them that can have another such pass at once, in order. The others have changed.
         """
         num_texts = len(sessions)
-        is_measured = num_texts > 1 and self._num_ahead >= MEASURED_EVERY
-        goes_ahead = goes_ahead and not is_measured and all(map(stays_plain, sessions))
-        was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if goes_ahead else 0
-        rows, shares = [], []
-        for session in sessions:
-            row, state = plain_row(session), session.state
-            rows.append(row)
-            shares.append(Share(session.id, state.round, max(1, len(row.plan.feed))))
-            self._target_queue.enter(session.id, shares[-1].num_tokens)
-        num_tokens = sum([share.num_tokens for share in shares])
-        step = partial(self._step, rows, goes_ahead)
+        num_rounds = min(map(num_plain_rounds, sessions))
+        goes_ahead = goes_ahead and num_rounds > 1 and (num_texts == 1 or self._num_ahead < MEASURED_EVERY)
+        num_passes = self._num_passes(sessions, num_rounds) if goes_ahead and may_repeat else 1
+        rows = [plain_row(session) for session in sessions]
+        run = _PlainRun(sessions, rows, num_passes, goes_ahead=goes_ahead and num_rounds > num_passes)
+        for session, row in zip(sessions, run.rows, strict=True):
+            share = Share(session.id, session.state.round, max(1, len(row.plan.feed)))
+            run.shares.append(share)
+            self._target_queue.enter(session.id, share.num_tokens)
+        num_tokens = sum([share.num_tokens for share in run.shares])
+        step, on_step = partial(self._plain_step, run), partial(self._decoded, run)
+        run.steps = steps = Steps("decode", step, on_step, num_tokens=num_tokens)
         if num_texts == 1:
-            job = Job("decode", step, sessions[0].id, num_tokens, sessions[0].state.round)
+            steps.session, steps.round = sessions[0].id, sessions[0].state.round
         else:
-            job = Job("verify", step, num_tokens=num_tokens)
-            job.prepare = partial(self.share, rows, shares, job)
+            steps.kind, steps.prepare = "verify", partial(self.share, run.rows, run.shares)
         self._begin_job(sessions)
         self._limit.count_job()
-        results = None
+        self.deliver()
+        self._plain_run = run
         try:
-            results = await self._worker.run(job, meanwhile=self.deliver)
+            await self._worker.run_steps(steps)
         except JobError as error:
-            self._failed([next_part(session, self._prices, self._worker.clock()) for session in sessions], error)
+            self._last_plain, self._num_ahead, run.going_on = None, 0, []
+            left = [session for session in sessions if not session.has_ended]
+            self._failed([next_part(session, self._prices, self._worker.clock()) for session in left], error)
         finally:
+            self._plain_run = None
             self._end_job(sessions)
-        if results is None:
-            self._last_plain, self._num_ahead = None, 0
-            return []
-        num_texts = len(rows)
-        width = max([share.num_tokens for share in shares])
+        return run.going_on
+
+    def _num_passes(self, sessions: Sequence[TargetSession], num_rounds: float) -> int:
+        """Most passes in a row, so that each commit fits into its consumer's channel, which others read meanwhile."""
+        if any(session.shared.logits_pipeline.needs_text for session in sessions):
+            return 1
+        room = min(session.shared.room for session in sessions)
+        return int(max(1, min(num_rounds, room, MEASURED_EVERY)))
+
+    def interrupt(self) -> None:
+        """End the passes over texts that nobody drafts for after the running one, since there may be more to do."""
+        if self._plain_run is not None:
+            self._plain_run.steps.interrupt()
+
+    def _decoded(self, run: _PlainRun, job: Job[Any], results: Sequence[PlainResult], goes_on: bool) -> None:
+        """Take what a pass over texts that nobody drafts for has brought. Another one may be running already."""
+        num_texts = len(results)
+        run.num_passes -= 1
+        is_ahead = run.num_passes > 0 or run.goes_ahead
+        was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if is_ahead else 0
         # A text's cache is copied when it shares a pass for the first time.
-        is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in sessions))
+        is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in run.sessions))
+        width = max([share.num_tokens for share in run.shares]) if run.is_first else 1
         self._price_plain_pass(job, num_texts, num_texts * width, is_typical=is_typical)
-        going_on = []
-        for session, row, result in zip(sessions, rows, results, strict=False):
+        run.is_first = False
+        run.going_on = []
+        for session, result in zip(run.sessions, results, strict=False):
             session.shared.counts.wait(job.began - session.round_began_s)
             session.verify_seconds += job.seconds / num_texts
             session.round_began_s, session.busy_before_s = job.ended, self._worker.busy_seconds
             session.was_plain = True
             session.has_shared = session.has_shared or num_texts > 1
-            if isinstance(result, CacheLostError):
-                continue  # it is read again
-            if isinstance(result, Exception):
-                self.fail(session, job_error(job, result))
-            else:
-                fed = (*row.plan.feed, result) if row.is_ahead else row.plan.feed
-                session.cached_tokens.follow(FeedPlan(row.plan.keep, fed))
-                if not session.has_ended:
-                    try:
-                        if self._commit_own(session, row, result):
-                            going_on.append(session)
-                    except Exception as error:  # of any kind: it ends this text, and the others go on
-                        self.fail(session, error)
-        return going_on
+            if result.fed is not None:
+                session.cached_tokens.follow(result.fed)
+            if session.has_ended or isinstance(result.token, CacheLostError):
+                continue  # what is lost is read again
+            if isinstance(result.token, Exception):
+                self.fail(session, job_error(job, result.token))
+                continue
+            try:
+                if self._commit_own(session, result, result.token):
+                    run.going_on.append(session)
+            except Exception as error:  # of any kind: it ends this text, and the others go on
+                self.fail(session, error)
+        run.steps.round = run.sessions[0].state.round
+        if len(run.going_on) < len(run.sessions):
+            run.steps.interrupt()
+        if goes_on:
+            self._target_queue.begin_again(job.ended)
 
     def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
         """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
@@ -228,16 +281,16 @@ class RoundJobs:
             seconds = (job.seconds + idle_s) / num_texts
             self._prices.observe_plain_round(seconds, pass_s / num_texts, num_texts=num_texts)
 
-    def _commit_own(self, session: TargetSession, row: PlainRow, token: int) -> bool:
+    def _commit_own(self, session: TargetSession, result: PlainResult, token: int) -> bool:
         """Commit a token of the target's own. Returns: whether another may follow in the same way at once."""
         state, shared = session.state, session.shared
-        if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED and not row.likelihoods:
+        if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED and not result.likelihoods:
             commit = state.commit_own(token)
             self._on_commit(session, commit)
         else:
             is_resting = state.phase is SessionPhase.RESTING
             place = session.id, state.round, state.next_position
-            verdict = Verdict(*place, 0, token, likelihoods=row.likelihoods, features=row.features)
+            verdict = Verdict(*place, 0, token, likelihoods=result.likelihoods, features=result.features)
             verdict = session.with_stop(verdict)
             commit = self._commit(session, verdict)
             if is_resting:
@@ -275,9 +328,10 @@ class RoundJobs:
     def _prepare(self, parts: list[Part], job: Job[Any]) -> None:
         self.share(parts, [Share(part.session.id, part.proposal.round, part.num_tokens) for part in parts], job)
 
-    def _step(self, rows: Sequence[PlainRow], goes_ahead: bool) -> list[int | Exception]:
-        """Returns: of each text the token, or the error that concerns it alone."""
-        return self._plain_rows.step(rows, goes_ahead=goes_ahead)
+    def _plain_step(self, run: _PlainRun) -> Step[list[PlainResult]]:
+        if len(run.rows) < len(run.sessions):  # texts of the model cannot share passes
+            run.num_passes, run.goes_ahead = 1, False
+        return self._plain_rows.steps(run.rows, run.shares, run.num_passes, goes_ahead=run.goes_ahead)
 
     def share(self, parts: list[Any], shares: list[Share], job: Job[Any]) -> None:
         """Name the sessions of a job that begins: all, or the first if texts of the model cannot share passes."""

@@ -107,6 +107,10 @@ class TargetActor(ModelActor[TargetSession]):
         session.beside_another = self.drafter.has_model and (shared.opened.drafted or shared.opened.num_scored > 0)
         return session
 
+    def _look_at(self, session: TargetSession) -> None:
+        super()._look_at(session)
+        self._jobs.interrupt()
+
     # --- the loop ---------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
@@ -289,14 +293,16 @@ class TargetActor(ModelActor[TargetSession]):
             self._num_divided, self._max_divided = 0, min(2 * self._max_divided, MAX_DIVIDED)
         for session in texts:
             del self._ready[session]
-        going_on = dict.fromkeys(await self._jobs.run_plain_pass(texts, goes_ahead=goes_ahead))
+        may_repeat = view.all_are_plain and are_all and not view.has_prompts
+        going_on = dict.fromkeys(await self._jobs.run_plain_passes(texts, goes_ahead=goes_ahead, may_repeat=may_repeat))
         if len(going_on) < len(texts):
             for session in texts:
                 if session not in going_on:
                     self._look_at(session)
         self._take_in()  # what became ready during the pass has its turn first
-        turn = Turn(is_plain=True, is_ahead=goes_ahead, since_s=self.worker.clock())
         for session in going_on:
+            assert session.plain_row is not None
+            turn = Turn(is_plain=True, is_ahead=session.plain_row.is_ahead, since_s=self.worker.clock())
             if session not in self._ready and session not in self._waiting and not session.has_ended:
                 self._ready[session] = turn
 

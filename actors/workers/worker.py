@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
@@ -97,6 +98,7 @@ class Steps(Generic[T]):
         on_step: called in trio's thread after each step with the step's job, its result, and whether another step
             follows (unless it is prevented meanwhile). Must not wait. An exception from it ends the steps, and
             `Worker.run_steps` raises it.
+        prepare: called with the first step as it begins; see `Job.prepare`.
         is_interrupted: whether the steps end after the running one.
     """
 
@@ -107,6 +109,7 @@ class Steps(Generic[T]):
     num_tokens: int = 0
     round: int | None = None
     shares: tuple[Share, ...] = ()
+    prepare: Callable[[Job[Step[T]]], None] | None = None
     # Set in trio's thread and read in the worker's. Seeing it late costs time and nothing else.
     is_interrupted: bool = attrs.field(default=False, init=False)
     _callback_error: outcome.Error | None = attrs.field(default=None, init=False)
@@ -117,7 +120,10 @@ class Steps(Generic[T]):
 
     def first(self) -> Job[Step[T]]:
         """The first step, as a job."""
-        return Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
+        job = Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
+        if self.prepare is not None:
+            job.prepare = partial(self.prepare, job)
+        return job
 
     def following(self, step: Step[T]) -> Job[Step[T]] | None:
         """The step after one that was done, as a job; None if there is none or the steps are interrupted."""

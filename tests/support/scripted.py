@@ -496,7 +496,7 @@ class ComparingWorker(SimulatedWorker):
                 self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
-        if job.kind in ("verify", "decode") and isinstance(result, list):
+        if job.kind == "verify" and isinstance(result, list):
             self._forget_failed(zip(sessions_of(job), result, strict=True))
         if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
             self._sequences[job.session] = result.sequence
@@ -526,10 +526,13 @@ class ComparingWorker(SimulatedWorker):
             done.append(job)
             self.handed.append(HandedJob(job, at, self.clock()))
             if isinstance(result, list):
-                self._forget_failed((each.part.session, each.outcome) for each in result)
+                if self._is_target:
+                    self._forget_failed(zip(sessions_of(job), (each.token for each in result), strict=True))
+                else:
+                    self._forget_failed((each.part.session, each.outcome) for each in result)
             on_step(job, result, goes_on)
             for session in sessions_of(job):
-                sequence, num_committed = checked[session]
+                sequence, num_committed = checked.get(session, (None, 0))
                 if sequence is not None:
                     self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
                 checked[session] = self._check_session(session)
@@ -715,7 +718,7 @@ async def simulated(
         tokenizer: the target's tokenizer.
         prefix_cache_bytes: size limit of either model's prefix cache.
         chains: whether a draft step is launched before the previous one is read; None for the runtime's default.
-        report_delay: called for each draft step; the seconds until trio's thread hears of it. None for no delay.
+        report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for no delay.
         defaults: settings that streams have by default.
         copy_corpus: size limit of the corpus.
     """
@@ -723,12 +726,14 @@ async def simulated(
     price = price or priced()
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     events = Events()
-    target_worker = ComparingWorker("target", price, events)
+
+    def worker_of(actor: str, price: Price) -> ComparingWorker:
+        about = (actor, price, events)
+        return ComparingWorker(*about) if report_delay is None else LaggingWorker(*about, report_delay)
+
+    target_worker = worker_of("target", price)
     draft_model = draft if isinstance(draft, ScriptedModel) else None
-    draft_worker: ComparingWorker | None = None
-    if draft_model is not None:
-        about = ("draft", draft_price or price, events)
-        draft_worker = ComparingWorker(*about) if report_delay is None else LaggingWorker(*about, report_delay)
+    draft_worker = None if draft_model is None else worker_of("draft", draft_price or price)
     # Without a deadline, a runtime that hangs would leave the clock nothing to jump to, and hang the test.
     with trio.fail_after(TOO_LONG):
         async with running(
