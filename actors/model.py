@@ -38,7 +38,13 @@ class CachedSequence(ABC):
     """One text in the cache of one model: eight methods that each has, and what some can do beside those.
 
     An ability is an attribute, which is None or False where a sequence lacks it.
+
+    Attributes:
+        is_row: whether the text is a row of a batch, which each pass of the batch computes. May be read in any thread
+            while no pass runs.
     """
+
+    is_row = False
 
     @abstractmethod
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:

@@ -1,11 +1,12 @@
 """The pass plan: which rounds share the target's next forward pass, how many tokens of each it reads, and when.
 
 A pass over B texts is as wide as the widest of them, W: the others are padded, so that it costs the time of B·W rows.
+Texts that have shared a pass are rows of one batch, and a pass computes each of them, whether or not it has a part.
 Each text must feed its missing committed tokens, and may feed drafted tokens, each of which is worth the probability
 that it is accepted. The plan is the one with most tokens a second: Σ expected tokens / (wait + T(B·W)). Therefore:
 
 * rows that cost nothing, on a plateau of T, are used; rows that cost much, beyond a step of T, only if they gain much;
-* a text without drafted tokens is left out of a wide pass, where padding would make it dear;
+* a text that is no row yet is left out of a wide pass, where padding would make it dear;
 * a pass waits for a round that is about to be ready if the target would otherwise compute that round alone.
 
 A round that is left out takes part in the next pass, whatever that costs: no round is left out twice.
@@ -32,9 +33,6 @@ PassSeconds = Callable[[int], float]
 MAX_MOMENTS = 4
 # A wait for further rounds must promise to make the pass better by this factor, since their coming is guessed at.
 MIN_GAIN_OF_WAITING = 1.02
-# Texts without drafts are decoded in several passes only if that promises this factor: texts that are all in one pass
-# are decoded a pass ahead, and the price of a pass that is avoided gets old.
-MIN_GAIN_OF_DIVIDING = 1.1
 # Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
 # a pass of one row.
 MAX_WAIT, PATIENCE = 1.0, 0.02
@@ -53,6 +51,7 @@ class ReadyRound:
         was_passed_over: whether the last pass left it out, so that this one must not.
         due_s: seconds from now until it should be ready, >= 0; 0 if it is.
         can_hurry: whether it could also take part before, with the tokens that it must feed alone.
+        is_row: whether its text is a row of the batch, which a pass computes in any case.
     """
 
     num_needed: int
@@ -60,6 +59,7 @@ class ReadyRound:
     was_passed_over: bool = False
     due_s: float = 0.0
     can_hurry: bool = False
+    is_row: bool = False
 
     def after(self, wait_s: float) -> ReadyRound | None:
         """The round as it could take part in a pass that begins after a wait; None if it could not."""
@@ -93,7 +93,12 @@ class PassPlan:
 
 
 def plan_pass(
-    rounds: Sequence[ReadyRound], seconds: PassSeconds, max_batch: int, *, max_wait_s: float = 0.0
+    rounds: Sequence[ReadyRound],
+    seconds: PassSeconds,
+    max_batch: int,
+    *,
+    max_wait_s: float = 0.0,
+    num_other_rows: int = 0,
 ) -> PassPlan:
     """Decide on the next pass.
 
@@ -104,23 +109,15 @@ def plan_pass(
         seconds: what a pass costs by its rows, rising.
         max_batch: most rounds in a pass, >= 1.
         max_wait_s: longest wait for rounds that are not ready.
+        num_other_rows: rows of the batch beside those of the rounds.
     """
+    num_rows = num_other_rows + sum(each.is_row for each in rounds)
     best, best_rate = PassPlan({}, 0), -1.0
     for wait_s in _moments([each.due_s for each in rounds if 0.0 < each.due_s <= max_wait_s]):
-        plan, rate = _plan_at(wait_s, rounds, seconds, max_batch)
+        plan, rate = _plan_at(wait_s, rounds, seconds, max_batch, num_rows)
         if not best.num_drafted or rate > MIN_GAIN_OF_WAITING * best_rate:
             best, best_rate = plan, rate
     return best
-
-
-def best_number(num_texts: int, seconds: PassSeconds) -> int:
-    """How many of some texts without drafts to decode in one pass: all, unless fewer give many more tokens a second."""
-
-    def rate(number: int) -> float:
-        return number / max(seconds(number), 1e-12)
-
-    best = max(range(1, num_texts + 1), key=lambda number: (rate(number), number))
-    return best if rate(best) >= MIN_GAIN_OF_DIVIDING * rate(num_texts) else num_texts
 
 
 def _moments(dues_s: Sequence[float]) -> list[float]:
@@ -132,9 +129,9 @@ def _moments(dues_s: Sequence[float]) -> list[float]:
 
 
 def _plan_at(
-    wait_s: float, rounds: Sequence[ReadyRound], seconds: PassSeconds, max_batch: int
+    wait_s: float, rounds: Sequence[ReadyRound], seconds: PassSeconds, max_batch: int, num_rows: int
 ) -> tuple[PassPlan, float]:
-    """The best pass that begins after a wait, and its tokens a second."""
+    """The best pass that begins after a wait, of a batch of so many rows already, and its tokens a second."""
     ready = {i: round for i, each in enumerate(rounds) if (round := each.after(wait_s)) is not None}
     first = next(i for i, each in enumerate(rounds) if each.due_s <= 0.0)
     required = [first, *(i for i in ready if rounds[i].was_passed_over and i != first)][:max_batch]
@@ -146,17 +143,24 @@ def _plan_at(
     best_rate, best_members, best_width = -1.0, required, least_width
     for width in sorted(width for width in widths if width >= least_width):
         total = sum(expected[i][ready[i].num_drafted(width)] for i in required)
-        others = [(expected[i][ready[i].num_drafted(width)], -i) for i in optional if ready[i].num_needed <= width]
-        # Each costs the same, so that those with most to gain come first.
+        others = [
+            (ready[i].is_row, expected[i][ready[i].num_drafted(width)], -i)
+            for i in optional
+            if ready[i].num_needed <= width
+        ]
+        # Rows cost nothing, and the others each the same, so that those with most to gain come first.
         others.sort(reverse=True)
+        num_computed = num_rows + sum(not ready[i].is_row for i in required)
         for num_others in range(min(len(others), max_batch - len(required)) + 1):
             if num_others > 0:
-                total += others[num_others - 1][0]
+                is_row, num_tokens, _ = others[num_others - 1]
+                total += num_tokens
+                num_computed += not is_row
             num_members = len(required) + num_others
-            rate = total / max(wait_s + seconds(num_members * width), 1e-12)
+            rate = total / max(wait_s + seconds(num_computed * width), 1e-12)
             # Of two that are as good, the one with more texts, and then the narrower one.
             if rate > best_rate or (rate == best_rate and num_members > len(best_members)):
-                members = [*required, *(-index for _, index in others[:num_others])]
+                members = [*required, *(-index for *_, index in others[:num_others])]
                 best_rate, best_members, best_width = rate, members, width
     num_drafted = {i: ready[i].num_drafted(best_width) for i in sorted(best_members)}
     wait_s = max(ready[i].due_s for i in best_members)
@@ -204,6 +208,7 @@ class Expected:
         due_s: when the next one should be ready by experience.
         can_hurry: whether the drafter can be asked for what it has.
         was_hurried: whether it was asked.
+        is_row: as for `ReadyRound`.
     """
 
     awaits_drafter: bool
@@ -213,6 +218,7 @@ class Expected:
     due_s: float = 0.0
     can_hurry: bool = False
     was_hurried: bool = False
+    is_row: bool = False
 
     def coming(self, now_s: float, patience_s: float) -> ReadyRound | None:
         """Its next round, as far as it can be foreseen; None if it is not waited for."""
@@ -224,7 +230,7 @@ class Expected:
             return None
         num_needed = self.last.num_needed if self.last.reach else 1
         due_s = max(due_s, patience_s) if due_s > 0.0 else math.inf
-        return ReadyRound(num_needed, self.last.reach, due_s=due_s, can_hurry=self.can_hurry)
+        return ReadyRound(num_needed, self.last.reach, due_s=due_s, can_hurry=self.can_hurry, is_row=self.is_row)
 
 
 @attrs.frozen
@@ -238,7 +244,6 @@ class TargetView:
         prices: of both models.
         most_shared: most texts that may share a pass of this model, >= 1.
         max_batch: most texts to have in the next one, in [1, most_shared].
-        divides_plain: whether texts without drafts may be divided among passes now.
         now_s: the time in seconds.
         idle_since_s: when the last job ended.
         hurried_until_s: until when texts that were hurried are waited for.
@@ -251,7 +256,6 @@ class TargetView:
     has_prompts: bool = False
     most_shared: int = 1
     max_batch: int = 1
-    divides_plain: bool = True
     idle_since_s: float = -math.inf
     hurried_until_s: float = -math.inf
 
@@ -299,10 +303,7 @@ def _next_round(view: TargetView) -> NextJob:
     if view.most_shared == 1:
         return NextJob("plain" if first.is_plain else "verify", {0: len(first.round.reach)})
     if view.all_are_plain:
-        number = min(len(view.turns), view.max_batch)
-        if view.divides_plain:
-            number = best_number(number, view.prices.verify)
-        return NextJob("plain", dict.fromkeys(range(number), 0))
+        return NextJob("plain", dict.fromkeys(range(min(len(view.turns), view.max_batch)), 0))
     if ahead := [index for index, turn in enumerate(view.turns) if turn.is_ahead]:
         return NextJob("plain", dict.fromkeys(ahead, 0))
     if first.is_alone or len(view.turns) + len(view.expected) == 1:
@@ -314,7 +315,9 @@ def _next_round(view: TargetView) -> NextJob:
     if len(rounds) == 1:
         # A text's own policy has decided what its pass is worth.
         return NextJob("verify", {sharing[0]: len(rounds[0].reach)})
-    plan = plan_pass(rounds, view.prices.verify, view.max_batch)
+    others = [*view.expected, *(turn.round for turn in view.turns if turn.is_alone or turn.reads_again)]
+    num_other_rows = sum(each.is_row for each in others)
+    plan = plan_pass(rounds, view.prices.verify, view.max_batch, num_other_rows=num_other_rows)
     return NextJob("verify", {sharing[index]: number for index, number in plan.num_drafted.items()})
 
 
@@ -332,7 +335,10 @@ def _wait_for_more(view: TargetView, rounds: Sequence[ReadyRound]) -> NextJob | 
         return None
     waits_until_s = max(view.turns[0].since_s, view.idle_since_s) + MAX_WAIT * seconds(1)
     all_rounds = [*rounds, *(round for _, round in coming)]
-    plan = plan_pass(all_rounds, seconds, view.max_batch, max_wait_s=waits_until_s - now_s)
+    num_other_rows = sum(each.is_row for each in view.expected) - sum(round.is_row for _, round in coming)
+    plan = plan_pass(
+        all_rounds, seconds, view.max_batch, max_wait_s=waits_until_s - now_s, num_other_rows=num_other_rows
+    )
     if plan.wait_s > 0.0:
         return NextJob("wait", wait_s=plan.wait_s)
     hurried = tuple([coming[index - len(rounds)][0] for index in plan.num_drafted if index >= len(rounds)])

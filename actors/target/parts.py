@@ -153,7 +153,8 @@ def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
     alone = failure is not None and failure.goes_alone
     if failure is not None and (one_by_one := failure.one_by_one) is not None:
         plan = session.cached_tokens.plan(state.committed, one_by_one.fed)
-        part = Part(session, sequence, plan, one_by_one.left, ReadyRound(len(plan.feed)), since_s, history, alone=alone)
+        ready = ReadyRound(len(plan.feed), is_row=session.is_row)
+        part = Part(session, sequence, plan, one_by_one.left, ready, since_s, history, alone=alone)
         part.one_by_one = bool(proposal.tokens)
         if part.judges_jointly:
             part.proposal, part.earlier = proposal, one_by_one.rows
@@ -163,7 +164,7 @@ def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
     # A cache that could not have undone the last pass most likely cannot undo this one.
     feeds_drafts = not settle and not session.was_single_step
     num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_drafts and not proposal.reach else 0)
-    ready = ReadyRound(num_needed, proposal.reach if feeds_drafts else ())
+    ready = ReadyRound(num_needed, proposal.reach if feeds_drafts else (), is_row=session.is_row)
     part = Part(session, sequence, plan, proposal, ready, since_s, history, settle, alone=alone)
     part.alone = alone or (part.feeds_drafted and session.suspects is not None)
     return part

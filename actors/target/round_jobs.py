@@ -241,7 +241,7 @@ class RoundJobs:
         # A text's cache is copied when it shares a pass for the first time.
         is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in run.sessions))
         width = max([share.num_tokens for share in run.shares]) if run.is_first else 1
-        self._price_plain_pass(job, num_texts, num_texts * width, is_typical=is_typical)
+        self._price_plain_pass(job, num_texts, self._num_rows(run.sessions) * width, is_typical=is_typical)
         run.is_first = False
         run.going_on = []
         for session, result in zip(run.sessions, results, strict=False):
@@ -267,6 +267,12 @@ class RoundJobs:
             run.steps.interrupt()
         if goes_on:
             self._target_queue.begin_again(job.ended)
+
+    def _num_rows(self, sessions: Sequence[TargetSession]) -> int:
+        """How many texts a pass over some of them has computed: all rows of the batch, if they were rows."""
+        if not any(session.is_row for session in sessions):
+            return len(sessions)
+        return len({*sessions, *(session for session in self.texts.values() if session.is_row)})
 
     def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
         """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
@@ -354,7 +360,7 @@ class RoundJobs:
     def _judged(self, parts: Sequence[Part], job: Job[Any]) -> None:
         """Apply the verdicts of a pass."""
         num_parts = len(parts)
-        num_rows = num_parts * max([part.num_tokens for part in parts])
+        num_rows = self._num_rows([part.session for part in parts]) * max([part.num_tokens for part in parts])
         # A text's cache is copied when it shares a pass for the first time.
         is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
         if is_typical:

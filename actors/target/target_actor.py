@@ -28,10 +28,6 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Where texts without drafts are divided among passes, one pass after at most so many has them all, since the price of
-# that pass may be out of date.
-MAX_DIVIDED = 16
-
 Errand = Callable[[TargetSession], Awaitable[None]]
 
 
@@ -93,8 +89,6 @@ class TargetActor(ModelActor[TargetSession]):
         self._parts: dict[TargetSession, Part] = {}
         self._waiting: dict[TargetSession, None] = {}
         self._idle_since_s = self._hurried_until_s = -math.inf
-        # Passes in succession over some of the plain texts, and after how many of them all are tried in one.
-        self._num_divided, self._max_divided = 0, 1
 
     def _hand_over(self, message: Message) -> None:
         super()._hand_over(message)
@@ -200,7 +194,8 @@ class TargetActor(ModelActor[TargetSession]):
         if is_plain(session):
             num_needed = max(1, len(session.state.committed) - len(session.cached_tokens))
             is_ahead = session.plain_row is not None and session.plain_row.is_ahead
-            turn = Turn(ReadyRound(num_needed), is_plain=True, is_ahead=is_ahead, since_s=now_s)
+            round = ReadyRound(num_needed, is_row=session.is_row)
+            turn = Turn(round, is_plain=True, is_ahead=is_ahead, since_s=now_s)
         else:
             if (part := self._make_part(session, now_s)) is None:
                 return
@@ -232,7 +227,6 @@ class TargetActor(ModelActor[TargetSession]):
             has_prompts=bool(self._reading.wanted),
             most_shared=self._jobs.num_shared,
             max_batch=self._jobs.most_rounds,
-            divides_plain=self._num_divided < self._max_divided,
             idle_since_s=self._idle_since_s,
             hurried_until_s=self._hurried_until_s,
         )
@@ -248,6 +242,7 @@ class TargetActor(ModelActor[TargetSession]):
             0.0 if session.ended_s is None else session.ended_s + session.turnaround_s.value,
             can_hurry=awaits_drafter and self.drafter.can_hurry(session),
             was_hurried=session.was_hurried,
+            is_row=session.is_row,
         )
 
     def _time_out(self, now_s: float) -> float:
@@ -284,16 +279,11 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _decode_plainly(self, texts: Sequence[TargetSession], view: TargetView) -> None:
         """A pass over texts that nobody drafts for."""
-        are_all, was_divided = len(texts) == len(view.turns), self._num_divided > 0
-        # A pass that was started ahead would not be measured.
-        goes_ahead = view.most_shared == 1 or (view.all_are_plain and are_all and not was_divided)
-        if not are_all and view.all_are_plain:
-            self._num_divided += 1
-        elif was_divided:
-            self._num_divided, self._max_divided = 0, min(2 * self._max_divided, MAX_DIVIDED)
+        are_all = view.all_are_plain and len(texts) == len(view.turns)
+        goes_ahead = view.most_shared == 1 or are_all
         for session in texts:
             del self._ready[session]
-        may_repeat = view.all_are_plain and are_all and not view.has_prompts
+        may_repeat = are_all and not view.has_prompts
         going_on = dict.fromkeys(await self._jobs.run_plain_passes(texts, goes_ahead=goes_ahead, may_repeat=may_repeat))
         if len(going_on) < len(texts):
             for session in texts:
@@ -302,7 +292,8 @@ class TargetActor(ModelActor[TargetSession]):
         self._take_in()  # what became ready during the pass has its turn first
         for session in going_on:
             assert session.plain_row is not None
-            turn = Turn(is_plain=True, is_ahead=session.plain_row.is_ahead, since_s=self.worker.clock())
+            round, is_ahead = ReadyRound(1, is_row=session.is_row), session.plain_row.is_ahead
+            turn = Turn(round, is_plain=True, is_ahead=is_ahead, since_s=self.worker.clock())
             if session not in self._ready and session not in self._waiting and not session.has_ended:
                 self._ready[session] = turn
 

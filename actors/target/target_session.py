@@ -151,6 +151,11 @@ class TargetSession(ActorSession):
         return self.failure is not None or self.state.phase is SessionPhase.CLOSED
 
     @property
+    def is_row(self) -> bool:
+        """Whether its text is a row of the batch; to be asked while no pass runs."""
+        return self.sequence is not None and self.sequence.is_row
+
+    @property
     def num_to_read(self) -> int:
         """Tokens of the prompt that are to be read."""
         return self.reads_until - len(self.cached_tokens)

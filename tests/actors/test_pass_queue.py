@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -173,18 +172,6 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
 
     assert run(rows_per_pass, None) > 10
     assert run(rows_per_pass, 3) > 7
-
-
-async def test_passes_that_were_slow_for_another_reason_are_shared_by_all_texts_again(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation, trio.open_nursery() as nursery:
-        for rows, seconds in [(8, 8.0), (8, 8.0), (16, 100.0)]:
-            simulation.runtime._prices.verify.observe(rows, 0.0, seconds)
-        for index in range(16):
-            nursery.start_soon(partial(simulation.runtime.generate, [index, 1], max_tokens=800))
-        await trio.sleep(2000.0)  # simulated
-        nursery.cancel_scope.cancel()
-    num_texts = [len(span.shares) for span in shared_passes(simulation)]
-    assert set(num_texts[-50:]) == {16}
 
 
 @sweep("at", [0.0, 5.0, 9.0, 13.0, 17.0, 33.0, 60.0])

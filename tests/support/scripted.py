@@ -718,7 +718,8 @@ async def simulated(
         tokenizer: the target's tokenizer.
         prefix_cache_bytes: size limit of either model's prefix cache.
         chains: whether a draft step is launched before the previous one is read; None for the runtime's default.
-        report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for no delay.
+        report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for
+            no delay.
         defaults: settings that streams have by default.
         copy_corpus: size limit of the corpus.
     """
