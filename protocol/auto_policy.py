@@ -62,12 +62,14 @@ class AutoPolicy:
         calibration: of the drafter, under the session's rule.
         num_guesses: see `Policy`; with 1 the tree is a single chain.
         works_ahead: whether it may be drafted for while a verdict is due.
+        only_copies: whether nothing is drafted but what is copied, since there is no model, or it rests.
     """
 
     prices: Prices
     calibration: Calibration
     num_guesses: int = 3
     works_ahead: bool = True
+    only_copies: bool = False
     _probe_budget_s: float = 0.0  # target time that may be lost to catching up in a rest
     _min_catch_up: int = MIN_CATCH_UP  # committed tokens to wait for before catching up
     _num_empty_proposals: int = 0  # in a row
@@ -88,7 +90,7 @@ class AutoPolicy:
             return chain[: max(UNPRICED_LOOKAHEAD, num_drafted)]
         num_ready = self._num_worthwhile(chain)
         gain = sum([node.reach for node in chain[:num_ready]])
-        gain -= self.prices.rate * self.prices.verify_extra_s(num_ready)
+        gain -= self.prices.rate * self._extra_s(num_ready)
         _, gain_by_drafting = self._best_end(view)
         return None if gain_by_drafting > max(0.0, gain) else chain[:num_ready]
 
@@ -116,7 +118,7 @@ class AutoPolicy:
             expected, reach, longer, goes_on = 0.0, node.reach, length, _is_copied(node)
             while True:
                 if longer == len(costs):
-                    costs.append(self.prices.rate * self.prices.verify_extra_s(longer))
+                    costs.append(self.prices.rate * self._extra_s(longer))
                 expected += reach
                 if expected > costs[longer] - costs[length - 1]:
                     break
@@ -179,10 +181,13 @@ class AutoPolicy:
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         for length, reach in enumerate(reaches, 1):
             expected += reach
-            gain = expected - rate * self.prices.verify_extra_s(length)
+            gain = expected - rate * self._extra_s(length)
             if gain > best_gain:
                 best_length, best_gain = length, gain
         return best_length, best_gain
+
+    def _extra_s(self, length: int) -> float:
+        return self.prices.verify_extra_s(length, only_copies=self.only_copies)
 
     def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
         """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""

@@ -127,6 +127,7 @@ class Prices:
         plain_decode_s: seconds of a token decoded without a drafter by a text alone, the trip through the event loop
             included.
         num_texts: how many texts could share a target's pass now, >= 1.
+        num_copying: how many texts have something to copy now.
         drafts_together: whether texts share the drafter's passes, too.
         plain_overhead: by what factor rounds of several texts without drafts take longer than their passes, because of
             the trip through the event loop.
@@ -141,6 +142,7 @@ class Prices:
     draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     plain_decode_s: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     num_texts: int = 1
+    num_copying: int = 0
     drafts_together: bool = False
     plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
@@ -291,15 +293,18 @@ class Prices:
         alone_s = self.draft_alone(width)
         return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
-    def verify_extra_s(self, num_drafted: float, than: float = 0.0) -> float:
-        """Seconds that drafted tokens add to a pass, for each of the texts that share it.
+    def verify_extra_s(self, num_drafted: float, than: float = 0.0, *, only_copies: bool = False) -> float:
+        """Seconds that drafted tokens add to a pass, for each of the texts that have some.
 
         Args:
-            num_drafted: by which each of the texts makes the pass wider, >= 0.
+            num_drafted: by which they make the pass wider for all texts that share it, >= 0.
             than: the same without these tokens, in [0, num_drafted].
+            only_copies: whether only texts with something to copy have some, and not all that share the pass.
         """
-        num_texts = self.num_texts
-        return (self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))) / num_texts
+        num_texts = num_drafting = self.num_texts
+        if only_copies:
+            num_drafting = min(num_texts, max(1, self.num_copying))
+        return (self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))) / num_drafting
 
     def draft_share_s(self, width: int, *, beside_target: bool) -> float:
         """A text's share of a draft step over `width` tokens of each text that shares it, in seconds."""

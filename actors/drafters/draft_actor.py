@@ -19,13 +19,14 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
 from actors.session import Session
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
+from protocol.auto_policy import AutoPolicy
 from protocol.backoff import SharingLimit
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
@@ -419,7 +420,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if session.state.phase is not SessionPhase.PROPOSING:
             return
         rests = session.only_copies or session.policy.should_rest()
-        session.only_copies = rests and session.num_idle_rounds <= MAX_IDLE_ROUNDS
+        if isinstance(session.policy, AutoPolicy):
+            session.policy.only_copies = rests
+        session.only_copies = rests and session.num_idle_rounds <= self._max_idle_rounds
         if rests and not session.only_copies:
             self._rest(session)
         else:

@@ -156,8 +156,6 @@ class DraftSession(DrafterSession):
         nodes = self.policy.proposal(view)
         if nodes is None and not is_due:
             return None
-        is_idle = not any(node.best is not None and node.best.is_copied for node in nodes or ())
-        self.num_idle_rounds = self.num_idle_rounds + 1 if is_idle else 0
         return self.proposal(nodes or [])
 
     def has_worthwhile_copy(self, now_s: float) -> bool:

@@ -35,10 +35,12 @@ logger = logging.getLogger("outrider")
 # Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
 # looking at other sessions.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
-# A drafter that has nothing to offer but copies rests after this many rounds in a row without one. In a rest, the
-# target does not wait for an answer before it goes on, which saves a little time. In return, the next proposal may come
-# a little late.
+# A drafter that has nothing to offer but copies rests after this many rounds in a row without one, divided by the texts
+# that share passes. In a rest, the target does not wait for an answer before it goes on, which saves a little time, and
+# as much to each text of the pass. In return, the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
+# A text has something to copy if the first token of it is at least so likely.
+LIKELY = 0.5
 
 FromTarget = Verdict | Rested | Due | Overdue
 MakePolicy = Callable[[Settings, Prices], Policy]
@@ -61,7 +63,7 @@ class DrafterSession(ActorSession):
         is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
         need: what there is to do for it, as of the last look; None for nothing until something changes.
         num_rested: rounds of the last rest.
-        num_idle_rounds: rounds in a row without a copied token to propose.
+        num_idle_rounds: rounds in a row in which the target judged no copied token.
         since, num_read_before: since when, in jobs of the drafter and tokens that it has read.
     """
 
@@ -93,6 +95,7 @@ class DrafterSession(ActorSession):
         self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
         self._on_message = on_message
         self._copied: list[Guess] = []  # after the root
+        self._is_copying = False
 
     def receive(self, message: Message) -> None:
         """Take a verdict and answer it, or learn that an answer is late."""
@@ -173,9 +176,16 @@ class DrafterSession(ActorSession):
         guesses = self._guesses(max_tokens)
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
+            self.count_copying(bool(self._copied) and self._copied[0].confidence >= LIKELY)
         else:
             self._copied = list(guesses)
         self.tree.copy(self._copied)
+
+    def count_copying(self, is_copying: bool) -> None:
+        """Count the text, or no more, among those that have something to copy."""
+        assert isinstance(self.policy, AutoPolicy)
+        self.policy.prices.num_copying += is_copying - self._is_copying
+        self._is_copying = is_copying
 
     def _guesses(self, num_tokens: int) -> Iterator[Guess]:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and a model is
@@ -246,6 +256,11 @@ class Drafter(Actor[S]):
             await self._work(*job)
         else:
             await self._wakeup.wait()
+
+    def _forget(self, session: S) -> None:
+        super()._forget(session)
+        if isinstance(session.policy, AutoPolicy):
+            session.count_copying(False)
 
     def _look_at(self, session: S) -> None:
         super()._look_at(session)
@@ -391,6 +406,10 @@ class Drafter(Actor[S]):
             self._withdraw(session, at_once=True)
             self._look_at(session)
 
+    @property
+    def _max_idle_rounds(self) -> int:
+        return MAX_IDLE_ROUNDS // self.prices.num_texts
+
     def _rest(self, session: S) -> None:
         """Leave some rounds to the target; in a rest, prolong it by more."""
         was_resting = session.state.phase is SessionPhase.RESTING
@@ -406,10 +425,13 @@ class Drafter(Actor[S]):
 
     def _follow(self, session: S, message: Verdict | Rested) -> Commit | None:
         """Commit what the target has committed. None if the message was stale, and nothing changed."""
-        state, start = session.state, session.state.next_position
+        state, start, proposal = session.state, session.state.next_position, session.state.outstanding
         commit: Commit | None = None
         if isinstance(message, Verdict):
             commit = state.apply(message)
+            if commit is not None and proposal is not None:
+                judged_some = any(proposal.copied[: message.num_judged])
+                session.num_idle_rounds = 0 if judged_some else session.num_idle_rounds + 1
         elif state.follow(message):
             commit = Commit(session.id, message.round, start, message.tokens, 0, resting=True)
         if commit is None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from actors.actor import Mailbox
 from actors.drafters.drafter import (
-    MAX_IDLE_ROUNDS,
     Drafter,
     DrafterSession,
     FromTarget,
@@ -26,11 +25,6 @@ from protocol.trace import Event
 
 class LookupSession(DrafterSession):
     """The state of one session at the lookup."""
-
-    @property
-    def may_rest(self) -> bool:
-        """Whether nothing was found for so many rounds that the drafter may rest."""
-        return isinstance(self.policy, AutoPolicy) and self.num_idle_rounds > MAX_IDLE_ROUNDS
 
     def worth_proposing(self, now_s: float) -> list[Node]:
         """The copied tokens that the policy wants to propose."""
@@ -78,6 +72,8 @@ class LookupActor(Drafter[LookupSession]):
 
     def _new_session(self, shared: Session) -> LookupSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
+        if isinstance(policy, AutoPolicy):
+            policy.only_copies = True
         return LookupSession(shared, policy, self._receive, has_model=False)
 
     def _need(self, session: LookupSession) -> Need | None:
@@ -120,8 +116,7 @@ class LookupActor(Drafter[LookupSession]):
     def _answer(self, session: LookupSession) -> None:
         """Propose the found tokens; or rest, if nothing has been found for a while."""
         nodes = session.worth_proposing(self._clock())
-        session.num_idle_rounds = 0 if nodes else session.num_idle_rounds + 1
-        if session.may_rest:
+        if not nodes and isinstance(session.policy, AutoPolicy) and session.num_idle_rounds >= self._max_idle_rounds:
             self._rest(session)
         elif session.state.phase is SessionPhase.PROPOSING:
             self._send_proposal(session, session.proposal(nodes))

@@ -24,6 +24,7 @@ from actors.workers.worker import Job, JobError, Step, Steps, Worker, job_error
 from protocol.backoff import Backoff, SharingLimit
 from protocol.errors import OutriderError, ProtocolError
 from protocol.messages import Verdict
+from protocol.pass_plan import ReadyRound
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -309,6 +310,8 @@ class RoundJobs:
             session.is_blocked = True
         elif state.phase is SessionPhase.PROPOSING:
             self.begin_round(session)
+            # Its drafter is about to propose, as after a verdict.
+            session.ended_s, session.last_ready = self._worker.clock(), ReadyRound(1, is_row=session.is_row)
         else:
             return True
         return False

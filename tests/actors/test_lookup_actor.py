@@ -35,8 +35,8 @@ from scripted import (
 )
 from sweeps import sweep
 
-from actors.drafters.drafter import TOKENS_PER_INDEXING
-from actors.drafters.lookup_actor import MAX_IDLE_ROUNDS, LookupActor
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, TOKENS_PER_INDEXING
+from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
 from protocol.messages import Proposal, Verdict, Withdraw
 from protocol.trace import Event
