@@ -184,7 +184,7 @@ def test_a_session_is_told_with_all_that_drafting_depends_on() -> None:
 @pytest.mark.parametrize("num_left", [1, 20])
 def test_a_distribution_arrives_as_it_was(width: int, num_left: int) -> None:
     logits = mx.random.normal((1, width), key=mx.random.key(width + num_left))
-    probs = distribution(likeliest_only(logits, num_left)[0], 1.0)
+    probs = distribution(likeliest_only(logits, num_left)[0][0], 1.0)
     likely = mx.argsort(-probs)[:40].astype(mx.uint32)
     values = probs[likely]
     mx.eval(probs, likely, values)
