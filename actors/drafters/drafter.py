@@ -171,11 +171,13 @@ class DrafterSession(ActorSession):
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
         guesses = self._guesses(max_tokens)
+        before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
         else:
             self._copied = list(guesses)
-        self.tree.copy(self._copied)
+        if before or self._copied:
+            self.tree.copy(self._copied)
 
     def _guesses(self, num_tokens: int) -> Iterator[Guess]:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and a model is
