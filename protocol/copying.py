@@ -16,7 +16,7 @@ import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
@@ -74,6 +74,10 @@ class Copied:
         """Which copies it is calibrated with, in [0, 9): by the length of the match, and whether occurrences agree."""
         support = 2 if self.num_agreeing < self.num_occurrences else min(self.num_agreeing - 1, 1)
         return 3 * support + min(self.match_length, 3) - 1
+
+
+# (a text, how many tokens are wanted, the fewest tokens that make a match) → what followed the text's end elsewhere.
+FindCopy = Callable[[Sequence[int], int, int], Iterator[Copied]]
 
 
 class CopyIndex:

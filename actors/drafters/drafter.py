@@ -191,13 +191,13 @@ class DrafterSession(ActorSession):
 
     def _longest_copy(self, num_tokens: int, shortest: int) -> Iterator[Copied]:
         """What followed in the text itself; or in the corpus, if more of the text's last tokens occur there."""
-        own, corpus = self.index.lookup(num_tokens, shortest=shortest), self.shared.corpus
-        if corpus is None:
+        own, find_copy = self.index.lookup(num_tokens, shortest=shortest), self.shared.find_copy
+        if find_copy is None:
             return own
         if (first := next(own, None)) is not None:
             own, shortest = itertools.chain((first,), own), first.match_length + 1
         # In other texts, one token says too little.
-        foreign = corpus.lookup(self.state.committed, num_tokens, self.shared.corpus_owner, shortest=max(2, shortest))
+        foreign = find_copy(self.state.committed, num_tokens, max(2, shortest))
         longer = None if shortest > MAX_MATCH else next(foreign, None)
         return own if longer is None else itertools.chain((longer,), foreign)
 
