@@ -8,7 +8,7 @@ import attrs
 import trio
 
 from actors.sampling.logits_pipeline import LogitsPipeline
-from protocol.copy_corpus import EVERYBODY, CopyCorpus
+from protocol.copying import FindCopy
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.scores import TokenScore
@@ -38,7 +38,7 @@ class Session:
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
             string ends the text, if one does; must not raise. None if there are no stop strings.
         on_room: called when the consumer has made room for a commit that did not fit; must neither wait nor raise.
-        corpus, corpus_owner: texts that may be copied from, and whose this one is; None for the text alone.
+        find_copy: finds what may be copied from other texts; None if nothing may.
         on_finished: called with the tokens of a text that has ended by itself, prompt included; must not raise.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
@@ -56,8 +56,7 @@ class Session:
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
     on_room: Callable[[], None] | None = None
-    corpus: CopyCorpus | None = attrs.field(default=None, repr=False)
-    corpus_owner: bytes = attrs.field(default=EVERYBODY, repr=False)
+    find_copy: FindCopy | None = attrs.field(default=None, repr=False)
     on_finished: Callable[[Sequence[int]], None] | None = attrs.field(default=None, repr=False)
     scores: list[TokenScore] = attrs.field(factory=list)
 

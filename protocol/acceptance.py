@@ -343,16 +343,18 @@ def draw(probs: mx.array, key: mx.array) -> mx.array:
     return mx.random.categorical(mx.log(probs), key=key)
 
 
-def likeliest_only(logits: mx.array, count: int) -> mx.array:
-    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1; lazy.
+def likeliest_only(logits: mx.array, count: int) -> tuple[mx.array, mx.array | None]:
+    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1, and the ids of these; lazy.
 
     A drafted token may be drawn from any distribution, so it may be drawn from few tokens.
+
+    Returns: (n, V) logits and (n, count) ids in any order; None if these are all tokens.
     """
     if count >= logits.shape[-1]:
-        return logits
+        return logits, None
     kept = mx.argpartition(-logits, kth=count - 1, axis=-1)[..., :count]
     nothing = mx.full(logits.shape, -mx.inf, dtype=logits.dtype)
-    return mx.put_along_axis(nothing, kept, mx.take_along_axis(logits, kept, axis=-1), axis=-1)
+    return mx.put_along_axis(nothing, kept, mx.take_along_axis(logits, kept, axis=-1), axis=-1), kept
 
 
 def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.array) -> mx.array:
@@ -387,7 +389,10 @@ def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
     Returns: (…, V). If rounding leaves nothing of p - q, which happens only if p and q are equal but for rounding, it
         is p.
     """
-    difference = mx.maximum(target_probs - draft_probs, 0)
+    return _unless_nothing(mx.maximum(target_probs - draft_probs, 0), target_probs)
+
+
+def _unless_nothing(difference: mx.array, target_probs: mx.array) -> mx.array:
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 
 
@@ -431,19 +436,23 @@ def _by_drawing(
     """The judgements under the rejection rule, or the block rule."""
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
-    num_accepted, q, weight = mx.zeros((len(proposed),), mx.int32), None, None
+    num_accepted, q, weight, differences = mx.zeros((len(proposed),), mx.int32), None, None, None
     if longest := max(len(each.drafted) for each in proposed):
         q = _draft_rows(proposed, begins, like=p)
         padded = _Padded.of(proposed, begins, longest)
         if rule == "rejection":
             num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms(Purpose.ACCEPT))
         else:
-            num_accepted, weight = _judged_jointly(proposed, padded, p, q, sound)
+            num_accepted, weight, differences = _judged_jointly(proposed, padded, p, q, sound)
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
     keys = keys_for(Purpose.RECOVER, [decision for each in proposed for decision in each.decisions])[row]
-    left = p[row] if q is None else residual(p[row] if weight is None else weight[:, None] * p[row], q[row])
+    left = p[row] if weight is None else weight[:, None] * p[row]
+    if differences is not None:
+        left = _unless_nothing(differences[row], left)
+    elif q is not None:
+        left = residual(left, q[row])
     # As `draw`: the largest sum of log-probability and noise.
     tokens = mx.argmax(mx.log(left) + _gumbel(keys, left.shape[1]), axis=-1)
 
@@ -459,17 +468,21 @@ def _by_drawing(
 
 def _judged_jointly(
     proposed: Sequence[ProposedRows], padded: _Padded, p: mx.array, q: mx.array, sound: mx.array
-) -> tuple[mx.array, mx.array]:
-    """(texts,) numbers of accepted tokens, and (texts,) the weights of the accepted prefixes; lazy."""
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """(texts,) numbers of accepted tokens; (texts,) the weights of the accepted prefixes; and, if it was needed, (R, V)
+    max(0, w p - q) of each row, w being the weight of the tokens before it; lazy.
+    """
     of_target, of_draft = padded.probs(p, q)
     valid = mx.cumprod(((of_draft > 0) & sound[padded.rows]).astype(mx.int32), axis=-1) == 1
     weights = prefix_weights(mx.where(valid, of_target, 0.0), mx.where(valid, of_draft, 1.0))
     from_none = mx.concatenate([mx.ones_like(weights[:, :1]), weights], axis=-1)
-    before_rows = mx.concatenate([from_none[i, : each.num_rows] for i, each in enumerate(proposed)])
-    left = mx.maximum(before_rows[:, None] * p - q, 0).sum(axis=-1)
-    next_rows = mx.minimum(padded.rows + 1, p.shape[0] - 1)
-    num_accepted = count_accepted_jointly(weights, left[next_rows], padded.uniforms(Purpose.ACCEPT_BLOCK), valid)
-    return num_accepted, mx.take_along_axis(from_none, num_accepted[:, None], axis=-1)[:, 0]
+    differences, left = None, mx.zeros_like(weights)
+    if weights.shape[1] > 1:  # the last token of a proposal is judged by its weight alone
+        before_rows = mx.concatenate([from_none[i, : each.num_rows] for i, each in enumerate(proposed)])
+        differences = mx.maximum(before_rows[:, None] * p - q, 0)
+        left = differences.sum(axis=-1)[mx.minimum(padded.rows + 1, p.shape[0] - 1)]
+    num_accepted = count_accepted_jointly(weights, left, padded.uniforms(Purpose.ACCEPT_BLOCK), valid)
+    return num_accepted, mx.take_along_axis(from_none, num_accepted[:, None], axis=-1)[:, 0], differences
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import attrs
@@ -135,23 +135,30 @@ class AutoPolicy:
         return tuple([self._weighed(guess, guess.staleness, further) for guess in guesses])
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as many as might be proposed.
+        """Likewise the guesses of a copy, as many as might be proposed. No more than these are asked for.
 
         Args:
             then_drafts: whether a drafter may go on where the copy ends.
         """
-        reach, reaches, copied = 1.0, list[float](), list[Guess]()
-        for guess in guesses:
-            copied.append(self._weighed(guess, 0, 0.0))
-            reach *= copied[-1].confidence
-            reaches.append(reach)
-            if reach < MIN_REACH:
-                break
-        num_worthwhile, _ = self._best_length(reaches)
-        further = self._expected_further() if then_drafts and num_worthwhile == len(copied) else 0.0
-        for place in range(num_worthwhile - 1, -1, -1):
-            further = copied[place].confidence * (1.0 + further)
-            copied[place] = attrs.evolve(copied[place], worth=further)
+        guesses, copied, confidences = iter(guesses), list[Guess](), list[float]()
+
+        def reaches() -> Iterator[float]:
+            reach = 1.0
+            for guess in guesses:
+                copied.append(guess)
+                confidences.append(self.calibration(guess.rank, guess.raw))
+                reach *= confidences[-1]
+                yield reach
+                if reach < MIN_REACH:
+                    return
+
+        num_worthwhile, _ = self._best_length(reaches())
+        may_draft = then_drafts and 0 < num_worthwhile == len(copied) and next(guesses, None) is None
+        further = self._expected_further() if may_draft else 0.0
+        for place in range(len(copied) - 1, -1, -1):
+            worth = confidences[place] * (1.0 + further)
+            further = worth if place < num_worthwhile else 0.0
+            copied[place] = attrs.evolve(copied[place], confidence=confidences[place], worth=worth)
         return copied
 
     def _weighed(self, guess: Guess, staleness: int, further: float) -> Guess:
@@ -176,7 +183,7 @@ class AutoPolicy:
         """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.
 
         Args:
-            reaches: of the drafted tokens.
+            reaches: of the drafted tokens, falling; no more of them are asked for once none can gain anything.
         """
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         for length, reach in enumerate(reaches, 1):
@@ -184,6 +191,12 @@ class AutoPolicy:
             gain = expected - rate * self._extra_s(length)
             if gain > best_gain:
                 best_length, best_gain = length, gain
+            # If the next ones were as likely as this one, some number of them would have to be worth its price.
+            if all(
+                expected + more * reach - rate * self.prices.verify_extra_s(length + more) <= best_gain
+                for more in (1, 2, 4, 8, 16, 32)
+            ):
+                break
         return best_length, best_gain
 
     def _extra_s(self, length: int) -> float:

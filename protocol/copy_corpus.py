@@ -74,7 +74,7 @@ class CopyCorpus:
         if not segments:
             del self._by_owner[segment.owner]
 
-    def lookup(self, text: Sequence[int], num_tokens: int, owner: bytes, *, shortest: int) -> Iterator[Copied]:
+    def lookup(self, owner: bytes, text: Sequence[int], num_tokens: int, shortest: int) -> Iterator[Copied]:
         """What followed most often where a text's longest suffix occurs, in texts of an owner or of everybody.
 
         Of segments with matches of the same length the newest of the owner's own is taken. See `CopyIndex.lookup`.

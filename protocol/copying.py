@@ -16,7 +16,7 @@ import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
@@ -74,6 +74,10 @@ class Copied:
         """Which copies it is calibrated with, in [0, 9): by the length of the match, and whether occurrences agree."""
         support = 2 if self.num_agreeing < self.num_occurrences else min(self.num_agreeing - 1, 1)
         return 3 * support + min(self.match_length, 3) - 1
+
+
+# (a text, how many tokens are wanted, the fewest tokens that make a match) → what followed the text's end elsewhere.
+FindCopy = Callable[[Sequence[int], int, int], Iterator[Copied]]
 
 
 class CopyIndex:
@@ -155,7 +159,7 @@ class CopyIndex:
         Returns: as many tokens as are wanted; none if nothing was found.
         """
         text = self._tokens
-        length, ends = self._occurrences(text[-MAX_MATCH:] if suffix is None else suffix)
+        length, ends = self._occurrences(text[-MAX_MATCH:] if suffix is None else suffix, shortest)
         if num_tokens < 1 or length < shortest:
             return
         pieces = [text[end : end + num_tokens] for end in ends]
@@ -172,15 +176,18 @@ class CopyIndex:
             if len(pieces) > 1:
                 pieces = [piece for piece in pieces if piece[place] == token]
 
-    def _occurrences(self, suffix: array[int]) -> tuple[int, list[int]]:
-        """The length of the longest match, and where it ended, newest first; (0, []) without one."""
+    def _occurrences(self, suffix: array[int], shortest: int) -> tuple[int, list[int]]:
+        """The length of the longest match, and where it ended, newest first; of one below `shortest` maybe (0, [])."""
         text, mask = self._tokens, len(self._last[0]) - 1
         t8, t7, t6, t5, t4, t3, t2, t1 = _padded(suffix[-8:])
         hash4 = hash((t4, t3, hash2 := hash((t2, t1))))
-        hashes = (t1, hash2, hash4, hash((t8, t7, t6, t5, hash4)))
+        hashes, next_length = (t1, hash2, hash4, hash((t8, t7, t6, t5, hash4))), MAX_MATCH + 1
         for length, hash_, last, earlier in reversed(
             list(zip(LENGTHS, hashes, self._last, self._earlier, strict=True))
         ):
+            if next_length <= shortest:  # so long a match is in a chain of longer ones
+                break
+            next_length = length
             if length > len(suffix):
                 continue
             wanted, ends, end, num_read = suffix[-length:], list[int](), last[hash_ & mask], 0

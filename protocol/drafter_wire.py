@@ -7,6 +7,7 @@ The messages of `protocol.messages` travel as they are, and beside them those of
                    <──  DrafterLoaded, or DrafterNotLoaded
     TargetNews     ──>  after a message of a session, and as a heartbeat
                    <──  DraftNews, likewise
+    CorpusCopy     ──>  before a message that begins a round, if the corpus of copies continues its text
 
 A session's settings travel as values. User code stays behind: the drafter drafts without it, which leaves texts as they
 are, because either rule is exact for any draft. Clocks differ, so moments travel as seconds that have passed since.
@@ -18,13 +19,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
 import mlx.core as mx
 
+from protocol.copying import Copied
 from protocol.errors import ProtocolError, SettingsError
 from protocol.messages import Distribution, Features, Message, Sparse
 from protocol.prices import Measurement
@@ -35,7 +37,7 @@ from protocol.trace import Event
 from protocol.wire import MALFORMED, pack, unpack, whole
 
 # Both ends must speak the same version.
-VERSION = 2
+VERSION = 3
 # Tokens that a drafted one is drawn from under the rejection rule. The target needs all of the distribution, since the
 # recovered token comes from what it leaves of the target's.
 MAX_DRAWN_FROM = 1024
@@ -113,6 +115,25 @@ class TargetNews:
 
 
 @attrs.frozen
+class CorpusCopy:
+    """What continues a session's text in the runtime's corpus of copies.
+
+    Attributes:
+        num_committed: tokens of that text.
+        copied: what followed its end there.
+    """
+
+    session: int
+    num_committed: int
+    copied: tuple[Copied, ...] = attrs.field(repr=False)
+
+    def find(self, text: Sequence[int], num_tokens: int, shortest: int) -> Iterator[Copied]:
+        """See `protocol.copying.FindCopy`."""
+        if len(text) == self.num_committed and self.copied and self.copied[0].match_length >= shortest:
+            yield from self.copied[:num_tokens]
+
+
+@attrs.frozen
 class DraftNews:
     """What there is to know at the runtime's end, beside messages.
 
@@ -138,7 +159,7 @@ class DraftNews:
 # What a drafter counts of a session.
 COUNTED = ("draft_failures", "lookahead_hits", "lookahead_misses", "draft_replayed_tokens", "stale_proposals")
 
-LinkMessage = Message | LoadDrafter | DrafterLoaded | DrafterNotLoaded | TargetNews | DraftNews
+LinkMessage = Message | LoadDrafter | DrafterLoaded | DrafterNotLoaded | TargetNews | CorpusCopy | DraftNews
 
 
 @attrs.frozen

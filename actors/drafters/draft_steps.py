@@ -186,16 +186,15 @@ class DraftSteps:
         # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
-        chosen = self.shared.logits_pipeline.sample(logits)
+        chosen, kept = self.shared.logits_pipeline.sample(logits), None
         if self.max_drawn_from is not None and self.shared.opened.settings.rule != "match":
-            logits = likeliest_only(logits, self.max_drawn_from)
+            logits, kept = likeliest_only(logits, self.max_drawn_from)
         lazy = guesses(
             logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
         )
         probs = lazy.probs
-        if self.max_drawn_from is not None and isinstance(probs, mx.array) and probs.size > self.max_drawn_from:
-            tokens = mx.argpartition(-probs, kth=self.max_drawn_from - 1)[: self.max_drawn_from].astype(mx.uint32)
-            probs = Sparse(probs.size, tokens, probs[tokens])
+        if kept is not None and isinstance(probs, mx.array):
+            probs = Sparse(probs.size, kept[0], probs[kept[0]])
         return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs)
 
     def _can_look_ahead(self) -> bool:

@@ -174,12 +174,14 @@ class DrafterSession(ActorSession):
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
         guesses = self._guesses(max_tokens)
+        before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
             self.count_copying(bool(self._copied) and self._copied[0].confidence >= LIKELY)
         else:
             self._copied = list(guesses)
-        self.tree.copy(self._copied)
+        if before or self._copied:
+            self.tree.copy(self._copied)
 
     def count_copying(self, is_copying: bool) -> None:
         """Count the text, or no more, among those that have something to copy."""
@@ -199,13 +201,13 @@ class DrafterSession(ActorSession):
 
     def _longest_copy(self, num_tokens: int, shortest: int) -> Iterator[Copied]:
         """What followed in the text itself; or in the corpus, if more of the text's last tokens occur there."""
-        own, corpus = self.index.lookup(num_tokens, shortest=shortest), self.shared.corpus
-        if corpus is None:
+        own, find_copy = self.index.lookup(num_tokens, shortest=shortest), self.shared.find_copy
+        if find_copy is None:
             return own
         if (first := next(own, None)) is not None:
             own, shortest = itertools.chain((first,), own), first.match_length + 1
         # In other texts, one token says too little.
-        foreign = corpus.lookup(self.state.committed, num_tokens, self.shared.corpus_owner, shortest=max(2, shortest))
+        foreign = find_copy(self.state.committed, num_tokens, max(2, shortest))
         longer = None if shortest > MAX_MATCH else next(foreign, None)
         return own if longer is None else itertools.chain((longer,), foreign)
 

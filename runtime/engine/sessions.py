@@ -171,8 +171,9 @@ class Sessions:
         # Another text of the same seed was drawn with the same numbers: a copy of it would not be independent of those
         # that judge it.
         is_independent = opened.settings.rule == "match" or (opened.settings.seed is None and saved is None)
-        session = Session(opened, send, corpus=self.corpus if is_independent else None, corpus_owner=owner)
+        session = Session(opened, send)
         if self.corpus is not None:
+            session.find_copy = partial(self.corpus.lookup, owner) if is_independent else None
             session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:

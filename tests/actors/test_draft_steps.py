@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import mlx.core as mx
 import pytest
 import trio
 from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
@@ -44,7 +45,7 @@ from actors.session import Session
 from protocol.acceptance import likeliest
 from protocol.cached_tokens import CachedTokens
 from protocol.draft_budget import DraftBudget
-from protocol.messages import Open
+from protocol.messages import Open, Sparse
 from protocol.settings import Settings
 
 PROMPT = [5, 6, 7]
@@ -426,6 +427,22 @@ def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_i
         found = thread.draft((), 5, max_steps)
         # The last choice is not in the cache.
         assert len(thread.cached_tokens) == 5 + len(found) - 1
+
+
+@sweep("most", [1, 5])
+def test_a_draw_from_few_tokens_comes_with_the_probabilities_of_the_likeliest(most: int) -> None:
+    thread = OnThread("KVCache", chains=False, num_prefilled=3, settled=5, temperature=1.0, acceptance="rejection")
+    (whole,) = thread.draft((), 0, 1)
+    thread.steps = attrs.evolve(thread.steps, max_drawn_from=most)
+    (cut,) = thread.draft((), 0, 1)
+    choice, probs = cut.guesses[0], whole.guesses[0].probs
+    assert isinstance(probs, mx.array)
+    assert isinstance(choice.probs, Sparse)
+    likely = mx.argsort(-probs)[:most].tolist()
+    assert choice.token in likely
+    assert sorted(choice.probs.tokens.tolist()) == sorted(likely)
+    expected = probs[choice.probs.tokens] / probs[choice.probs.tokens].sum()
+    assert choice.probs.values.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 # --- on threads -----------------------------------------------------------------------------------

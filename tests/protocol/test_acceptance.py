@@ -152,11 +152,12 @@ def test_the_bound_of_acceptance_is_p_over_q_to_twelve_digits(target_prob, draft
 @sweep("count", [1, 2, 5, 6])
 def test_a_token_may_be_drawn_from_the_likeliest_alone(count):
     logits = mx.array([[0.5, -2.0, 3.0, -mx.inf, 1.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
-    left = np.array(likeliest_only(logits, count))
-    for row, kept in zip(np.array(logits), left, strict=True):
+    left, ids = likeliest_only(logits, count)
+    for i, (row, kept) in enumerate(zip(np.array(logits), np.array(left), strict=True)):
         best = np.argsort(-row)[:count]
         assert np.array_equal(kept[best], row[best])
         assert np.all(np.isneginf(np.delete(kept, best)))
+        assert ids is None if count >= 5 else set(np.array(ids)[i]) == set(best)
 
 
 def test_the_residual_is_what_p_has_beyond_q():

@@ -35,7 +35,7 @@ def test_what_is_found_follows_a_longest_match_in_ones_own_texts(kept, suffix, o
     for each, tokens in kept:
         add(corpus, tokens, each)
     own = [tokens for each, tokens in kept if each in (owner, EVERYBODY)]
-    found = list(corpus.lookup(suffix, 5, owner, shortest=1))
+    found = list(corpus.lookup(owner, suffix, 5, 1))
     most = max((longest(text, suffix) for text in own), default=0)
     if not found:
         # Only where every longest match may be the end of its text, after which nothing follows.
@@ -51,27 +51,27 @@ def test_what_one_owner_quotes_is_never_found_for_another_and_a_document_for_bot
     corpus = CopyCorpus(AMPLE)
     add(corpus, list(range(50)), A)
     add(corpus, list(range(100, 150)), EVERYBODY)
-    assert [each.token for each in corpus.lookup([7, 8], 3, A, shortest=2)] == [9, 10, 11]
-    assert list(corpus.lookup([7, 8], 3, B, shortest=2)) == []
+    assert [each.token for each in corpus.lookup(A, [7, 8], 3, 2)] == [9, 10, 11]
+    assert list(corpus.lookup(B, [7, 8], 3, 2)) == []
     for owner in OWNERS:
-        assert [each.token for each in corpus.lookup([107, 108], 2, owner, shortest=2)] == [109, 110]
+        assert [each.token for each in corpus.lookup(owner, [107, 108], 2, 2)] == [109, 110]
 
 
 def test_a_copy_ends_with_its_text():
     corpus = CopyCorpus(AMPLE)
     add(corpus, [1, 2, 3], A)
     add(corpus, [4, 5], A)
-    assert [each.token for each in corpus.lookup([1, 2], 9, A, shortest=2)] == [3]
-    assert list(corpus.lookup([4, 5], 9, A, shortest=2)) == []
+    assert [each.token for each in corpus.lookup(A, [1, 2], 9, 2)] == [3]
+    assert list(corpus.lookup(A, [4, 5], 9, 2)) == []
 
 
 def test_the_least_recently_used_goes_first_and_the_bound_holds():
     corpus = CopyCorpus(2**17)
     for number in range(200):
         add(corpus, list(range(300 * number, 300 * number + 300)), A)
-        assert list(corpus.lookup([7, 8], 1, A, shortest=2))  # the first is in use
-    assert not list(corpus.lookup([607, 608], 1, A, shortest=2))
-    assert list(corpus.lookup([59907, 59908], 1, A, shortest=2))
+        assert list(corpus.lookup(A, [7, 8], 1, 2))  # the first is in use
+    assert not list(corpus.lookup(A, [607, 608], 1, 2))
+    assert list(corpus.lookup(A, [59907, 59908], 1, 2))
     assert corpus.num_bytes > 2**16
 
 
@@ -79,4 +79,4 @@ def test_what_is_larger_than_the_bound_leaves_nothing():
     corpus = CopyCorpus(1000)
     add(corpus, list(range(2000)), A)
     assert corpus.num_bytes == 0
-    assert list(corpus.lookup([7, 8], 1, A, shortest=2)) == []
+    assert list(corpus.lookup(A, [7, 8], 1, 2)) == []

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.acceptance import distribution, likeliest_only
+from protocol.copying import Copied
 from protocol.drafter_wire import (
     MAX_DRAWN_FROM,
     VERSION,
+    CorpusCopy,
     DrafterLoaded,
     DrafterNotLoaded,
     DraftNews,
@@ -96,6 +98,7 @@ messages = st.one_of(
         num_judged=st.none() | st.integers(1, 64),
     ),
     st.builds(TargetNews, measurements, starts),
+    st.builds(CorpusCopy, ids, starts, st.lists(st.builds(Copied, ids, ids, ids, ids), max_size=3).map(tuple)),
     st.builds(
         DraftNews,
         measurements,
@@ -156,7 +159,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 def test_another_version_is_refused_by_name() -> None:
     line = json.loads(encode(LoadDrafter(VERSION, None, None, 80, {}, {})))
     line[1] = 99
-    with pytest.raises(ProtocolError, match=r"speaks version 99 .* and this one version 2; install the same release"):
+    with pytest.raises(ProtocolError, match=r"speaks version 99 .* and this one version 3; install the same release"):
         decode(json.dumps([*line, "a field of the future"]).encode())
 
 
@@ -184,7 +187,7 @@ def test_a_session_is_told_with_all_that_drafting_depends_on() -> None:
 @pytest.mark.parametrize("num_left", [1, 20])
 def test_a_distribution_arrives_as_it_was(width: int, num_left: int) -> None:
     logits = mx.random.normal((1, width), key=mx.random.key(width + num_left))
-    probs = distribution(likeliest_only(logits, num_left)[0], 1.0)
+    probs = distribution(likeliest_only(logits, num_left)[0][0], 1.0)
     likely = mx.argsort(-probs)[:40].astype(mx.uint32)
     values = probs[likely]
     mx.eval(probs, likely, values)

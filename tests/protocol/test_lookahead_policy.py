@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import MIN_REACH, AutoPolicy, policy_for
 from protocol.lookahead_policy import ChainPolicy
-from protocol.lookahead_tree import Guess, LookaheadTree, Node
+from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
@@ -262,6 +263,25 @@ def test_whether_a_token_is_proposed_does_not_depend_on_what_was_drafted_after_i
         return min(len(common), len(policy.proposal(view_of(tree, max_proposal=20))))
 
     assert num_proposed([*common, *one]) == num_proposed([*common, *other])
+
+
+@given(raws=st.lists(st.floats(0.05, 0.99), max_size=30), prices=situations)
+@deterministic
+def test_of_a_copy_no_more_is_asked_for_than_may_be_proposed(raws, prices):
+    policy, asked = auto(prices), list[Guess]()
+    guesses = (Guess(token, raw, rank=COPIED, raw=raw) for token, raw in enumerate(raws))
+    copied = policy.copied((asked.append(guess) or guess for guess in guesses), then_drafts=False)
+    assert [guess.token for guess in copied] == [guess.token for guess in asked]
+    reaches = list(itertools.accumulate((policy.calibration(COPIED, raw) for raw in raws), operator.mul))
+    gains = [
+        sum(reaches[:length]) - prices.rate * (prices.verify(1 + length) - prices.verify(1))
+        for length in range(len(raws) + 1)
+    ]
+    best = max(range(len(gains)), key=gains.__getitem__)
+    assert len(copied) >= best or reaches[len(copied) - 1] < MIN_REACH
+    # Not even sure tokens would be worth their price, which rises by the same for each.
+    if len(copied) < len(raws):
+        assert reaches[len(copied) - 1] <= max(MIN_REACH, prices.rate * prices.verify.per_row(5) + 1e-6)
 
 
 @given(tree=trees, prices=situations, left=st.floats(-0.5, 1.5))

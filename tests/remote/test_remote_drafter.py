@@ -22,10 +22,11 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.simulated_worker import SimulatedWorker
-from protocol.drafter_wire import DraftNews, decode, encode
+from protocol.drafter_wire import CorpusCopy, DraftNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from runtime.engine.events import Events
 from runtime.engine.running import running
+from runtime.engine.sessions import CORPUS_OWNER
 
 NUM_TOKENS = 24
 DRAFTERS: dict[str, Callable[[], Any]] = {
@@ -44,7 +45,11 @@ PRICE = priced(draft=1.0, verify=4.0)
 
 @asynccontextmanager
 async def opened(
-    draft: Any, *, is_elsewhere: bool = True, listener: Callable[[runtime.Event], None] | None = None
+    draft: Any,
+    *,
+    is_elsewhere: bool = True,
+    listener: Callable[[runtime.Event], None] | None = None,
+    copy_corpus: int = 0,
 ) -> AsyncIterator[tuple[runtime.Runtime, Any]]:
     """A runtime in simulated time, so that two of them draft and verify at the same moments; and the ends of a link."""
     events = Events()
@@ -53,12 +58,14 @@ async def opened(
     target, drafter = (MLXModel(built, CacheOptions()) for built in (models.llama(), draft))
     at_target = target, SimulatedWorker("target", PRICE, events)
     if not is_elsewhere:
-        async with running(at_target, (drafter, SimulatedWorker("draft", PRICE, events)), events=events) as rt:
+        async with running(
+            at_target, (drafter, SimulatedWorker("draft", PRICE, events)), events=events, copy_corpus=copy_corpus
+        ) as rt:
             yield rt, None
         return
     async with (
         elsewhere(drafter, simulated_worker(PRICE), target.vocab_size) as (there, *links),
-        running(at_target, there, events=events) as rt,
+        running(at_target, there, events=events, copy_corpus=copy_corpus) as rt,
     ):
         yield rt, links
 
@@ -87,6 +94,22 @@ async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name
     assert estimates[0] == pytest.approx(estimates[1])
     if draft == "llama":
         assert sum(accepted for _, accepted, _ in found[1][1]) > 0
+
+
+async def test_what_was_answered_before_is_copied_there_too_and_for_its_owner_alone(autojump_clock: Any) -> None:
+    found = []
+    for is_elsewhere in (False, True):
+        async with opened(DRAFTERS["llama"](), is_elsewhere=is_elsewhere, copy_corpus=2**22) as (rt, links):
+            completions, num_told = [], []
+            for owner in (b"a", b"b", b"a"):
+                CORPUS_OWNER.set(owner)
+                completions.append(await rt.generate(PROMPTS[0], max_tokens=60, ignore_eos=True))
+                num_told.append(links and sum(isinstance(decode(data), CorpusCopy) for data in links[0].sent))
+        copied = [each.statistics.accepted_copied for each in completions]
+        found.append(([ids(each.tokens) for each in completions], copied))
+        assert copied[2] > max(copied[:2]) + 20
+    assert found[0] == found[1]
+    assert 0 == num_told[0] == num_told[1] < num_told[2]
 
 
 async def test_several_streams_share_draft_steps_there(autojump_clock: Any) -> None:
