@@ -34,8 +34,8 @@ MAX_MOMENTS = 4
 # A wait for further rounds must promise to make the pass better by this factor, since their coming is guessed at.
 MIN_GAIN_OF_WAITING = 1.02
 # Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
-# a pass of one row.
-MAX_WAIT, PATIENCE = 1.0, 0.02
+# a pass of one row. Texts that were asked to hurry answer at once, but they share the event loop with all others.
+MAX_WAIT, PATIENCE, PATIENCE_WITH_HURRIED = 1.0, 0.02, 0.5
 # The longest wait for all texts of a fixed lookahead, in units of the time in which all of them are drafted for.
 PATIENCE_FOR_ALL = 3.0
 
@@ -342,7 +342,8 @@ def _wait_for_more(view: TargetView, rounds: Sequence[ReadyRound]) -> NextJob | 
     if plan.wait_s > 0.0:
         return NextJob("wait", wait_s=plan.wait_s)
     hurried = tuple([coming[index - len(rounds)][0] for index in plan.num_drafted if index >= len(rounds)])
-    return NextJob("wait", wait_s=max(patience_s, 1e-9), hurried=hurried) if hurried else None
+    hurried_s = max(PATIENCE_WITH_HURRIED * seconds(1), 1e-9)
+    return NextJob("wait", wait_s=hurried_s, hurried=hurried) if hurried else None
 
 
 def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
