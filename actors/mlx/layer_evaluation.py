@@ -13,8 +13,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from actors.workers.core_sharing import CORES
-
 
 class LayerEvaluation(Enum):
     """When the layers of a pass are evaluated, while another model may work.
@@ -30,8 +28,7 @@ class LayerEvaluation(Enum):
     `runtime.loading.mlx_environment`."""
 
     WAITING = "waiting"
-    """Layer by layer, each waited for. The default on CPUs, beside a model that computes when the pass begins: waiting
-    costs a small target of seven layers a tenth of its pass."""
+    """Layer by layer, each waited for. The default on CPUs, where it makes the target itself no slower."""
 
     PIPELINED = "pipelined"
     """Layer by layer, with at most `MAX_LAYERS_IN_FLIGHT` submitted and not done, so that a GPU never runs dry."""
@@ -65,8 +62,6 @@ class _Pipeline:
 
 
 def _new_on_layer(evaluation: LayerEvaluation) -> OnLayer | None:
-    if not CORES.is_shared:
-        return None
     match evaluation:
         case LayerEvaluation.WHOLE:
             return None

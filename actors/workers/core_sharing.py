@@ -35,11 +35,6 @@ class CoreSharing:
         """Seconds after which a model that computes alone is given all cores; 0 if the number of threads stays."""
         return 0.0 if self._set_threads is None or self._num_cores < 2 else ALONE_AFTER_S
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several models compute at the moment."""
-        return self._num_computing > 1
-
     def control(self, set_threads: Callable[[int], None], num_cores: int) -> None:
         """Control the number of threads from now on.
 

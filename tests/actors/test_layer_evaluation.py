@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import attrs
@@ -15,7 +14,6 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import MAX_LAYERS_IN_FLIGHT, LayerEvaluation, evaluating
 from actors.mlx.model import MLXModel
-from actors.workers.core_sharing import CORES
 from runtime.loading.model_sources import LAYER_EVALUATION_VARIABLE
 
 MAX_ACTIVE_TASKS = 10  # mlx/transforms.cpp
@@ -63,11 +61,11 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return fake
 
 
-def run_layers(evaluation: LayerEvaluation, *, beside_another: bool = True) -> None:
+def run_layers(evaluation: LayerEvaluation) -> None:
     """What the layers of one pass do with their results."""
     from actors.mlx import layer_evaluation
 
-    with CORES.computing(), CORES.computing() if beside_another else nullcontext(), evaluating(evaluation):
+    with evaluating(evaluation):
         for number in range(NUM_LAYERS):
             if (on_layer := layer_evaluation._on_layer.get()) is not None:
                 on_layer([number])
@@ -88,8 +86,6 @@ def test_a_waiting_pass_has_one_layer_at_a_time(scheduler: FakeScheduler) -> Non
 
 def test_a_whole_pass_is_left_alone(scheduler: FakeScheduler) -> None:
     run_layers(LayerEvaluation.WHOLE)
-    run_layers(LayerEvaluation.WAITING, beside_another=False)
-    run_layers(LayerEvaluation.PIPELINED, beside_another=False)
     assert scheduler.most_active == 0
 
 
