@@ -35,10 +35,10 @@ logger = logging.getLogger("outrider")
 # Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
 # looking at other sessions.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
-# A drafter that has nothing to offer but copies rests after this many rounds in a row without one, divided by the texts
-# that share passes. In a rest, the target does not wait for an answer before it goes on, which saves a little time, and
-# as much to each text of the pass. In return, the next proposal may come a little late.
-MAX_IDLE_ROUNDS = 8
+# A drafter that has nothing to offer but copies rests after this many rounds in a row without one, and after fewer where
+# more than a few texts share passes. In a rest, the target does not wait for an answer before it goes on, which saves a
+# little time to each text of the pass. In return, the next proposal may come a little late.
+MAX_IDLE_ROUNDS, FEW_TEXTS = 8, 4
 # A text has something to copy if the first token of it is at least so likely.
 LIKELY = 0.5
 
@@ -410,7 +410,7 @@ class Drafter(Actor[S]):
 
     @property
     def _max_idle_rounds(self) -> int:
-        return MAX_IDLE_ROUNDS // self.prices.num_texts
+        return MAX_IDLE_ROUNDS * FEW_TEXTS // max(FEW_TEXTS, self.prices.num_texts)
 
     def _rest(self, session: S) -> None:
         """Leave some rounds to the target; in a rest, prolong it by more."""
