@@ -433,6 +433,7 @@ def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_i
 FAMILIES = {"KVCache": llama, "SlidingWindowCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
 
 
+@pytest.mark.slow
 @sweep("chains", [False, True])
 @sweep("name", FAMILIES)
 async def test_on_threads_the_text_is_the_greedy_one(name: str, chains: bool) -> None:

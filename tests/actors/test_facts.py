@@ -235,6 +235,7 @@ async def test_a_recurrent_target() -> None:
     assert [token.id for token in completion.tokens] == greedy(mamba(), prompt, 20)
 
 
+@pytest.mark.slow
 async def test_a_recurrent_drafter() -> None:
     """mlx-lm accepts it and never rewinds it, so it continues from rejected text."""
     drafter = mamba()

@@ -270,7 +270,7 @@ async def test_a_sliding_window_drafter_costs_no_token_and_stays_right_across_th
 
 
 @sweep("drafter", ["right", "wrong", "near"])
-@sweep("rewind", ["auto", "checkpoint", "none"])
+@sweep("rewind", ["auto", *(pytest.param(rewind, marks=pytest.mark.slow) for rewind in ("checkpoint", "none"))])
 async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: str) -> None:
     target = mamba()
     prompt = prompt_of(9)
@@ -460,6 +460,7 @@ async def test_the_demo_pair_gives_the_targets_greedy_text(demo_pair: Any, looka
     assert completion.text == tokenizer.decode(text if completion.finish_reason == "length" else text[:-1])
 
 
+@pytest.mark.slow
 async def test_the_demo_pairs_drafter_drafts_while_the_target_verifies() -> None:
     """The demo pair as it is, in bfloat16; with a fixed lookahead, because a busy machine's drafter may rest."""
     events: list[Event] = []

@@ -243,7 +243,7 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @sweep("settings", PLAIN_SETTINGS.values())
-@sweep("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "lfm2"))])
 async def test_streams_without_a_drafter_go_a_pass_ahead_together(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
 ) -> None:

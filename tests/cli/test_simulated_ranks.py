@@ -91,6 +91,7 @@ def test_speculation_gains_more_where_links_are_slow_to_begin() -> None:
     assert gains[1] > 1.15 * gains[0]
 
 
+@pytest.mark.slow
 def test_numbers_of_ranks_are_compared_as_each_is_alone() -> None:
     scenario = Scenario(0.8, 0.1, sharding=ROUND)
     both = compare_ranks(scenario, [1, 4], 60, [3])

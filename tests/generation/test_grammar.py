@@ -785,6 +785,7 @@ async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_i
     assert len({completion.text for completion in at_once}) > 1
 
 
+@pytest.mark.slow
 async def test_streams_at_once_keep_to_a_grammar_each():
     patterns = ["[0-9]{12}", "[a-f]{5,20}", "(yes|no)"]
     found: dict[str, str] = {}
