@@ -17,8 +17,6 @@ from runtime.simulation.comparison import compare, compare_ranks
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.sharding import ALL_REDUCES, SHAPES, Sharding, links_of
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 ROOT = Path(__file__).parents[2]
 
 # 1000 all-reduces in a pass; 2000 bytes and so 16,000 bits a row, which are 16 µs at a gigabit a second.

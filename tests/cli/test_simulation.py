@@ -17,8 +17,6 @@ from runtime.simulation.scenario import Scenario
 from runtime.simulation.scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
 from runtime.simulation.simulation import run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 NUM_POSITIONS = 4000
 
 

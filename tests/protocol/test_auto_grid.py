@@ -17,8 +17,6 @@ from protocol.lookahead_policy import ChainPolicy
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
 COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)
 CONTENTIONS = (0.0, 0.3, 1.0)

@@ -15,8 +15,6 @@ from runtime.simulation import scripted_models
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 NUM_TOKENS = 600
 # A text that says the same again and again.
 PERIOD = 150

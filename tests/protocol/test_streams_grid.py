@@ -13,8 +13,6 @@ import pytest
 from streams_grid import DEVICES, Cell, as_text, cells, geometric_mean, ratios
 from sweeps import sweep
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 logger = logging.getLogger(__name__)
 
 # Least speed of a cell over that of the faster of the two, and least geometric mean of it over the cells of a device.
