@@ -105,32 +105,6 @@ async def test_prompts_that_just_fit_a_prefill_chunk_and_those_that_do_not(lengt
     assert ids(completion) == family_text("llama", tuple(prompt), 16)
 
 
-@sweep("max_tokens", range(1, 8))
-async def test_the_text_is_cut_at_max_tokens_wherever_that_falls_in_a_round(max_tokens: int) -> None:
-    prompt = prompt_of(5)
-    completion = await complete(family("qwen3"), family("qwen3"), prompt, max_tokens=max_tokens, lookahead=3)
-    assert ids(completion) == family_text("qwen3", tuple(prompt), 20)[:max_tokens]
-    assert completion.finish_reason == "length"
-
-
-async def test_the_text_ends_at_a_stop_token_wherever_that_falls_in_a_proposal() -> None:
-    prompt = prompt_of(9)
-    text = family_text("llama", tuple(prompt), 20)
-    async with runtime.open((family("llama"), None), (family("llama"), None)) as rt:
-        for stop in dict.fromkeys(text):
-            completion = await rt.generate(prompt, max_tokens=20, lookahead=5, stop_tokens=[stop])
-            assert ids(completion) == text[: text.index(stop) + 1]
-            assert completion.finish_reason == "stop"
-
-
-async def test_the_text_ends_where_the_context_does() -> None:
-    target = llama(max_position_embeddings=24)
-    prompt = prompt_of(10)
-    completion = await complete(target, near(target, noise=0.05), prompt, max_tokens=None, lookahead=4)
-    assert ids(completion) == greedy(target, prompt, 14)
-    assert completion.finish_reason == "length"
-
-
 async def test_a_target_without_a_drafter_gives_its_own_text() -> None:
     prompt = prompt_of(9)
     completion = await complete(family("gemma2"), None, prompt, max_tokens=20)
