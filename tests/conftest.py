@@ -7,7 +7,8 @@ import itertools
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -85,23 +86,41 @@ def no_spare_buffers() -> Iterator[int]:
 def short_warm_up() -> Iterator[dict[str, Any]]:
     """Have runtimes measure the prices of their models once, with few passes: tests open thousands of runtimes.
 
-    Prices of tiny models are mostly such as cannot be, so they would be measured three times.
+    Prices of tiny models are mostly such as cannot be, so they would be measured three times. In simulated time, where
+    decisions hang on prices, all are measured.
 
     Returns: what the settings of the warm-up are otherwise.
     """
-    short = {"NUM_PASSES_ALONE": 1, "MAX_STEPS_BESIDE_TARGET": 8, "MAX_REPEATS": 0}
+    from runtime.simulation import simulation
+
+    short = {
+        "NUM_PASSES_ALONE": 1, "MAX_STEPS_BESIDE_TARGET": 2, "NUM_PLAIN_STEPS": 3, "WIDE_WIDTHS": (), "MAX_REPEATS": 0,
+    }  # fmt: skip
     usual = {name: getattr(warm_up, name) for name in short}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in short.items():
-            patch.setattr(warm_up, name, value)
+
+    async def warm_up_as_usual(*args: Any) -> None:
+        with patched(usual):
+            await warm_up.warm_up(*args)
+
+    with patched(short) as patch:
+        patch.setattr(simulation, "warm_up", warm_up_as_usual)
         yield usual
 
 
+@contextmanager
+def patched(constants: Mapping[str, Any]) -> Iterator[pytest.MonkeyPatch]:
+    """Set constants of the warm-up."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(warm_up, name, value)
+        yield patch
+
+
 @pytest.fixture
-def usual_warm_up(short_warm_up: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have runtimes measure all prices, as those of simulated models on which decisions hang."""
-    for name, value in short_warm_up.items():
-        monkeypatch.setattr(warm_up, name, value)
+def usual_warm_up(short_warm_up: dict[str, Any]) -> Iterator[None]:
+    """Have runtimes measure all prices."""
+    with patched(short_warm_up):
+        yield
 
 
 @pytest.fixture

@@ -83,7 +83,13 @@ def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> 
     assert any(type(layer) is CLASS_OF[name] for layer in sequence.cache)
 
 
-@pytest.mark.parametrize(("at_once", "length"), [(n % 2 == 0, length) for n, length in enumerate(LENGTHS)])
+@pytest.mark.parametrize(
+    ("at_once", "length"),
+    [
+        pytest.param(n % 2 == 0, length, marks=() if length > WINDOW else pytest.mark.slow)
+        for n, length in enumerate(LENGTHS)
+    ],
+)
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, length: int) -> None:
     of = subject(name)

@@ -14,6 +14,7 @@ import pytest
 import trio
 from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, subject
 from delays import COSTS, cycled_prices, tuples
+from distributions import DRAWING_RULES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
@@ -45,7 +46,7 @@ from actors.session import Session
 from protocol.acceptance import likeliest
 from protocol.cached_tokens import CachedTokens
 from protocol.draft_budget import DraftBudget
-from protocol.messages import Open, Sparse
+from protocol.messages import Open, Proposal, Sparse
 from protocol.settings import Settings
 
 PROMPT = [5, 6, 7]
@@ -445,11 +446,31 @@ def test_a_draw_from_few_tokens_comes_with_the_probabilities_of_the_likeliest(mo
     assert choice.probs.values.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
+@sweep(
+    "settings, may_be_cut",
+    [({}, True), (SEEDED, True), *(({"temperature": 1.0, "acceptance": rule}, False) for rule in DRAWING_RULES)],
+)
+async def test_where_tokens_are_drawn_no_proposal_is_cut_for_what_was_drafted_after_them(
+    settings: dict[str, Any], may_be_cut: bool, autojump_clock: Any
+) -> None:
+    target = hashed("target", 6.0)
+    async with simulated(
+        ScriptedModel(target), ScriptedModel(hashed("draft", 1.0, near=target)), price=priced(draft=0.25, verify=8.0)
+    ) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=80, lookahead="auto", **settings)
+    received = simulation.target_worker.sessions.received[0]
+    proposals = [message for message in received if isinstance(message, Proposal) and message.tokens]
+    assert proposals
+    # The target cuts a proposal by how likely each of its tokens is reached.
+    assert [len(each.reach) for each in proposals] == [len(each.tokens) * may_be_cut for each in proposals]
+
+
 # --- on threads -----------------------------------------------------------------------------------
 
 FAMILIES = {"KVCache": llama, "SlidingWindowCache": functools.partial(gemma3_text, window=24), "ArraysCache": mamba}
 
 
+@pytest.mark.slow
 @sweep("chains", [False, True])
 @sweep("name", FAMILIES)
 async def test_on_threads_the_text_is_the_greedy_one(name: str, chains: bool) -> None:

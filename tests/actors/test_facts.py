@@ -1,4 +1,4 @@
-"""Premises of the design about MLX and mlx-lm, and errors of mlx-lm's own speculative decoding.
+"""Premises of the design about MLX and mlx-lm.
 
 If one of these tests fails after an upgrade, a premise has changed. The test names the code that rests on it, which may
 now be simpler, or wrong.
@@ -14,11 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from cache_subjects import Concatenating
-from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 from models import (
-    Rereading,
     deepseek_v3,
     gemma2,
     gemma3_text,
@@ -190,122 +187,3 @@ def test_ours_checks_the_length_of_a_cache_whatever_trim_returned() -> None:
         cache.trim = lambda n, trim=trim: trim(n + 1) - 1
     with pytest.raises(RewindError, match="should hold 4 tokens, it holds 3"):
         sequence.rewind(4)
-
-
-# --- mlx-lm's speculative decoding: each of these is right in ours --------------------------------
-
-
-def mlx_lm_speculative(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: int, **more: Any) -> Any:
-    steps = speculative_generate_step(
-        mx.array(prompt, dtype=mx.int32), target, draft, num_draft_tokens=3, max_tokens=num_tokens, **more
-    )
-    tokens, from_draft = [], []
-    for token, _, is_draft in steps:
-        tokens.append(token)
-        from_draft.append(is_draft)
-    return tokens, from_draft
-
-
-async def ours(target: nn.Module, draft: nn.Module, prompt: list[int], num_tokens: int, **more: Any) -> Any:
-    async with runtime.open((target, None), (draft, None)) as rt:
-        return await rt.generate(prompt, max_tokens=num_tokens, **{"lookahead": 3} | more)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [8, 64])
-@pytest.mark.parametrize("build", [gemma3_text, sliding_llama])
-async def test_a_rotating_cache_that_fills(build: Callable[..., nn.Module], window: int) -> None:
-    """mlx-lm's text silently deviates from the greedy one (mlx-lm #1423)."""
-    target = build(window=window)
-    draft = near(target, noise=0.05)
-    prompt = prompt_of(5)
-    right = greedy(target, prompt, 80)
-    theirs, _ = mlx_lm_speculative(target, draft, prompt, 80)
-    assert theirs != right
-    completion = await ours(target, draft, prompt, 80)
-    assert [token.id for token in completion.tokens] == right
-
-
-async def test_a_recurrent_target() -> None:
-    """mlx-lm raises an error (mlx-lm #1446)."""
-    prompt = prompt_of(5)
-    with pytest.raises(ValueError, match="requires a trimmable prompt cache"):
-        mlx_lm_speculative(mamba(), llama(), prompt, 20)
-    completion = await ours(mamba(), llama(), prompt, 20)
-    assert [token.id for token in completion.tokens] == greedy(mamba(), prompt, 20)
-
-
-async def test_a_recurrent_drafter() -> None:
-    """mlx-lm accepts it and never rewinds it, so it continues from rejected text."""
-    drafter = mamba()
-    target = Rereading(near(drafter, noise=0.02))
-    prompt = prompt_of(9)
-    right = greedy(target, prompt, 40)
-
-    # The drafter's choices when it has seen the right text and nothing else.
-    says = mx.argmax(drafter(mx.array([prompt + right[:-1]]))[0, len(prompt) - 1 :], axis=-1).tolist()
-
-    def who_was_right(lookahead: int) -> list[bool]:
-        """Which tokens come from the drafter if it proposes `lookahead` at a time and the target adds one."""
-        from_draft: list[bool] = []
-        while len(from_draft) < len(right):
-            begin = len(from_draft)
-            while len(from_draft) < begin + lookahead and says[len(from_draft) :][:1] == right[len(from_draft) :][:1]:
-                from_draft.append(True)
-            from_draft.append(False)
-        return from_draft
-
-    # At the very end, fewer are proposed.
-    middle = slice(0, 36)
-    completion = await ours(target, drafter, prompt, 40)
-    assert [token.id for token in completion.tokens] == right
-    # It keeps its state from before every step, so it looks ahead as far as any other drafter.
-    assert [token.from_draft for token in completion.tokens][middle] == who_was_right(3)[middle]
-
-    theirs, from_draft = mlx_lm_speculative(target, drafter, prompt, 40)
-    assert theirs == right
-    assert from_draft[middle] != who_was_right(3)[middle]
-    # With a drafter that reads its text anew, and so is always in the right state, the tokens are as expected.
-    _, from_draft = mlx_lm_speculative(target, Rereading(drafter), prompt, 40)
-    assert from_draft[middle] == who_was_right(3)[middle]
-
-
-@pytest.mark.slow
-async def test_sampling() -> None:
-    """mlx-lm requires two independent samples to be equal, so it rejects even a drafter that is the target."""
-    model = llama(seed=3)
-    prompt = prompt_of(9)
-    mx.random.seed(0)
-    _, from_draft = mlx_lm_speculative(model, model, prompt, 60, sampler=make_sampler(temp=1.0))
-    assert sum(from_draft) / 60 < 0.5
-    for acceptance in ("match", "rejection"):
-        completion = await ours(model, model, prompt, 60, temperature=1.0, seed=1, acceptance=acceptance)
-        assert completion.statistics.acceptance_rate > 0.95, acceptance
-
-
-async def test_a_prompt_without_a_token_and_a_text_without_a_bound() -> None:
-    """In mlx-lm these cause errors about shapes."""
-    model = llama()
-    with pytest.raises(ValueError, match="shape"):
-        mlx_lm_speculative(model, model, [], 5)
-    with pytest.raises(ValueError, match="concatenate"):
-        mlx_lm_speculative(model, model, [1], -1)
-    with pytest.raises(runtime.PromptError, match="at least one token"):
-        await ours(model, model, [], 5)
-    with pytest.raises(runtime.SettingsError, match=r"max_tokens must be .* at least 1, or None for no limit, got -1"):
-        await ours(model, model, [1], -1)
-
-
-async def test_what_a_text_that_ends_on_a_bonus_token_leaves_behind() -> None:
-    """In mlx-lm the caches then hold one token less than a second turn would need."""
-    model = llama()
-    prompt = prompt_of(5)
-    caches = make_prompt_cache(model) + make_prompt_cache(model)
-    mlx_lm_speculative(model, model, prompt, 8, prompt_cache=caches)
-    assert {cache.offset for cache in caches} == {len(prompt) + 7, len(prompt) + 6}
-    # Ours starts each text from caches of its own, and so a second turn from the whole text.
-    async with runtime.open((model, None), (model, None)) as rt:
-        first = await rt.generate(prompt, max_tokens=8, lookahead=3)
-        longer = prompt + [token.id for token in first.tokens]
-        second = await rt.generate(longer, max_tokens=8, lookahead=3)
-    assert [token.id for token in second.tokens] == greedy(model, longer, 8)

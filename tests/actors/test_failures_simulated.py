@@ -319,16 +319,18 @@ async def test_a_session_that_failed_is_not_drafted_for_before_anybody_reads_tha
             await collect(unread)
 
 
+# Below a temperature, tokens are drawn, and those that it has drawn keep a drafter in its session.
+@sweep("is_for_good, settings", [(False, {}), (True, {"temperature": 0.1, "acceptance": "rejection"})])
 @sweep("what", ["proposal", "expansion", "draft_budget"])
 @sweep("at", [1, 2, 5])
 async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_session_alone(
-    what: str, at: int, autojump_clock: Any, caplog: Any
+    what: str, at: int, is_for_good: bool, settings: dict[str, Any], autojump_clock: Any, caplog: Any
 ) -> None:
     num_calls = 0
     policies: list[Any] = []
 
     class Erring:
-        """A fixed lookahead whose n-th decision fails, in the first session only."""
+        """A fixed lookahead whose n-th decision fails, or all from that one on, in the first session only."""
 
         num_guesses = 1
 
@@ -341,7 +343,7 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
             nonlocal num_calls
             if name == what and self._is_first:
                 num_calls += 1
-                if num_calls == at:
+                if num_calls == at or (is_for_good and num_calls > at):
                     raise Unforeseen(name)
             return getattr(self._chain, name)
 
@@ -349,7 +351,7 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
     async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
 
         async def one(i: int) -> None:
-            got[i] = await simulation.runtime.generate([i, i, i], max_tokens=30, lookahead=2)
+            got[i] = await simulation.runtime.generate([i, i, i], max_tokens=30, lookahead=2, **settings)
 
         with trio.fail_after(10_000):
             async with trio.open_nursery() as nursery:

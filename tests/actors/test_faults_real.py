@@ -261,6 +261,7 @@ async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: An
             assert [token.id async for token in stream] == got[30:]
 
 
+@pytest.mark.slow
 async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
     target, draft = pair()
@@ -282,6 +283,7 @@ async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog
     assert "the draft model hangs" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatience")
 async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
     target, draft = pair()

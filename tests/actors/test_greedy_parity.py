@@ -105,32 +105,6 @@ async def test_prompts_that_just_fit_a_prefill_chunk_and_those_that_do_not(lengt
     assert ids(completion) == family_text("llama", tuple(prompt), 16)
 
 
-@sweep("max_tokens", range(1, 8))
-async def test_the_text_is_cut_at_max_tokens_wherever_that_falls_in_a_round(max_tokens: int) -> None:
-    prompt = prompt_of(5)
-    completion = await complete(family("qwen3"), family("qwen3"), prompt, max_tokens=max_tokens, lookahead=3)
-    assert ids(completion) == family_text("qwen3", tuple(prompt), 20)[:max_tokens]
-    assert completion.finish_reason == "length"
-
-
-async def test_the_text_ends_at_a_stop_token_wherever_that_falls_in_a_proposal() -> None:
-    prompt = prompt_of(9)
-    text = family_text("llama", tuple(prompt), 20)
-    async with runtime.open((family("llama"), None), (family("llama"), None)) as rt:
-        for stop in dict.fromkeys(text):
-            completion = await rt.generate(prompt, max_tokens=20, lookahead=5, stop_tokens=[stop])
-            assert ids(completion) == text[: text.index(stop) + 1]
-            assert completion.finish_reason == "stop"
-
-
-async def test_the_text_ends_where_the_context_does() -> None:
-    target = llama(max_position_embeddings=24)
-    prompt = prompt_of(10)
-    completion = await complete(target, near(target, noise=0.05), prompt, max_tokens=None, lookahead=4)
-    assert ids(completion) == greedy(target, prompt, 14)
-    assert completion.finish_reason == "length"
-
-
 async def test_a_target_without_a_drafter_gives_its_own_text() -> None:
     prompt = prompt_of(9)
     completion = await complete(family("gemma2"), None, prompt, max_tokens=20)
@@ -270,7 +244,7 @@ async def test_a_sliding_window_drafter_costs_no_token_and_stays_right_across_th
 
 
 @sweep("drafter", ["right", "wrong", "near"])
-@sweep("rewind", ["auto", "checkpoint", "none"])
+@sweep("rewind", ["auto", *(pytest.param(rewind, marks=pytest.mark.slow) for rewind in ("checkpoint", "none"))])
 async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: str) -> None:
     target = mamba()
     prompt = prompt_of(9)
@@ -460,6 +434,7 @@ async def test_the_demo_pair_gives_the_targets_greedy_text(demo_pair: Any, looka
     assert completion.text == tokenizer.decode(text if completion.finish_reason == "length" else text[:-1])
 
 
+@pytest.mark.slow
 async def test_the_demo_pairs_drafter_drafts_while_the_target_verifies() -> None:
     """The demo pair as it is, in bfloat16; with a fixed lookahead, because a busy machine's drafter may rest."""
     events: list[Event] = []

@@ -259,6 +259,7 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
         assert policy.num_held_back > 100
 
 
+@pytest.mark.slow
 def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.backoff.Backoff.leaves_out", lambda _: False)
     coin = markov(((0.5, 0.5), (0.5, 0.5)))
@@ -397,6 +398,7 @@ def test_the_greedy_text_hangs_on_no_policy(what: str, caches: str) -> None:
     assert run(lambda: text_under(policy, truthful, agreeing(0.6), **CACHES[caches])) == continuation([5, 6, 7], 60)
 
 
+@pytest.mark.slow
 @sweep("what, caches", CASES)
 def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> None:
     settings = {"temperature": 0.8, "seed": 11, "acceptance": "match"}

@@ -181,6 +181,7 @@ async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt
 # --- options --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sweep(
     ("name", "rewind"),
     [
@@ -197,6 +198,7 @@ async def test_every_way_to_rewind(name: str, rewind: str) -> None:
             prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
 
 
+@pytest.mark.slow
 @sweep("start, step", [(0, 16), (30, 2048), (60, 16), (75, 2048), (10_000, 16)])
 async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsewhere(start: int, step: int) -> None:
     model = build("qwen3", head_dim=32)

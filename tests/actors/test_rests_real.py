@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.nn as nn
+import pytest
 from delays import RestingPolicy
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
@@ -16,6 +17,7 @@ import runtime
 NUM_TOKENS = 48
 
 
+@pytest.mark.slow
 @sweep("turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)])
 @sweep(
     ("build", "rewind"),

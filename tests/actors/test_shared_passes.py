@@ -11,6 +11,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 from models import greedy
 from sweeps import sweep
@@ -19,6 +20,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.row_batch import RowBatch
+from actors.mlx.row_caches import RowKVCache
 from actors.model import Feed, RewindMode
 from protocol.trace import Event, Span
 
@@ -124,6 +126,16 @@ def test_the_last_text_of_a_batch_goes_on_alone_and_undoes_what_it_was_prepared_
     texts[0].sequence.close()
 
 
+@sweep("window_size", [None, 3, 8])
+def test_a_row_of_keys_and_values_has_the_mask_that_its_text_has_alone(window_size: int | None) -> None:
+    rows, lengths, width = RowKVCache(), (2, 9, 5), 4
+    rows.begin(lengths, [width] * len(lengths))
+    masks = rows.make_mask(width, window_size=window_size)
+    for (mask,), length in zip(masks, lengths, strict=True):
+        assert mx.array_equal(mask[:, : length + width], create_causal_mask(width, length, window_size=window_size))
+        assert not mx.any(mask[:, length + width :])
+
+
 class Counting(nn.Module):
     """A model whose passes are counted."""
 
@@ -179,6 +191,7 @@ async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called
     assert (rows_per_pass > 1) == any(isinstance(event, Span) and event.shares for event in events) == shares
 
 
+@pytest.mark.slow
 def test_a_text_that_is_much_longer_than_the_others_has_passes_of_its_own() -> None:
     wrapped = MLXModel(build("llama"), CacheOptions())
     texts = [wrapped.open_sequence(beside_another=False) for _ in range(6)]
@@ -230,7 +243,7 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @sweep("settings", PLAIN_SETTINGS.values())
-@sweep("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "lfm2"))])
 async def test_streams_without_a_drafter_go_a_pass_ahead_together(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
 ) -> None:

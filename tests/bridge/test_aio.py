@@ -186,6 +186,7 @@ def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: 
     assert began == sorted(began) == list(range(5))
 
 
+@pytest.mark.slow
 @in_asyncio
 async def test_the_demo_pair_gives_text() -> None:
     async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
@@ -648,6 +649,7 @@ print("mlx_lm" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there():
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS_OF_THE_LOOP], capture_output=True, text=True, timeout=100, check=True
@@ -731,6 +733,7 @@ print([name for name in SLOW if imported_in.get(name) == "MainThread"])
 """
 
 
+@pytest.mark.slow
 def test_the_models_libraries_are_not_imported_on_the_loop() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
     assert (ended.stdout, ended.returncode) == ("[]\n", 0), ended.stderr

@@ -182,6 +182,7 @@ async def test_a_client_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
         assert await third.hears() is None
 
 
+@pytest.mark.slow
 async def test_a_signal_lets_texts_end_that_are_under_way() -> None:
     process = await trio.lowlevel.open_process(
         [sys.executable, str(ROOT / "examples" / "trio_service.py"), "--port", "0"], env=environment(), stdout=-1

@@ -15,6 +15,8 @@ from command_line import HANGS_S
 from served_caller import MODEL as CALLER
 from served_command import KEY, MODEL, PROMPT, Server
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     import anthropic  # takes seconds
 

@@ -93,6 +93,7 @@ async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(en
     assert len(set(said)) == 5
 
 
+@pytest.mark.slow
 async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless: str) -> None:
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
     status, out, err = await piped(*models, "--max-tokens", "12", "--stats", lines="w1 w2\nw3\n")
@@ -114,6 +115,7 @@ async def test_a_reset_forgets_what_was_said(endless: str) -> None:
     assert err == "outrider: forgotten; the conversation begins anew\n"
 
 
+@pytest.mark.slow
 async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> None:
     status, out, err = await piped("--target", endless, *MAX, lines="/help\n")
     assert (status, out) == (0, "")
@@ -298,6 +300,7 @@ async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endle
         await person.types("\r")
 
 
+@pytest.mark.slow
 async def test_a_prompt_that_is_ended_from_outside_ends_with_that_status(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX, status=143) as person:
         person.process.send_signal(signal.SIGTERM)

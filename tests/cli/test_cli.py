@@ -64,6 +64,7 @@ def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, ca
     assert len(expected.split()) == 20
 
 
+@pytest.mark.slow
 async def test_the_demo_pair_is_the_default():
     # With a fixed lookahead, because "auto" may let the drafter rest on a busy machine.
     arguments = ["--max-tokens", "12", "--lookahead", "2", "--json"]
@@ -255,6 +256,7 @@ def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
 # --- prompts --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless):
     arguments = ["generate", "-", "--target", endless, "--max-tokens", "5", "--json"]
     async with outrider(*arguments, stdin=-1, stdout=-1, stderr=-1) as process:
@@ -329,6 +331,7 @@ def test_stats_end_with_a_table_on_stderr(endless, capfd):
     assert not any(line.endswith(" ") for line in err.splitlines())
 
 
+@pytest.mark.slow
 async def test_statistics_begin_a_line_where_the_text_goes_to_the_same_pipe(endless):
     arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "5", "--stats"]
     expected = await text_of(endless, PROMPT, 5)
@@ -740,6 +743,7 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
 # --- readers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_reader_that_leaves_ends_it_quietly(endless):
     arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "none"]
     async with outrider(*arguments, stdout=-1, stderr=-1) as process:
@@ -749,6 +753,7 @@ async def test_a_reader_that_leaves_ends_it_quietly(endless):
     assert process.returncode == 141
 
 
+@pytest.mark.slow
 async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endless):
     arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "3", "--json"]
     async with outrider(*arguments, stdout=-1, stderr=-1) as process:

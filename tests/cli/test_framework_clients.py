@@ -14,6 +14,8 @@ from command_line import HANGS_S
 from served_caller import MODEL
 from served_command import KEY, Server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["langchain_client", "pydantic_ai_client"])
 def example(request: pytest.FixtureRequest, caller: Server, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -253,6 +253,7 @@ def test_clients_that_come_all_at_once_while_the_server_is_busy_are_connected(se
     assert server.health()["ok"] is True
 
 
+@pytest.mark.slow
 def test_a_server_may_listen_at_an_ipv6_address() -> None:
     with serving("--host", "::1") as server:
         assert server.url.startswith("http://[::1]:")

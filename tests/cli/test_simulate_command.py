@@ -144,6 +144,7 @@ def test_the_json_says_what_was_simulated_and_what_came_of_it(capfd):
     assert found["tree_over_best_sequential"] == speeds["tree", "auto"] / speeds["sequential", best]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_the_same_arguments_give_the_same_output_and_another_seed_another(capfd, form):
     first, again, other = (simulate(capfd, "--seed", seed, *form) for seed in ("1", "1", "2"))
@@ -391,6 +392,7 @@ def test_an_svg_names_every_way_of_decoding_with_its_speed(capfd, tmp_path):
     assert any("acceptance 0.8, cost ratio 0.1" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_a_png_has_all_colours(capfd, tmp_path):
     drawn(capfd, tmp_path / "plot.PNG", "--lookahead", "1,2,3")
     pixels = np.unique(
@@ -407,6 +409,7 @@ def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
     assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"second.{suffix}").read_bytes()
 
 
+@pytest.mark.slow
 def test_every_label_stands_at_the_speed_that_it_names_also_where_the_best_lookahead_is_not_the_last():
     comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
     assert comparison.best.lookahead == 4
@@ -444,6 +447,7 @@ def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
 # --- as a process ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 def test_output_that_cannot_be_written_is_an_error(form):
@@ -455,6 +459,7 @@ def test_output_that_cannot_be_written_is_an_error(form):
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_ends_it_quietly():
     reading, writing = os.pipe()
     os.close(reading)

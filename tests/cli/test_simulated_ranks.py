@@ -17,8 +17,6 @@ from runtime.simulation.comparison import compare, compare_ranks
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.sharding import ALL_REDUCES, SHAPES, Sharding, links_of
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 ROOT = Path(__file__).parents[2]
 
 # 1000 all-reduces in a pass; 2000 bytes and so 16,000 bits a row, which are 16 µs at a gigabit a second.
@@ -91,6 +89,7 @@ def test_speculation_gains_more_where_links_are_slow_to_begin() -> None:
     assert gains[1] > 1.15 * gains[0]
 
 
+@pytest.mark.slow
 def test_numbers_of_ranks_are_compared_as_each_is_alone() -> None:
     scenario = Scenario(0.8, 0.1, sharding=ROUND)
     both = compare_ranks(scenario, [1, 4], 60, [3])

@@ -12,8 +12,6 @@ from protocol.trace import Share, Span
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import SimulatedStreams, rows_of, run_simulation, simulate_streams
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 # Passes of any width take the same time.
 FLAT = Scenario(0.8, 0.1, verify_slope=0.0, draft_slope=0.0)
 # Part of the streams that are in a pass at least, where all decode plainly.

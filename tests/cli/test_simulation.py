@@ -17,8 +17,6 @@ from runtime.simulation.scenario import Scenario
 from runtime.simulation.scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
 from runtime.simulation.simulation import run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 NUM_POSITIONS = 4000
 
 
@@ -74,6 +72,7 @@ def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
 # --- the scripted pair ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sweep("acceptance", [0.3, 0.6, 0.85])
 @sweep("spread", [0.5, 2.0, 50.0])
 def test_the_draft_is_right_as_often_as_the_scenario_says(acceptance, spread):
@@ -213,6 +212,7 @@ def test_contention_costs_speed():
     assert speeds[0] > speeds[1] > speeds[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
 def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
     # With these round numbers, times would be sums of powers of two, and jobs would often end at the same moment, if

@@ -10,6 +10,8 @@ import openai
 import pytest
 from served_command import Server
 
+pytestmark = pytest.mark.slow
+
 CITY = {"type": "string", "enum": ["Lisbon", "Oslo"]}
 DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
 SCHEMA = {

@@ -68,6 +68,7 @@ def test_the_learning_rate_falls_where_evaluations_gain_nothing() -> None:
     assert progress.is_over
 
 
+@pytest.mark.slow
 @sweep("name, target_ids", [("llama", DRAFT_IDS), ("gemma3_text", None), ("lfm2", None)])
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)

@@ -25,6 +25,8 @@ from served_command import until
 import runtime
 from runtime.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 # Takes so long that the server is seen draining meanwhile.
 NUM_TOKENS = 200
 

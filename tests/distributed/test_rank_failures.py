@@ -10,6 +10,8 @@ import pytest
 import rank_programs
 from ranks import ranks
 
+pytestmark = pytest.mark.slow
+
 RANK_1_ENDED = "rank 1 has ended, or cannot be reached any more"
 
 

@@ -21,6 +21,7 @@ from protocol.errors import RankError
 from protocol.rank_messages import Answer, RankMessage, Recorded, TensorChunk, decode, encode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     [

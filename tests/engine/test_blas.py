@@ -192,6 +192,7 @@ def test_threads_are_said_where_they_are_known(threads, said):
 # --- in a process ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mlx_is_not_imported_before_a_model_is_needed():
     code = "import sys, runtime, runtime.cli.main; print('mlx.core' in sys.modules); runtime.open"
     done = run(code + "; print('mlx.core' in sys.modules)")
@@ -278,6 +279,7 @@ def test_asking_twice_for_the_same_is_no_error(copy):
 # --- too late, or not possible --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @linux
 def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy):
     done = run(

@@ -49,6 +49,7 @@ def test_what_it_reads_is_said(layers, said):
     assert rows_of(*layers)["reads"] == said
 
 
+@pytest.mark.slow
 async def test_the_bundled_trained_drafter():
     diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
     found = diagnosis.draft
@@ -85,6 +86,7 @@ def test_a_drafter_agrees_less_where_it_reads_other_layers() -> None:
     )
 
 
+@pytest.mark.slow
 async def test_an_mtp_layer_that_the_target_does_not_have_is_refused():
     with pytest.raises(runtime.ModelError):
         await examine(runtime.DEMO_TARGET, "mtp")

@@ -53,5 +53,6 @@ assert mlx_lm.__spec__.loader.get_source("mlx_lm")
 """
 
 
+@pytest.mark.slow
 def test_everything_is_imported_under_a_hard_limit_below_mlx_lm_s() -> None:
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)

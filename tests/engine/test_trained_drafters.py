@@ -86,6 +86,7 @@ class FakeHub:
         return str(self.folder)
 
 
+@pytest.mark.slow
 async def test_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
     async with runtime.open(runtime.DEMO_TARGET, draft="org/head") as rt:
@@ -97,6 +98,7 @@ async def test_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> 
     assert "*.safetensors" in files[2]
 
 
+@pytest.mark.slow
 async def test_a_revision_of_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
     async with runtime.open(runtime.DEMO_TARGET, draft=runtime.ModelSpec("org/head", revision="v2")):

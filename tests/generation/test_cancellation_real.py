@@ -211,6 +211,7 @@ async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) 
     nothing_is_left(trigger)
 
 
+@pytest.mark.slow
 @sweep("nth", range(1, 9))
 @sweep("event", [(Span, "target", "verify"), (Span, "draft", "draft")])
 async def test_cancelling_after_each_of_the_first_rounds(event: Kind, nth: int) -> None:

@@ -251,6 +251,7 @@ async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, aut
             assert_ended(simulation, at)
 
 
+@pytest.mark.slow
 @sweep("way, lookahead", [("stream", None), ("stream", 2), ("generate", 2), ("slow consumer", 2)])
 def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> None:
     async def give_up_after(seconds: float) -> bool:

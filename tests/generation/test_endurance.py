@@ -75,7 +75,7 @@ async def test_a_thousand_streams_leave_no_memory_no_task_and_no_thread() -> Non
     target, draft = llama(seed=1), llama(seed=2, hidden_size=32)
     async with runtime.open((target, None), (draft, None)) as rt:
         num_idle_tasks = num_tasks()
-        for number in range(NUM_STREAMS // 2):
+        for number in range(NUM_STREAMS // 4):
             await use(rt, number)
         await settled(rt, num_idle_tasks)
         threads, active, resident = threading.active_count(), mx.get_active_memory(), resident_bytes()

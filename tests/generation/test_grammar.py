@@ -419,6 +419,17 @@ def test_for_another_stream_it_begins_anew(prompt, is_cut_off):
         assert (left == {END}) == (text == "ab1")
 
 
+def test_the_states_of_a_long_text_share_their_matchers():
+    """A matcher takes up to some hundred kilobytes, and each token of a text has a state."""
+    grammar, text, states = Grammar.from_regex("a+", TOKENIZER), encode("a") * 64, []
+    for length in range(len(text) + 1):
+        allowed(grammar, PROMPT + text[:length])
+        states.append(grammar.save())
+        grammar.restore(states[-1])
+    assert [state.size for state in states] == list(range(len(PROMPT), len(PROMPT) + 65))
+    assert len({id(state.matcher) for state in states}) <= 5
+
+
 def test_without_states_a_text_that_does_not_go_on_from_the_last_begins_anew():
     grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
     first = allowed(grammar, PROMPT)
@@ -774,6 +785,7 @@ async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_i
     assert len({completion.text for completion in at_once}) > 1
 
 
+@pytest.mark.slow
 async def test_streams_at_once_keep_to_a_grammar_each():
     patterns = ["[0-9]{12}", "[a-f]{5,20}", "(yes|no)"]
     found: dict[str, str] = {}
@@ -789,6 +801,7 @@ async def test_streams_at_once_keep_to_a_grammar_each():
         assert re.fullmatch(pattern, found[pattern])
 
 
+@pytest.mark.slow
 async def test_a_grammar_that_asks_for_the_impossible_ends_its_stream_and_no_other():
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
         # Compiled for another tokenizer than the model's.

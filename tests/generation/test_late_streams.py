@@ -95,6 +95,7 @@ async def cancel_and_begin(
             over.set()
 
 
+@pytest.mark.slow
 @sweep("draft", ["model", "ngram", "none"])
 @sweep("begin", [stream, many, one_of_many])
 @sweep(("num_before", "max_streams"), [(0, None), (3, None), (3, 1)])

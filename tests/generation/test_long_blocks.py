@@ -43,6 +43,7 @@ def hostile(name: str, num_chars: int) -> list[str]:
     return [text for unit in units for text in (unit, block[:half] + unit, block[half:] + unit + block[half:-1])]
 
 
+@pytest.mark.slow
 @sweep("name", FORMATS)
 def test_a_hostile_block_ends_and_the_next_call_is_read(name: str) -> None:
     format = call_format(name)

@@ -118,6 +118,7 @@ def at_work(simulation: Simulation) -> list[int]:
 # --- turns ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sweep("num_streams, agreement, schedule", [(2, 0.7, 0), (2, 1.0, 1), (5, 0.0, 2), (5, 0.7, 1), (5, 1.0, 0)])
 async def test_no_stream_waits_for_more_than_one_turn_of_each_other(
     num_streams: int, agreement: float, schedule: int, autojump_clock: Any
@@ -366,6 +367,7 @@ async def test_as_many_streams_as_a_pass_takes_are_at_work_by_themselves(options
         assert rt.max_streams == most
 
 
+@pytest.mark.slow
 async def test_real_streams_are_as_right_with_one_place_as_with_many() -> None:
     target, draft = llama(), near(llama(), noise=0.05)
     texts = []

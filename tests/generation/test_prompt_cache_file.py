@@ -56,6 +56,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @sweep("drafted", ["plain", "drafted", "looked up"])
 @sweep("named", MODELS)
 async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: str) -> None:

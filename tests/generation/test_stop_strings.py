@@ -409,6 +409,7 @@ async def test_a_stop_string_in_the_prompt_ends_nothing() -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (whole.text, "length", None)
 
 
+@pytest.mark.slow
 async def test_the_demo_pair_stops_at_a_line_and_in_the_middle_of_a_word(demo_pair: Any) -> None:
     prompt = "def quicksort(items):"
     async with runtime.open(*demo_pair) as rt:
@@ -504,6 +505,7 @@ def assert_idle_after_the_stop(simulation: Simulation) -> None:
     simulation.assert_all_closed()
 
 
+@pytest.mark.slow
 @sweep("price", PRICES)
 @sweep(("draft", "lookahead"), [*DRAFTS, *QUITTERS])
 def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookahead: Any, price: str) -> None:
@@ -522,6 +524,7 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
         run(main, num_tokens, (1, 3, 6)[num_tokens % 3])
 
 
+@pytest.mark.slow
 @sweep("price", PRICES)
 @sweep(("draft", "lookahead"), DRAFTS)
 def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:

@@ -148,6 +148,7 @@ def test_every_format_has_a_grammar_here():
     assert set(CALLS) == set(FORMATS)
 
 
+@pytest.mark.slow
 @sweep("has_special_markers", [True, False])
 @sweep("name", FORMATS)
 def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_special_markers: bool):

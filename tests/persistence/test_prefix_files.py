@@ -279,6 +279,7 @@ def killed_at(step: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_at_any_step_leaves_the_old_files_and_nothing_wrong(tmp_path: Path) -> None:
     whole, step = expected(1, 2), 0
     while True:

@@ -230,6 +230,7 @@ async def test_messages_come_back_whatever_is_in_them(tmp_path: Path) -> None:
         assert (await rt.load(path)).messages == conversation.messages
 
 
+@pytest.mark.slow
 async def test_a_model_on_disk_is_known_again(tmp_path: Path) -> None:
     path = tmp_path / "session"
     for _ in range(2):
@@ -563,6 +564,7 @@ async def test_files_are_written_and_read_beside_the_event_loop(
 
 # The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing
 # thread, a check before the header and before each tensor, and one before the file is moved into place.
+@pytest.mark.slow
 @sweep("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
 async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
     path: Path, step: int, monkeypatch: pytest.MonkeyPatch
@@ -586,6 +588,7 @@ async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
         assert (await rt.load(path)).messages == conversation.messages
 
 
+@pytest.mark.slow
 @sweep("step", [0, 2, 10, 14, 16, 18, 20])
 async def test_a_load_that_is_cancelled_leaves_nothing(path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with LLAMA.open() as rt:

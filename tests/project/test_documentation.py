@@ -98,7 +98,13 @@ def named(page: Path) -> str:
 
 
 # Pages whose blocks take more than a few seconds to run.
-LONG = {f"docs/{page}.md" for page in ("asyncio", "conversations", "many-streams", "migrating", "streams")}
+LONG = {
+    f"docs/{page}.md"
+    for page in (
+        "asyncio", "cancellation", "conversations", "getting-started", "many-streams", "migrating", "streams",
+        "trained-drafters",
+    )
+}  # fmt: skip
 
 
 def having(language: str, marker: str) -> Any:

@@ -30,6 +30,7 @@ def run(name: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_minimal_stream_continues_its_prompt():
     said = "\n".join(run("minimal_stream.py"))
     prompt = "def quicksort(items):"

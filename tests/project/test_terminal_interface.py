@@ -463,6 +463,7 @@ async def test_leaving_gives_the_terminal_back_and_leaves_the_text_on_it(
     assert re.fullmatch(r"loading endless \.\.\.\nw1 w2[w\d\s]*(\[stopped\])?\s*", somebody.shown)
 
 
+@pytest.mark.slow
 async def test_a_window_that_is_closed_ends_the_program(endless: str) -> None:
     async with program("--target", endless, "--max-tokens", "none") as (somebody, process):
         await somebody.sees("ready")
@@ -473,6 +474,7 @@ async def test_a_window_that_is_closed_ends_the_program(endless: str) -> None:
         assert await process.wait() == 128 + signal.SIGHUP
 
 
+@pytest.mark.slow
 async def test_ctrl_z_gives_the_terminal_back_until_it_is_taken_again(endless: str) -> None:
     # A process group of its own, because Ctrl-Z stops all processes of a group.
     async with program("--target", endless, "--max-tokens", "4", process_group=0) as (somebody, process):

@@ -9,8 +9,6 @@ import pytest
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700
 # In tokens: a round commits at least one, and hardly more while the drafter is rarely right.

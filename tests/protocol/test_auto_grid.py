@@ -17,8 +17,6 @@ from protocol.lookahead_policy import ChainPolicy
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
 COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)
 CONTENTIONS = (0.0, 0.3, 1.0)
@@ -56,8 +54,8 @@ def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequentia
         / max(1.0, best_sequential(acceptance, cost, slope))
         for i, acceptance in enumerate(ACCEPTANCES)
         for j, cost in enumerate(COSTS)
-        # Every fifth cell, in diagonals, since neighbours are similar.
-        if (i + j + 2 * SLOPES.index(slope) + CONTENTIONS.index(contention)) % 5 == 0
+        # Every eighth cell, in diagonals, since neighbours are similar.
+        if (i + 3 * j + 2 * SLOPES.index(slope) + CONTENTIONS.index(contention)) % 8 == 0
     }
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
 
@@ -66,9 +64,6 @@ def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequentia
 def test_where_drafting_is_free_working_ahead_pays():
     ratios = [
         speed_of_auto(acceptance, cost, slope, 0.0) / best_sequential(acceptance, cost, slope)
-        for i, acceptance in enumerate((0.75, 0.85, 0.92))
-        for j, cost in enumerate((0.03, 0.1, 0.2))
-        for k, slope in enumerate(SLOPES)
-        if (i + j + k) % 3 == 0
+        for acceptance, cost, slope in ((0.75, 0.03, 0.06), (0.85, 0.1, 0.5), (0.92, 0.2, 0.0))
     ]
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= 1.2

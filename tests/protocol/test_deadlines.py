@@ -147,6 +147,7 @@ async def test_a_slow_consumer_is_not_mistaken_for_a_late_drafter(autojump_clock
         assert stream.statistics().draft_timeouts == 0
 
 
+@pytest.mark.slow
 async def test_a_deadline_favours_no_token_under_the_rejection_rule(autojump_clock: Any) -> None:
     # A drawn stop token ends a proposal, which is then in time; any other token needs another slow step, and is late.
     stop, num_texts = 7, 300

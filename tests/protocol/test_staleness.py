@@ -29,8 +29,6 @@ from protocol.trace import Span
 from runtime.simulation.scenario import Scenario
 from runtime.simulation.simulation import SimulatedRun, run_simulation
 
-pytestmark = pytest.mark.usefixtures("usual_warm_up")
-
 # --- calibration ----------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ def pid_of(rt: runtime.Runtime) -> int:
     return int(found)
 
 
+@pytest.mark.slow
 async def test_texts_are_the_targets_until_the_process_is_killed_or_stopped_and_after(
     pair: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -90,6 +91,7 @@ async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[s
             raise AssertionError("should not be reached")
 
 
+@pytest.mark.slow
 def test_the_process_does_not_outlive_a_runtime_that_is_killed() -> None:
     program = (
         "import os, trio\n"

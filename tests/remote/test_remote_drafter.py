@@ -254,6 +254,7 @@ async def test_a_drafter_that_is_detached_proposes_what_it_has_drawn(autojump_cl
 # --- trained drafters -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "dflash"])
 async def test_a_trained_drafter_is_given_its_features_there(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     target, price = make(kind, tmp_path), priced(draft=1.0, verify=4.0, load=0.0)

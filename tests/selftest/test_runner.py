@@ -97,6 +97,7 @@ async def test_a_cancellation_kills_the_process(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 async def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Path) -> None:
     note = fifo(tmp_path)
     code = (
@@ -143,6 +144,7 @@ async def ended(pid: int) -> None:
             os.close(descriptor)
 
 
+@pytest.mark.slow
 async def test_a_process_does_not_inherit_what_the_runtime_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlx_environment, "_set_here", {"MLX_MAX_OPS_PER_BUFFER": "1000"})
     monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1000")
@@ -151,6 +153,7 @@ async def test_a_process_does_not_inherit_what_the_runtime_has_set(monkeypatch: 
     assert found.figures == {"MLX_MAX_OPS_PER_BUFFER": None, "MLX_MAX_MB_PER_BUFFER": "77"}
 
 
+@pytest.mark.slow
 async def test_checks_run_in_order_and_the_report_has_words_and_json_without_paths() -> None:
     said: list[str] = []
     report = SelfTestReport(with_own_models=True)
@@ -240,6 +243,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., in
     return run
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_report_and_keeps_it_for_the_doctor(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,6 +284,7 @@ def test_beside_a_pair_of_ones_own_the_bundled_one_is_measured_too(
     assert "finds of bundled pair" in " ".join(capsys.readouterr().out.replace("the ", "").split())
 
 
+@pytest.mark.slow
 def test_a_failed_check_is_the_commands_status(command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert command("loads", "raises", "exits") == 1
     printed = capsys.readouterr()
@@ -287,6 +292,7 @@ def test_a_failed_check_is_the_commands_status(command: Callable[..., int], caps
     assert "this could not be checked" in printed.out
 
 
+@pytest.mark.slow
 def test_nothing_else_is_checked_where_the_models_do_not_load(
     command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,6 +320,7 @@ def test_a_wrong_argument_is_an_error_before_anything_runs(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_cache_directory_that_cannot_be_written_costs_the_doctors_report_only(
     command: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

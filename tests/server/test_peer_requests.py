@@ -21,6 +21,8 @@ import runtime
 from runtime.server.app import Service, application
 from runtime.server.timelines import Timelines
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CASES = [*peer_cases_mlx_lm.CASES, *peer_cases_vllm.CASES, *peer_cases_llama_cpp.CASES]
 

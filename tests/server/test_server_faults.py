@@ -247,6 +247,7 @@ async def test_a_client_that_goes_after_any_byte_of_its_answer_leaves_nothing(ki
         await server.assert_unharmed()
 
 
+@pytest.mark.slow
 @sweep("kind", REQUESTS)
 async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_go(kind: str) -> None:
     async with served(patience=Limits(idle_s=0.2), limits=Limits(body_s=0.2)) as server:
@@ -568,6 +569,7 @@ async def nobody_is_let_in(port: int) -> None:
             (await connect(port)).leave()
 
 
+@pytest.mark.slow
 async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

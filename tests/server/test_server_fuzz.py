@@ -45,7 +45,7 @@ described = schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_ke
 
 @described.parametrize()
 @settings(
-    max_examples=15,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

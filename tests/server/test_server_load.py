@@ -7,13 +7,13 @@ import pytest
 import trio
 
 NUM_CLIENTS = 100
-SECONDS = 8
+SECONDS = 4
 
 # What each model may keep of texts that are over, so little that it cannot hide what is left of requests.
 PREFIX_CACHE_BYTES = 8 * 2**20
 
 # How much the server may grow: the caches of both models, and 48 MiB. Of those, the first two seconds take up to 36,
-# depending on the machine; after that it does not grow, in 8 s as in 16.
+# depending on the machine; after that it does not grow, in 4 s as in 16.
 KEPT_BYTES = 2 * PREFIX_CACHE_BYTES + 48 * 2**20
 
 # Prompts are tokenised in a thread, one at a time, and a client that leaves meanwhile leaves its thread to its work.

@@ -307,6 +307,7 @@ async def test_who_leaves_has_the_child_killed_and_the_end_of_the_block_the_proc
     assert children() == []
 
 
+@pytest.mark.slow
 @linux
 async def test_a_process_that_dies_fails_what_is_asked_of_it_and_another_takes_its_place() -> None:
     async with checking(cpu_s=600) as check:
@@ -354,6 +355,7 @@ async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_wit
                 await check("")
 
 
+@pytest.mark.slow
 @linux
 def test_where_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
     program = """

@@ -90,6 +90,7 @@ def with_slow_clients(test: Any) -> None:
     simulated_server(test, ScriptedModel(looping), limits=Limits(stalled_s=STALLED_S), price=FAST)
 
 
+@pytest.mark.slow
 def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly() -> None:
     async def test(server: Served) -> None:
         expected = (await server.ask("/v1/completions", ASKED)).json["choices"]
@@ -110,6 +111,7 @@ async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clo
     assert (await read_by(app, {}, rate=RATE)).heard.endswith(HEAD_END + whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_who_reads_nothing_is_cut_off_when_its_time_is_over(stream: bool) -> None:
     async def test(server: Served) -> None:

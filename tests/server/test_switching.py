@@ -21,6 +21,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> switching.Models:
     return switching.save_models(tmp_path_factory.mktemp("switching"))
 
 
+@pytest.mark.slow
 async def test_three_models_answer_over_http_each_in_its_turn(models: switching.Models) -> None:
     async with switching.served(models) as server:
         for name in (*switching.NAMES, switching.NAMES[0]):

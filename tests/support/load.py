@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -35,11 +35,6 @@ from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
 MAX_STREAMS = 4
 STALLED_S = 5
 PREFILL_STEP_SIZE = 64
-
-# The share of the run after which samples of the server's size count.
-WARM_UP = 0.25
-
-PROBES = 20
 
 # Pause between two visits. Without a pause, a client would take again the place that it has just left, and clients that
 # were told to retry would always find the server full.
@@ -191,7 +186,6 @@ class Observations:
         done: how often each plan was completed.
         statuses: statuses of responses, counted.
         texts: finished texts, counted, by the number of the request.
-        gaps_s: seconds between the chunks of streams that were read without pauses.
         problems: descriptions of what went wrong.
         samples: measurements of the server, two a second.
     """
@@ -199,7 +193,6 @@ class Observations:
     done: Counter[str] = attrs.Factory(Counter)
     statuses: Counter[int] = attrs.Factory(Counter)
     texts: dict[int, Counter[str]] = attrs.Factory(dict)
-    gaps_s: list[float] = attrs.Factory(list)
     problems: list[str] = attrs.Factory(list)
     samples: list[Sample] = attrs.Factory(list)
 
@@ -329,14 +322,10 @@ class Visitor:
     async def _read(self, client: Client, number: int, *, pause_s: float) -> None:
         await client.send(request("POST", "/v1/completions", {**request_body(number), "stream": True}))
         await self._begin(client)
-        text, reason, at = "", None, None
+        text, reason = "", None
         while (event := await client.event()) is not None:
             if event.startswith("data: "):
                 [choice] = json.loads(event[6:])["choices"]
-                if choice["text"] or choice["finish_reason"]:
-                    if at is not None and not pause_s:
-                        self.observed.gaps_s.append(time.monotonic() - at)
-                    at = time.monotonic()
                 text, reason = text + choice["text"], choice["finish_reason"]
             if pause_s:
                 await trio.sleep(pause_s)
@@ -426,69 +415,7 @@ async def wrong_texts(server: Server, observed: Observations) -> list[str]:
     return wrong
 
 
-async def rounds_alone_s(server: Server) -> list[float]:
-    """Seconds between the chunks of streams that run alone."""
-    observed = Observations()
-    visitor = Visitor(server, observed, random.Random(1), 1)
-    for number in range(PROBES):
-        await visitor.read_stream(number)
-    return observed.gaps_s
-
-
-async def first_token_s(server: Server) -> float:
-    """Seconds until one token after a short, cached prompt."""
-    began = time.monotonic()
-    await ask(server.port, request("POST", "/v1/completions", {"prompt": DEMO_PROMPTS[0], "max_tokens": 1}))
-    return time.monotonic() - began
-
-
-async def after_hanging_up_s(server: Server, *, in_prefill: bool) -> tuple[list[float], list[float]]:
-    """Measure how long a server with one client needs after that client hangs up.
-
-    Args:
-        server: the server.
-        in_prefill: hang up during the prefill of a long prompt, else within the answer.
-
-    Returns: seconds until the server reports no stream; seconds until a client that came then had a token.
-    """
-    dice, left_s, free_s = random.Random(7), [], []
-    for _ in range(PROBES):
-        prompt = long_prompt(dice) if in_prefill else DEMO_PROMPTS[0]
-        with await connect(server.port) as client, await connect(server.port) as doctor:
-            body = {"prompt": prompt, "max_tokens": 200, "stream": True}
-            await client.send(request("POST", "/v1/completions", body))
-            await client.head()
-            for _ in range(1 if in_prefill else dice.randrange(2, 6)):
-                await client.event()
-            client.reset()
-            began = time.monotonic()
-            while True:
-                await doctor.send(request("GET", "/health"))
-                answer = await doctor.answer()
-                assert answer is not None
-                if answer.json()["streams"] == 0:
-                    break
-            left_s.append(time.monotonic() - began)
-            await first_token_s(server)
-            free_s.append(time.monotonic() - began)
-    return left_s, free_s
-
-
 # --- report ---------------------------------------------------------------------------------------
-
-
-def halves(observed: Observations) -> tuple[list[Sample], list[Sample]]:
-    """The samples after the warm-up, in two halves."""
-    warm = [sample for sample in observed.samples if sample.at_s >= WARM_UP * observed.samples[-1].at_s]
-    return warm[: len(warm) // 2], warm[len(warm) // 2 :]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Quantiles of some times, in milliseconds."""
-    ordered = sorted(values)
-    shares = {"median": 0.5, "90 %": 0.9, "99 %": 0.99, "most": 1.0}
-    said = [f"{name} {1000 * ordered[min(len(ordered) - 1, int(s * len(ordered)))]:.0f}" for name, s in shares.items()]
-    return f"{', '.join(said)} ms ({len(ordered)})"
 
 
 async def main(minutes: float, num_clients: int, seed: int) -> bool:
@@ -498,28 +425,15 @@ async def main(minutes: float, num_clients: int, seed: int) -> bool:
         observed = await storm(server, seconds=60 * minutes, num_clients=num_clients, seed=seed, num_requests=60)
         await nobody_left(server)
         after = server.num_threads, server.num_files
-        first, second = halves(observed)
         print(f"visits: {dict(observed.done)}; answers: {dict(observed.statuses)}")
         print(f"finished: {sum(c.total() for c in observed.texts.values())} texts of {len(observed.texts)} requests")
         print(f"problems: {observed.problems or 'none'}")
         print(f"threads and open files: {before} before, {after} after")
-        for name in ("resident_bytes", "num_threads", "num_files", "num_streams", "num_waiting"):
-            most = [max(getattr(sample, name) for sample in half) for half in (first, second)]
-            print(f"most {name}: {most[0]:,} in the first half, {most[1]:,} in the second")
         print(
             "resident MB over time:", [s.resident_bytes >> 20 for s in itertools.islice(observed.samples, 0, None, 20)]
         )
         wrong = await wrong_texts(server, observed)
         print(f"wrong: {wrong or 'none'}")
-        alone_s = await rounds_alone_s(server)
-        print(f"between the chunks of a stream alone: {spread(alone_s)}")
-        print(f"between the chunks of one among others: {spread(observed.gaps_s)}")
-        print(f"one token, alone: {spread([await first_token_s(server) for _ in range(PROBES)])}")
-        for in_prefill, where in ((False, "an answer"), (True, "a prompt")):
-            left_s, free_s = await after_hanging_up_s(server, in_prefill=in_prefill)
-            print(
-                f"from hanging up in {where} until gone: {spread(left_s)}; until another had a token: {spread(free_s)}"
-            )
         print(f"complaints on stderr: {server.complaints or 'none'}")
         return not (observed.problems or wrong or server.complaints)
 

@@ -330,6 +330,7 @@ def text_on(page: Path) -> str:
     return "".join(piece for round in rounds for piece, _, _ in round.get("tokens", ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["page.html", "PAGE.HTM"])
 async def test_a_path_of_a_page_gets_the_page(name, tmp_path):
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT, trace=tmp_path / name) as rt:
@@ -573,6 +574,7 @@ class Disk:
                 raise self._error
 
 
+@pytest.mark.slow
 @sweep("kind", [ChromeFile, TimelineFile])
 @sweep(("call", "at"), [("write", 1), ("write", 2), ("write", 5), ("close", 1)])
 @sweep(
@@ -645,6 +647,7 @@ async def test_a_page_goes_only_so_far(tmp_path, monkeypatch, caplog):
 # --- the command line -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_both_files(tmp_path, capfd):
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     assert cli.main(["generate", "def f(x):", "--max-tokens", "6", "--trace", str(trace), "--timeline", str(page)]) == 0
@@ -666,6 +669,7 @@ def test_a_file_that_cannot_be_written_gets_one_line_before_any_model_is_looked_
     )
 
 
+@pytest.mark.slow
 def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
     class Interrupted(runtime.terminal.display.Display):
         def on_event(self, event: Event) -> None:

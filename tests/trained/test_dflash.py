@@ -266,6 +266,7 @@ def test_another_text_is_read_with_its_own_features(reader: DFlashReader, start:
 # --- a runtime ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sweep("name, lookahead", [("llama", 1), ("llama", 8), ("lfm2", 3), ("lfm2", "auto")])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     built = build(name)

@@ -133,6 +133,7 @@ async def test_a_saved_stream_goes_on_as_it_would_have(kind: str, temperature: f
         assert resumed.statistics().proposed > 0
 
 
+@pytest.mark.slow
 async def test_a_saved_conversation_goes_on_with_a_trained_drafter(tmp_path: Path) -> None:
     texts = []
     for is_saved in (True, False):

@@ -222,6 +222,7 @@ def test_another_text_does_not_read_the_features_of_the_first(heads: Medusa) -> 
 # --- a runtime ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @sweep("lookahead", [1, 3, 8, "auto"])
 @sweep("name", ["llama", "lfm2"])
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:

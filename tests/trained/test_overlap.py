@@ -19,6 +19,7 @@ from runtime.engine.events import Events
 from runtime.engine.running import running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [3, "auto"])
 async def test_a_real_trained_drafter_drafts_inside_the_targets_passes(lookahead: Any, autojump_clock: Any) -> None:
     built, tokenizer = load(runtime.DEMO_TARGET)

@@ -20,6 +20,8 @@ from actors.translated.translated_model import TranslatedModel
 from runtime.loading.demo import DEMO_PROMPTS, STREAM_PROMPTS
 from runtime.loading.vocabularies import vocabulary_map
 
+pytestmark = pytest.mark.slow
+
 VOCABULARIES = {"byte-level": lambda: byte_level(2500), "SentencePiece": sentencepiece}
 NUM_TOKENS = 24
 
