@@ -31,7 +31,7 @@ from huggingface_hub.errors import HFValidationError
 from protocol.argument_aliases import meant
 from protocol.errors import OutriderError
 from protocol.reprs import shown, shown_path
-from protocol.settings import MTP, NGRAM, settings_from
+from protocol.settings import DRAFT_WORDS, settings_from
 from protocol.validation import is_number
 from runtime.engine.opening import OPTIONS, check_open
 from runtime.loading.model_spec import ModelSpec
@@ -175,7 +175,7 @@ def _idle_s(place: _Place, table: Mapping[str, Any]) -> float | None:
 def _found(place: _Place, model: str) -> str:
     """The path relative to the configuration file if that exists; else the path or hub id as given."""
     beside = Path(place.path).parent / model
-    return str(beside) if model not in (NGRAM, MTP) and beside.exists() else model
+    return str(beside) if model not in DRAFT_WORDS and beside.exists() else model
 
 
 def num_bytes_of(source: str | os.PathLike[str] | ModelSpec) -> int:

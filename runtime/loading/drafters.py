@@ -1,7 +1,8 @@
-"""Suggestions of what drafts for a target: what fits on this disk, then what is known on the hub.
+"""Drafters on this disk and on the hub: which are trained for a target, and what drafts for a given one.
 
-That is drafters trained for the target, by the table in `known_drafters.json`, and small models of its family. Nothing
-here uses the network.
+A trained drafter (EAGLE, Medusa and the like) is recognised by its configuration. `suggest_draft` finds drafters in
+folders, then in the table `known_drafters.json` and among small models of the target's family; it does not use the
+network.
 """
 
 from __future__ import annotations
@@ -16,19 +17,91 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from huggingface_hub import scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import CacheNotFound, HFValidationError
+from huggingface_hub import (
+    hf_hub_download,
+    parse_local_safetensors_file_metadata,
+    scan_cache_dir,
+    snapshot_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import CacheNotFound, HFValidationError, SafetensorsParsingError
 from tokenizers import Tokenizer
 
 from actors.trained.kinds.attach import SUPPORTED
-from actors.trained.kinds.recognition import kind_of
+from actors.trained.kinds.mtp import names_a_layer
+from actors.trained.kinds.recognition import kind_of, nearest_to
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
+from protocol.settings import MTP
+from runtime.loading.model_spec import ModelSpec
 
+# The files of a trained drafter.
+_FILES = ["*.json", "*.safetensors", "*.pt"]
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
 # What the names of conversions of a model have after its own.
 _CONVERSION = r"(-(\d+bit|bf16|fp16|fp8|mxfp4|mxfp8|nvfp4|dwq|qat|mlx|dynamic))*"
+
+
+# --- trained drafters -----------------------------------------------------------------------------
+
+
+def trained_drafter_at(directory: Path) -> str | None:
+    """The kind of trained drafter in a directory; None for a language model, or if the config cannot be read."""
+    config = _config(directory)  # where it cannot be read, loading the model reports what is wrong
+    return None if config is None else kind_of(config)
+
+
+def trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
+    """Download the trained drafter that a hub id names; for a language model, only its configuration is.
+
+    Returns: the folder of its files; None for a language model, or if the hub cannot be asked.
+
+    Raises: as `check_trained_drafter`.
+    """
+    name = str(spec)
+    try:
+        config = hf_hub_download(name, "config.json", revision=spec.revision)
+    except (OSError, ValueError):
+        return None  # loading the model reports what is wrong
+    if check_trained_drafter(spec, Path(config).parent) is None:
+        return None
+    return Path(snapshot_download(name, revision=spec.revision, allow_patterns=_FILES))
+
+
+def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
+    """The kind of the trained drafter in a directory; None for a language model.
+
+    Raises:
+        ModelError: it is of a kind that cannot be used.
+        SettingsError: it is asked for with what only a language model has.
+    """
+    if (kind := trained_drafter_at(directory)) is None:
+        return None
+    if kind not in SUPPORTED:
+        raise ModelError(
+            f"draft {str(spec)!r} is a drafter trained for its target, of the kind {kind}, which cannot be used; "
+            f'nearest to it is {nearest_to(kind)}; or draft with "ngram"'
+        )
+    check_of_weights(spec, kind)
+    return kind
+
+
+def check_of_weights(spec: ModelSpec, kind: str) -> None:
+    """Raise an error if a trained drafter is asked for with what only a language model has.
+
+    Raises: SettingsError: it is.
+    """
+    # No code comes with a drafter, so that it may be trusted as the target's is.
+    plain = attrs.evolve(spec, revision=None, quantize=None, trust_remote_code=False)
+    if not plain.is_plain:
+        raise SettingsError(
+            f"draft {shown_path(str(spec))} is a drafter trained for its target ({kind}), and takes no adapter and no "
+            "options of mlx-lm; leave out all but revision and quantize"
+        )
+
+
+# --- what drafts for a target ----------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -36,39 +109,62 @@ class Suggestion:
     """A draft model, or a trained drafter, that fits a target.
 
     Attributes:
-        model: the value for `draft`: a hub id or a path.
-        is_on_disk: whether it is on this disk, so that nothing is downloaded.
-        is_checked: whether its vocabulary was compared with the target's, token by token. True for a model on the
-            disk; a model on the hub, and a trained drafter, is checked when it is opened.
-        num_bytes: size of its weights; approximate for a model on the hub, None for a trained drafter there.
+        model: the value for `draft`: a hub id, a path or "mtp".
+        folder: where it is on this disk, so that nothing is downloaded; None for one on the hub.
+        num_bytes: size of its weights; approximate for a model on the hub, None for a trained drafter there and "mtp".
         kind: of a trained drafter, such as "EAGLE-3"; None for a language model.
+        parameters: of a trained drafter on the hub, how many it has, as the hub says it, such as "0.5B"; None if that
+            is not known.
+        licence: likewise, the name of its licence.
     """
 
     model: str
-    is_on_disk: bool
-    is_checked: bool
+    folder: Path | None
     num_bytes: int | None
     kind: str | None = None
+    parameters: str | None = None
+    licence: str | None = None
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is on this disk."""
+        return self.folder is not None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its vocabulary was compared with the target's, token by token.
+
+        True for a model on the disk; a model on the hub, and a trained drafter, is checked when it is opened.
+        """
+        return self.is_on_disk and self.kind is None
 
     @property
     def described(self) -> str:
         """The suggestion as a phrase."""
-        if self.num_bytes is None:
-            return f"{self.model} ({self.kind}, trained for this model, from the hub)"
-        size = f"{self.num_bytes / 1e6:,.0f} MB"
-        if self.kind is not None:
-            return f"{self.model} ({size}, on this disk, {self.kind}, trained for a model of this shape)"
+        size = "" if self.num_bytes is None else f"{self.num_bytes / 1e6:,.0f} MB"
+        if self.model == MTP:
+            return f"{MTP} (the MTP layer in the model's own files)"
         if self.is_on_disk:
-            return f"{self.model} ({size}, on this disk, the same vocabulary)"
-        return f"{self.model} (about {size} from the hub, of the same family)"
+            fit = "the same vocabulary" if self.kind is None else f"{self.kind}, trained for a model of this shape"
+            return f"{self.model} ({size}, on this disk, {fit})"
+        if self.kind is None:
+            return f"{self.model} (about {size} from the hub, of the same family)"
+        parts = [self.kind, "trained for this model"]
+        if self.parameters is not None:
+            parts.append(f"{self.parameters} parameters")
+        parts.append("from the hub")
+        if self.licence is not None:
+            parts.append(f"licence {self.licence}")
+        return f"{self.model} ({', '.join(parts)})"
 
 
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
     """What can draft for a target, the best first.
 
-    Searches Hugging Face's cache and, if the target is a directory, the directories beside it. A trained drafter fits
-    if it was made for a model of the target's shape. A model fits if it has the target's vocabulary and at most a third
-    of its size; smaller models come first. Trained drafters and models from the tables that are not on the disk follow.
+    First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
+    the target is a directory, in those beside it: trained drafters that were made for a model of the target's shape,
+    those that are known for the target first; then models with the target's vocabulary and at most a third of its size,
+    smaller ones first. Trained drafters and models from the tables that are not on the disk follow.
 
     Args:
         target: a path, or a hub id that was downloaded.
@@ -88,26 +184,27 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         )
     max_bytes = _num_bytes(directory) * MAX_SIZE_RATIO
     vocabulary, shape = _vocabulary(directory), _shape(config)
-    found, trained = [], []
+    found, trained, known = [], [], list(known_drafters(os.fspath(target)))
     for name, candidate in _on_disk(directory, cache_dir):
         other, num_bytes = _config(candidate), _num_bytes(candidate)
         if other is None or candidate == directory or num_bytes == 0:
             continue
         if (kind := kind_of(other)) is not None:
             if kind in SUPPORTED and shape is not None and _shape(other) == shape:
-                trained.append(Suggestion(name, is_on_disk=True, is_checked=False, num_bytes=num_bytes, kind=kind))
+                trained.append(Suggestion(name, candidate, num_bytes, kind))
         elif "model_type" in other and num_bytes <= max_bytes and _agree(vocabulary, _vocabulary(candidate)):
-            found.append(Suggestion(name, is_on_disk=True, is_checked=True, num_bytes=num_bytes))
-    found = [*trained, *sorted(found, key=lambda suggestion: suggestion.num_bytes or 0)]
+            found.append(Suggestion(name, candidate, num_bytes))
+    made_for_it = {_model_name(suggestion.model) for suggestion in known}
+    found = [
+        *([Suggestion(MTP, directory, None, "MTP")] if _has_mtp(directory, config) else ()),
+        *sorted(trained, key=lambda suggestion: _model_name(suggestion.model) not in made_for_it),
+        *sorted(found, key=lambda suggestion: suggestion.num_bytes or 0),
+    ]
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
-    for name, kind in known_drafters(os.fspath(target)):
-        if name not in present:
-            found.append(Suggestion(name, is_on_disk=False, is_checked=False, num_bytes=None, kind=kind))
+    found += [suggestion for suggestion in known if suggestion.model not in present]
     for small in small_models(str(config.get("model_type")), _vocab_size(config)):
         if small.model not in present and small.num_megabytes * 1e6 <= max_bytes:
-            found.append(
-                Suggestion(small.model, is_on_disk=False, is_checked=False, num_bytes=small.num_megabytes * 10**6)
-            )
+            found.append(Suggestion(small.model, None, small.num_megabytes * 10**6))
     return tuple(found)
 
 
@@ -175,7 +272,18 @@ def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
 
 def _num_bytes(directory: Path) -> int:
     """Size of the weights in a directory."""
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    # In Hugging Face's cache a file may be a link to one that is gone.
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors") if file.is_file())
+
+
+def _has_mtp(directory: Path, config: dict[str, Any]) -> bool:
+    """Whether the weights of a model in a directory are also those of an MTP layer."""
+    model_type = str(config.get("model_type"))
+    for file in directory.glob("*.safetensors"):
+        with suppress(OSError, SafetensorsParsingError):
+            if names_a_layer(parse_local_safetensors_file_metadata(file).tensors, model_type):
+                return True
+    return False
 
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
@@ -206,13 +314,22 @@ def _table() -> list[dict[str, Any]]:
     return table
 
 
-def known_drafters(target: str) -> Iterator[tuple[str, str]]:
-    """(hub id, kind) of each drafter that is known to be trained for a model, by the model's path or hub id."""
-    name = target.rstrip("/").rpartition("/")[2]
+def known_drafters(target: str) -> Iterator[Suggestion]:
+    """The drafters on the hub that are known to be trained for a model, by the model's path or hub id."""
+    name = _model_name(target)
     for source in _table():
         for trained_for, drafters in source["drafters"].items():
             if re.fullmatch(re.escape(trained_for) + _CONVERSION, name, re.IGNORECASE):
-                yield from drafters.items()
+                for drafter, facts in drafters.items():
+                    yield Suggestion(drafter, None, None, facts["kind"], facts.get("parameters"), facts.get("licence"))
+
+
+def _model_name(model: str) -> str:
+    """The name of a model without its owner, by its path or hub id."""
+    parts = Path(model).parts
+    if parts[-2:-1] == ("snapshots",):  # a folder in Hugging Face's cache, below one such as "models--owner--name"
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts else ""
 
 
 # --- small models of known families; their vocabularies are checked when they are opened -----------
