@@ -22,9 +22,8 @@ from huggingface_hub import (
     parse_local_safetensors_file_metadata,
     scan_cache_dir,
     snapshot_download,
-    try_to_load_from_cache,
 )
-from huggingface_hub.errors import CacheNotFound, HFValidationError, SafetensorsParsingError
+from huggingface_hub.errors import CacheNotFound, SafetensorsParsingError
 from tokenizers import Tokenizer
 
 from actors.trained.kinds.attach import SUPPORTED
@@ -33,6 +32,7 @@ from actors.trained.kinds.recognition import kind_of, nearest_to
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP
+from runtime.loading.model_files import folder_of, num_bytes_in
 from runtime.loading.model_spec import ModelSpec
 
 # The files of a trained drafter.
@@ -182,11 +182,11 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         raise ModelError(
             f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
-    max_bytes = _num_bytes(directory) * MAX_SIZE_RATIO
+    max_bytes = num_bytes_in(directory) * MAX_SIZE_RATIO
     vocabulary, shape = _vocabulary(directory), _shape(config)
     found, trained, known = [], [], list(known_drafters(os.fspath(target)))
     for name, candidate in _on_disk(directory, cache_dir):
-        other, num_bytes = _config(candidate), _num_bytes(candidate)
+        other, num_bytes = _config(candidate), num_bytes_in(candidate)
         if other is None or candidate == directory or num_bytes == 0:
             continue
         if (kind := kind_of(other)) is not None:
@@ -202,9 +202,8 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     ]
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
     found += [suggestion for suggestion in known if suggestion.model not in present]
-    for small in small_models(str(config.get("model_type")), _vocab_size(config)):
-        if small.model not in present and small.num_megabytes * 1e6 <= max_bytes:
-            found.append(Suggestion(small.model, None, small.num_megabytes * 10**6))
+    small = small_models(str(config.get("model_type")), _vocab_size(config))
+    found += [each for each in small if each.model not in present and (each.num_bytes or 0) <= max_bytes]
     return tuple(found)
 
 
@@ -214,19 +213,11 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
 def _directory(target: Any, cache_dir: str | Path | None) -> Path:
     if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
         raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
-    path = Path(target).expanduser()
-    with suppress(OSError):  # such as a name that is too long for a path
-        if path.is_dir():
-            return path.resolve()
-    try:
-        config = try_to_load_from_cache(os.fspath(target), "config.json", cache_dir=cache_dir)
-    except HFValidationError:
-        config = None
-    if not isinstance(config, str):
+    if (folder := folder_of(target, cache_dir)) is None:
         raise ModelError(
             f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
         )
-    return Path(config).parent.resolve()
+    return folder.resolve()
 
 
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
@@ -235,11 +226,11 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         # A directory that cannot be read has no candidates.
         with suppress(OSError):
             for beside in sorted(target.parent.iterdir()):
-                if (beside / "config.json").is_file():
+                if os.path.isfile(beside / "config.json"):  # unlike Path's, false where it may not be looked at
                     yield str(beside), beside.resolve()
     try:
         repositories = scan_cache_dir(cache_dir).repos
-    except (CacheNotFound, OSError):
+    except (CacheNotFound, OSError, ValueError):  # the last where the cache is no directory
         return
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         # The revision that opening by name uses.
@@ -268,12 +259,6 @@ def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
     width = config.get("target_hidden_size") or (inner.get("hidden_size") if isinstance(inner, dict) else None)
     vocab_size = inner.get("vocab_size") if isinstance(inner, dict) else None
     return (width, vocab_size) if isinstance(width, int) and isinstance(vocab_size, int) else None
-
-
-def _num_bytes(directory: Path) -> int:
-    """Size of the weights in a directory."""
-    # In Hugging Face's cache a file may be a link to one that is gone.
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors") if file.is_file())
 
 
 def _has_mtp(directory: Path, config: dict[str, Any]) -> bool:
@@ -336,19 +321,6 @@ def _model_name(model: str) -> str:
 
 
 @attrs.frozen
-class SmallModel:
-    """A small model that can draft.
-
-    Attributes:
-        model: its hub id.
-        num_megabytes: approximate size of its weights.
-    """
-
-    model: str
-    num_megabytes: int
-
-
-@attrs.frozen
 class Family:
     """Models that share a vocabulary.
 
@@ -360,53 +332,57 @@ class Family:
 
     model_types: frozenset[str]
     vocab_sizes: tuple[int, int]
-    small_models: tuple[SmallModel, ...]
+    small_models: tuple[Suggestion, ...]
+
+
+def _small(model: str, num_megabytes: int) -> Suggestion:
+    return Suggestion(model, None, num_megabytes * 10**6)
 
 
 FAMILIES = (
     Family(
         frozenset({"qwen3", "qwen3_moe"}),
         (151_936, 151_936),
-        (SmallModel("mlx-community/Qwen3-0.6B-4bit", 335), SmallModel("mlx-community/Qwen3-1.7B-4bit", 970)),
+        (_small("mlx-community/Qwen3-0.6B-4bit", 335), _small("mlx-community/Qwen3-1.7B-4bit", 970)),
     ),
     Family(
         frozenset({"qwen2"}),
         (151_936, 152_064),
         (
-            SmallModel("mlx-community/Qwen2.5-0.5B-Instruct-4bit", 280),
-            SmallModel("mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit", 280),
-            SmallModel("mlx-community/Qwen2.5-1.5B-Instruct-4bit", 870),
+            _small("mlx-community/Qwen2.5-0.5B-Instruct-4bit", 280),
+            _small("mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit", 280),
+            _small("mlx-community/Qwen2.5-1.5B-Instruct-4bit", 870),
         ),
     ),
     Family(
         frozenset({"llama"}),
         (128_256, 128_256),
-        (SmallModel("mlx-community/Llama-3.2-1B-Instruct-4bit", 700),),
+        (_small("mlx-community/Llama-3.2-1B-Instruct-4bit", 700),),
     ),
     Family(
         frozenset({"llama"}),
         (49_152, 49_152),
-        (SmallModel("mlx-community/SmolLM2-135M-Instruct", 270),),
+        (_small("mlx-community/SmolLM2-135M-Instruct", 270),),
     ),
     Family(
         frozenset({"gemma3", "gemma3_text"}),
         (262_144, 262_208),
-        (SmallModel("mlx-community/gemma-3-270m-it-4bit", 150), SmallModel("mlx-community/gemma-3-1b-it-4bit", 730)),
+        (_small("mlx-community/gemma-3-270m-it-4bit", 150), _small("mlx-community/gemma-3-1b-it-4bit", 730)),
     ),
     Family(
         frozenset({"gemma2"}),
         (256_000, 256_000),
-        (SmallModel("mlx-community/gemma-2-2b-it-4bit", 1470),),
+        (_small("mlx-community/gemma-2-2b-it-4bit", 1470),),
     ),
     Family(
         frozenset({"lfm2", "lfm2_moe"}),
         (65_536, 65_536),
-        (SmallModel("mlx-community/LFM2-350M-4bit", 200),),
+        (_small("mlx-community/LFM2-350M-4bit", 200),),
     ),
 )
 
 
-def small_models(model_type: str, vocab_size: int) -> Iterator[SmallModel]:
+def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
     """The small models of a model's family, the smallest first; none if the family is not in the table."""
     for family in FAMILIES:
         low, high = family.vocab_sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -187,6 +188,19 @@ async def test_it_is_attached_to_an_open_runtime_or_nothing_is(target: str, line
         with pytest.raises(runtime.DrafterAttachedError):
             await rt.attach_draft("auto")
     assert lines[0] == NONE
+    assert len(lines) == 2
+
+
+def test_runtimes_without_trio_take_it_too(target: str, lines: list[str]) -> None:
+    save(Path(target).parent / "small", llama())
+
+    async def with_asyncio() -> Any:
+        async with runtime.aio.open(target, draft="auto") as rt:
+            return rt.health()
+
+    with runtime.open_sync(target, draft="auto") as rt:
+        assert rt.health().draft is True
+    assert asyncio.run(with_asyncio()).draft is True
     assert len(lines) == 2
 
 

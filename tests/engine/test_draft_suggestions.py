@@ -92,7 +92,7 @@ def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Pat
 
 
 def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(cache: Path) -> None:
-    cached(cache, "mlx-community/Qwen3.5-4B-4bit", 10)
+    snapshot = cached(cache, "mlx-community/Qwen3.5-4B-4bit", 10)
     cached(cache, "org/Qwen3.5-4B-Something", 10)
     found = runtime.suggest_draft("mlx-community/Qwen3.5-4B-4bit", cache_dir=cache)
     known = {each.model: each for each in found if not each.is_on_disk}
@@ -100,7 +100,25 @@ def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(c
     assert known["z-lab/Qwen3.5-4B-DFlash"].described.endswith(
         "(DFlash, trained for this model, 0.5B parameters, from the hub)"
     )
+    assert named(snapshot, cache) == [each.model for each in found]
     assert named("org/Qwen3.5-4B-Something", cache) == []
+
+
+def test_of_trained_drafters_on_the_disk_those_known_for_the_target_come_first(cache: Path) -> None:
+    cached(cache, "Qwen/Qwen3-8B", 3000, hidden_size=64)
+    layer = {"hidden_size": 64, "vocab_size": 151_936}
+    for name in ("org/another", "z-lab/Qwen3-8B-DFlash-b16"):
+        cached(cache, name, 300, architectures=["DFlashDraftModel"], transformer_layer_config=layer)
+    assert named("Qwen/Qwen3-8B", cache)[:2] == ["z-lab/Qwen3-8B-DFlash-b16", "org/another"]
+
+
+def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
+    target = model(tmp_path / "models" / "large", 3000)
+    beside = model(tmp_path / "models" / "small", 300)
+    half = model(tmp_path / "models" / "half", 300)
+    (half / "model-00002.safetensors").symlink_to(half / "gone")
+    (no_cache := tmp_path / "file").write_text("")
+    assert named(target, no_cache) == [str(half), str(beside)]
 
 
 def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
@@ -132,7 +150,7 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family.model_types]
     tiny = tuple(
-        attrs.evolve(small, num_megabytes=size) for small, size in zip(family.small_models, (0, 9), strict=True)
+        attrs.evolve(small, num_bytes=size) for small, size in zip(family.small_models, (0, 9_000_000), strict=True)
     )
     monkeypatch.setattr(drafters, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
     cached(cache, "org/large", 3000)
@@ -152,9 +170,9 @@ def test_each_family_is_found_by_its_types_and_sizes(family: drafters.Family) ->
         for size in family.vocab_sizes:
             assert set(family.small_models) <= set(small_models(model_type, size))
         assert not set(family.small_models) & set(small_models(model_type, family.vocab_sizes[0] - 1))
-    assert [small.num_megabytes for small in family.small_models] == sorted(
-        small.num_megabytes for small in family.small_models
-    )
+    sizes = [small.num_bytes or 0 for small in family.small_models]
+    assert 0 < sizes[0] == min(sizes)
+    assert sizes == sorted(sizes)
     assert all(small.model.count("/") == 1 for small in family.small_models)
 
 
