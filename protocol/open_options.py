@@ -49,9 +49,10 @@ class OpenOptions:
             options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None, prompts are token ids
             and texts stay empty.
         draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
-            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "ngram" for prompt
-            lookup, which drafts without a model: it proposes what followed the same tokens earlier in the prompt and
-            the text; or None for plain decoding by the same actors.
+            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "auto" for what of
+            these is on this disk and fits the target (`runtime.suggest_draft`), or none, which is logged; or "ngram"
+            for prompt lookup, which drafts without a model: it proposes what followed the same tokens earlier in the
+            prompt and the text; or None for plain decoding by the same actors.
         rewind: how caches are rewound after a rejection: "trim", "checkpoint", "none" or "auto". *trim* drops the tail;
             *checkpoint* restores the state from before the round and feeds the accepted tokens again in front of the
             next window; *none* feeds one committed token at a time. "auto" takes, before each round, the first of them

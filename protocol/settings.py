@@ -28,10 +28,13 @@ MAX_STOP_LENGTH = 1000
 # Logits are divided by it. Divided by less, they may exceed what float16 can hold, and are no numbers then.
 MIN_REPETITION_PENALTY = 0.01
 
-# The name of prompt lookup in place of a draft model; a directory of that name is "./ngram".
+# Words in place of a draft model; a directory of such a name is "./ngram". Prompt lookup:
 NGRAM: Final = "ngram"
-# The name of the MTP layer that a target's own files bring; a directory of that name is "./mtp".
+# The MTP layer that a target's own files bring.
 MTP: Final = "mtp"
+# Whatever is on this disk and fits the target, or nothing.
+AUTO_DRAFT: Final = "auto"
+DRAFT_WORDS: Final = (NGRAM, MTP, AUTO_DRAFT)
 
 
 _integer = partial(validator, check_integer)

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from protocol.trace import Event, Instant, Share, Span
     from runtime import aio, sync
-    from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
     from runtime.engine.opening import keep_open, open
     from runtime.engine.running import stream
     from runtime.engine.runtime import Health, Runtime
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
         ToolCall,
     )
     from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET, DEMO_TRAINED_DRAFT
+    from runtime.loading.drafters import Suggestion, suggest_draft
     from runtime.loading.model_spec import ModelSpec
     from runtime.ranks.following import follow
     from runtime.sync import generate_sync, open_sync
@@ -180,6 +180,7 @@ _HOMES = {
     "runtime.generation.token_stream": "Completion TokenStream",
     "runtime.generation.tool_calls.events": "CallArguments CallBegan CallBroken CallEnded ReasoningPart "
     "TextPart ToolCall",
+    "runtime.loading.drafters": "Suggestion suggest_draft",
     "runtime.ranks.following": "follow",
     "runtime.sync": "generate_sync open_sync",
 }
@@ -188,7 +189,6 @@ _LIGHT_HOMES = {
     "protocol.logits_processors": "Checkpointed LogitsProcessor Stateless stateless",
     "protocol.settings": "Settings",
     "protocol.trace": "Event Instant Share Span",
-    "runtime.doctor.draft_suggestions": "Suggestion suggest_draft",
     "runtime.loading.demo": "DEMO_DRAFT DEMO_TARGET DEMO_TRAINED_DRAFT",
     "runtime.loading.model_spec": "ModelSpec",
 }

@@ -270,7 +270,9 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         sections = [*report.about, *report.details, ("Notes", [("", note) for note in report.notes])]
         facts, tables = result.as_json(), [("Figures", report.table)]
         device_report = DeviceReport("bench", facts.pop("machine"), facts)
-        device_report.write(written, "outrider bench", sections, tables, local_paths(*models.loaded))
+        device_report.write(
+            written, "outrider bench", sections, tables, local_paths(*models.loaded, *benchmark.about.drafts)
+        )
     if arguments.json:
         if outcome.failure is None or result.repeats_done:
             print_text(json.dumps(result.as_json()) + "\n")

@@ -31,7 +31,14 @@ from runtime.cli.flags import hint_for, in_flags
 from runtime.cli.selftest_command import add_selftest
 from runtime.cli.simulate_command import add_simulate
 from runtime.loading import blas
-from runtime.terminal.display import SIGNAL_STATUS_BASE, CommandOutcome, exit_status, print_message, print_text
+from runtime.terminal.display import (
+    SIGNAL_STATUS_BASE,
+    CommandOutcome,
+    exit_status,
+    print_message,
+    print_text,
+    printing_choices,
+)
 
 FAILED = 1
 MISUSED = 2
@@ -270,7 +277,7 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_models(
         parser,
         without=(*PREFIX_CACHE, "chat_template_args", *DRAFTER_ELSEWHERE),
-        draft_help="path or hub id of a draft model",
+        draft_help='path or hub id of a drafter; "auto" takes what is on this disk and fits',
         target_first=True,
     )
     doctor_command.add_arguments(parser)
@@ -296,7 +303,8 @@ Ctrl-C stops the benchmark and shows the figures so far.""",
     add_models(
         parser,
         without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", *DRAFTER_ELSEWHERE),
-        draft_help='path or hub id of a drafter; "ngram" for prompt lookup; may be given more than once',
+        draft_help='path or hub id of a drafter; "auto" takes what is on this disk and fits; "ngram" is prompt lookup; '
+        "may be given more than once",
         several_drafts=True,
     )
     bench_command.add_arguments(parser)
@@ -336,6 +344,7 @@ def _with_models(run: Callable[[argparse.Namespace, Models], CommandOutcome]) ->
 
     @wraps(run)
     def command(arguments: argparse.Namespace) -> int:
-        return exit_status(run(arguments, models_of(arguments)))
+        with printing_choices():
+            return exit_status(run(arguments, models_of(arguments)))
 
     return command

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from protocol.errors import ModelError, OutriderError, SettingsError
-from protocol.settings import NGRAM
+from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.validation import check_number
 from runtime.cli.arguments.models import OPTIONS, add_models, models_of
 from runtime.loading.blas import check_environment
@@ -109,8 +109,8 @@ def selftest(arguments: argparse.Namespace) -> int:
     check_environment()
     path = check_report(arguments.report)
     models = models_of(arguments)
-    if models.draft in (None, NGRAM):
-        raise SettingsError("selftest checks two models at a time and needs a draft model; give --draft")
+    if models.draft in (None, NGRAM, AUTO_DRAFT):
+        raise SettingsError("selftest checks two models at a time and needs a draft model; name one with --draft")
     target, draft = str(models.target), str(models.draft)
     subject = {
         "target": target,

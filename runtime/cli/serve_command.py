@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from protocol.errors import RuntimeBrokenError, SettingsError
+from protocol.errors import ModelError, RuntimeBrokenError, SettingsError
 from protocol.open_options import MAX_BATCH, OpenOptions
 from protocol.options import options_of
 from protocol.reprs import shown
@@ -245,6 +246,9 @@ async def _open_and_serve(server: _Server) -> None:
         if arguments.config is None:
             await _load_now(models)
         server.display.clear()
+        if arguments.draft != "none":
+            for spec in models.specs:
+                await trio.to_thread.run_sync(_name_drafter, spec)
         # What was imported stays: half a million objects that each collection of garbage would look at otherwise.
         gc.freeze()
         # Not earlier: a client that can connect must be able to get answers.
@@ -301,6 +305,17 @@ async def _stop_if_broken(models: ModelPool, server: _Server) -> None:
     """Stop a server of one model when its target has failed, so that a supervisor can start it again."""
     server.failure = await models.wait_broken()
     server.stopping.set()
+
+
+def _name_drafter(spec: ServedModel) -> None:
+    """Print which drafter could be given to a model that has none, if one is known. Nothing is downloaded."""
+    from runtime.loading.drafters import suggest_draft
+
+    if spec.draft is not None:
+        return
+    with suppress(ModelError):  # it is not on this disk yet
+        for best in suggest_draft(spec.target.path if isinstance(spec.target, ModelSpec) else spec.target)[:1]:
+            print_message(f"{spec.name} decodes without a drafter; {best.described} could draft for it")
 
 
 def _say_nothing(text: str) -> None:

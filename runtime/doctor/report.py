@@ -22,12 +22,12 @@ from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, RankError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
-from protocol.settings import MTP
+from protocol.settings import AUTO_DRAFT, MTP
 from protocol.trace import Actor
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude
-from runtime.doctor.draft_suggestions import Suggestion, suggest_draft
 from runtime.loading.blas import blas_in_use
+from runtime.loading.drafters import Suggestion, suggest_draft
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
     Loaded,
@@ -36,6 +36,7 @@ from runtime.loading.model_sources import (
     check_draft_source,
     check_source,
     folder_of_trained_drafter,
+    load_auto_onto,
     load_draft_onto,
     load_onto,
 )
@@ -157,36 +158,46 @@ async def examine(
     Cancellation: takes effect after the current load or timing.
     """
     sources, options = check_examined(target, draft, group=group, **cache_options)
-    loaded: dict[Actor, Loaded] = {}
-    examined: dict[Actor, ExaminedModel] = {}
-    trained: ExaminedDrafter | None = None
     async with AsyncExitStack() as stack:
         # One after the other, so that each model is timed alone.
-        for role, source in sources.items():
-            ranks = group if role == "target" else None
-            worker = await stack.enter_async_context(
-                ThreadWorker(role) if ranks is None else worker_for(lambda _: None, ranks, None)
-            )
-            if ranks is not None:
-                stack.enter_context(leading(ranks, worker))
-            on_progress(f"loading the {role}")
-            if role == "draft" and await _is_trained(worker, source):
-                trained = await _examine_drafter(worker, source, options, loaded["target"])
-                continue
-            loaded[role] = await _load(worker, role, source, options, ranks)
-            on_progress(f"timing the {role}")
-            examined[role] = await _examine_on(worker, role, source, loaded[role].model)
-        same, is_translated, note = await _compare(worker, loaded)
+        worker = await stack.enter_async_context(worker_for(lambda _: None, group, None))
+        if group is not None:
+            stack.enter_context(leading(group, worker))
+        on_progress("loading the target")
+        loaded = await load_target_onto(worker, sources["target"], options, group)
+        on_progress("timing the target")
+        examined = await _examine_on(worker, "target", sources["target"], loaded.model)
+
+        async def examine_draft(
+            stack: AsyncExitStack, source: Source
+        ) -> tuple[ThreadWorker, Loaded | None, ExaminedModel | ExaminedDrafter]:
+            worker = await stack.enter_async_context(ThreadWorker("draft"))
+            on_progress("loading the draft")
+            if await _is_trained(worker, source):
+                return worker, None, await _examine_drafter(worker, source, options, loaded)
+            model = await load_onto(worker, "draft", source, options)
+            on_progress("timing the draft")
+            return worker, model, await _examine_on(worker, "draft", source, model.model)
+
+        draft_model: Loaded | None = None
+        examined_draft: ExaminedModel | ExaminedDrafter | None = None
+        if (source := sources.get("draft")) == AUTO_DRAFT:
+            if (found := await load_auto_onto(stack, loaded, examine_draft)) is not None:
+                worker, draft_model, examined_draft = found
+        elif source is not None:
+            worker, draft_model, examined_draft = await examine_draft(stack, source)
+        same, is_translated, note = await _compare(worker, loaded, draft_model)
         suggestions: tuple[Suggestion, ...] = ()
-        if loaded["target"].tokenizer is not None and not same and trained is None and not isinstance(target, tuple):
+        has_trained = isinstance(examined_draft, ExaminedDrafter)
+        if loaded.tokenizer is not None and not same and not has_trained and not isinstance(target, tuple):
             on_progress("looking for draft models on the disk")
             # Suggestions are optional: a disk that cannot be searched must not hide the measurements.
             with suppress(JobError):
                 path = target.path if isinstance(target, ModelSpec) else target
                 suggestions = await worker.run(Job("load", partial(suggest_draft, path)))
     return Diagnosis(
-        examined["target"],
-        examined.get("draft") or trained,
+        examined,
+        examined_draft,
         same,
         is_translated,
         note,
@@ -212,14 +223,6 @@ def check_examined(
     if group is not None:
         check_group(group, sources["target"], sources.get("draft"))
     return sources, options
-
-
-async def _load(
-    worker: ThreadWorker, role: Actor, source: Source, options: CacheOptions, group: RankGroup | None
-) -> Loaded:
-    if group is None:
-        return await load_onto(worker, role, source, options)
-    return await load_target_onto(worker, source, options, group)
 
 
 async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
@@ -255,11 +258,10 @@ async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: 
         raise ModelError(f"{named} failed while it was examined: {error.__cause__}") from error.__cause__
 
 
-async def _compare(worker: ThreadWorker, loaded: dict[Actor, Loaded]) -> tuple[bool | None, bool, str]:
+async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -> tuple[bool | None, bool, str]:
     """See `same_vocabulary`, `is_translated` and `vocabulary_note` of `Diagnosis`."""
-    if "draft" not in loaded:
+    if draft is None:
         return None, False, "no draft model"
-    target, draft = loaded["target"], loaded["draft"]
     if target.tokenizer is None or draft.tokenizer is None:
         return None, False, "no tokenizer to compare"
     sizes = target.model.vocab_size, draft.model.vocab_size

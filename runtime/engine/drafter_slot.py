@@ -25,8 +25,8 @@ RELEASE_TIMEOUT_S = 1.0
 
 LoadedDrafter = tuple[Model, Worker] | LoadedElsewhere | Literal["ngram"]
 DrafterActor = DraftActor | LookupActor | RemoteDrafter
-# Loads a drafter; resources that are released with it go onto the stack.
-Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter]]
+# Loads a drafter, or finds none; resources that are released with it go onto the stack.
+Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter | None]]
 
 
 @attrs.define(eq=False)
@@ -105,22 +105,25 @@ class DrafterSlot:
             with trio.move_on_after(patience_s):
                 await has_ended.wait()
 
-    async def _load_onto(self, stack: AsyncExitStack, *, source: Source) -> LoadedDrafter:
+    async def _load_onto(self, stack: AsyncExitStack, *, source: Source) -> LoadedDrafter | None:
         assert self._load is not None
         return await self._load(stack, source)
 
     @trio.lowlevel.enable_ki_protection
     async def _serve(
         self,
-        get: Callable[[AsyncExitStack], Awaitable[LoadedDrafter]],
+        get: Callable[[AsyncExitStack], Awaitable[LoadedDrafter | None]],
         *,
         task_status: trio.TaskStatus[None],
     ) -> None:
         has_ended = trio.Event()
         try:
             async with AsyncExitStack() as stack:
-                actor = self._make_actor(await get(stack))
-                del get  # and with it the model, once the actor releases it
+                if (drafter := await get(stack)) is None:
+                    task_status.started()
+                    return
+                actor = self._make_actor(drafter)
+                del get, drafter  # and with them the model, once the actor releases it
                 async with trio.open_nursery() as nursery:
                     await nursery.start(actor.serve)
                     # If the attaching task is cancelled by now, this task ends here without ever filling the slot.

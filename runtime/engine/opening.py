@@ -29,7 +29,7 @@ from protocol.drafter_wire import VERSION, LoadDrafter
 from protocol.errors import ModelError, RankError, WrongEventLoopError
 from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions
 from protocol.prices import Prices
-from protocol.settings import NGRAM, keywords_of
+from protocol.settings import AUTO_DRAFT, NGRAM, keywords_of
 from protocol.trace import Actor, Event
 from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.events import Events
@@ -45,6 +45,7 @@ from runtime.loading.model_sources import (
     check_draft_source,
     check_source,
     check_unknown,
+    load_auto_onto,
     load_draft_onto,
 )
 from runtime.loading.tokenizers import check_template_args, copy_of
@@ -105,7 +106,8 @@ async def open(
         at_draft: LoadedDrafter | None = "ngram" if draft == NGRAM else None
         if "draft" in sources:
             at_draft = await load_draft.load(draft_stack, sources["draft"], group)
-        else:
+        has_model = at_draft is not None and at_draft != "ngram"
+        if not has_model:
             _warn_if_too_large(loaded.model)
         if isinstance(listener, TimelineFile):
             listener.tokenizer = loaded.tokenizer
@@ -114,7 +116,7 @@ async def open(
         tokenizer = await worker.run(Job("load", copied))
         options["max_streams"] = await _max_streams(given, *at_target)
         options["max_batch"] = loaded.model.bounded_batch(given.max_batch)
-        if "draft" in sources:
+        if has_model:
             await _time_models(at_target, at_draft, prices)
         async with running(
             at_target,
@@ -206,7 +208,7 @@ class _DraftLoader:
     events: Events
     prices: Prices
 
-    async def __call__(self, stack: AsyncExitStack, draft: Source) -> LoadedDrafter:
+    async def __call__(self, stack: AsyncExitStack, draft: Source) -> LoadedDrafter | None:
         """Load a drafter into the open runtime; see `runtime.engine.drafter_slot.Load`."""
         if draft == NGRAM:
             self.prices.forget_drafter()
@@ -215,12 +217,12 @@ class _DraftLoader:
         check_drafter(source)
         if self.options.has_draft_process:
             draft_process.check_draft_process(self.source, source)
-        loaded = await self.load(stack, source, None)
-        self.prices.forget_drafter()
-        await _time_models((self.target.model, self.worker), loaded, self.prices)
+        if (loaded := await self.load(stack, source, None)) is not None:
+            self.prices.forget_drafter()
+            await _time_models((self.target.model, self.worker), loaded, self.prices)
         return loaded
 
-    async def load(self, stack: AsyncExitStack, draft: Source, group: RankGroup | None) -> LoadedDrafter:
+    async def load(self, stack: AsyncExitStack, draft: Source, group: RankGroup | None) -> LoadedDrafter | None:
         """Load a drafter with a model.
 
         Args:
@@ -228,8 +230,12 @@ class _DraftLoader:
             draft: where it comes from.
             group: the ranks, one of which may draft.
 
+        Returns: None if the draft is "auto" and nothing fits.
+
         Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
         """
+        if draft == AUTO_DRAFT:
+            return await load_auto_onto(stack, self.target, partial(self.load, group=group))
         stack.callback(self.target.model.record_features, None)
         if group is not None and group.drafter is not None:
             elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)

@@ -434,7 +434,7 @@ class Runtime:
         The model is checked and timed as by `open`. Streams that are under way stay undrafted.
 
         Args:
-            draft: as for `open`; "ngram" drafts by prompt lookup, without a model.
+            draft: as for `open`; "ngram" drafts by prompt lookup, without a model, and "auto" may find none.
             **unknown: an error.
 
         Raises: and then the runtime is as it was:

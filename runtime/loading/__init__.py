@@ -1,8 +1,7 @@
-"""Models by what a user calls them: checking and loading sources, recognising trained drafters, the demo pair, BLAS.
+"""Models by what a user calls them: checking and loading sources, finding drafters, the demo pair, BLAS.
 
 A source is a path, a hub id or a pair (model, tokenizer). `model_sources.py` checks it and loads it on its worker's
-thread. New kinds of drafters are recognised in `trained_drafters.py`. `blas.py` replaces MLX's BLAS on Linux; it must
-run before mlx is imported. `vocabularies.py` compares tokenizers, by the bytes that `token_pieces.py` finds in their
-tokens. `device.py` chooses MLX's default device, `mlx_environment.py` sets MLX's variables, and
-`processor.py` names the processor.
+thread. `drafters.py` recognises trained drafters, and finds what drafts for a target. `blas.py` replaces MLX's BLAS on
+Linux; it must run before mlx is imported. `vocabularies.py` compares tokenizers, by the bytes that `token_pieces.py`
+finds in their tokens. `device.py` chooses MLX's default device, and `mlx_environment.py` sets MLX's variables.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,31 @@ def name_of(source: Any) -> str:
     return str(source)
 
 
-def folder_of(source: Any) -> Path | None:
-    """The folder that a model was loaded from; None if it was given as a model, or is not on this disk."""
+def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
+    """The folder that a model is loaded from; None if it was given as a model, or is not on this disk.
+
+    Args:
+        source: see `runtime.loading.model_sources.Source`.
+        cache_dir: Hugging Face's cache; None for the default one.
+    """
     if isinstance(source, tuple):
         return None
-    if Path(str(source)).is_dir():
-        return Path(str(source))
+    path = Path(str(source)).expanduser()
+    with suppress(OSError):  # such as a name that is too long for a path
+        if path.is_dir():
+            return path
     revision = source.revision if isinstance(source, ModelSpec) else None
     try:
-        config = try_to_load_from_cache(str(source), "config.json", revision=revision)
+        config = try_to_load_from_cache(str(source), "config.json", cache_dir=cache_dir, revision=revision)
     except HFValidationError:
         return None
     return Path(config).parent if isinstance(config, str) else None
+
+
+def num_bytes_in(folder: Path) -> int:
+    """Size of the weights in a folder."""
+    # In Hugging Face's cache a file may be a link to one that is gone.
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
 
 
 def load_error(role: str, source: Any, cause: BaseException | None) -> ModelError:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import mlx.core as mx
+import trio
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -22,22 +24,27 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
-from protocol.errors import ModelError, OutriderError, SettingsError
+from protocol.errors import ModelError, OutriderError, SettingsError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
 from protocol.reprs import shown, shown_path
-from protocol.settings import MTP, NGRAM, Settings
-from runtime.loading.model_files import folder_of, load_error, name_of
-from runtime.loading.model_spec import ModelSpec
-from runtime.loading.tokenizers import wrapped
-from runtime.loading.trained_drafters import (
+from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
+from runtime.loading.drafters import (
     check_of_weights,
     check_trained_drafter,
+    suggest_draft,
     trained_drafter_at,
     trained_drafter_on_the_hub,
 )
+from runtime.loading.model_files import folder_of, load_error, name_of
+from runtime.loading.model_spec import ModelSpec
+from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
 
 logger = logging.getLogger("outrider")
+# What "auto" takes as a drafter; commands print it.
+choice_logger = logging.getLogger("outrider.auto_draft")
+
+T = TypeVar("T")
 
 Source = str | os.PathLike[str] | ModelSpec | tuple[Module, Any]
 
@@ -155,8 +162,11 @@ def check_source(role: str, source: Any) -> Source:
             check_trained_drafter(ModelSpec(source), path)
         return path
     is_word = isinstance(source, str) and "/" not in source  # with a slash it is a path, or a hub id
-    if role == "draft" and is_word and difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram"), cutoff=0.75):
-        raise SettingsError(f'draft {str(source)!r} is no model; did you mean "{NGRAM}", which looks up without one?')
+    if role == "draft" and is_word:
+        near = difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram", AUTO_DRAFT), n=1, cutoff=0.75)
+        if near:
+            meant_word = f'"{NGRAM}", which looks up without one' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
+            raise SettingsError(f"draft {str(source)!r} is no model; did you mean {meant_word}?")
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -181,11 +191,20 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
 
 
 def check_draft_source(source: Any) -> Source:
-    """As `check_source` for a draft, which may also be the MTP layer in the target's files."""
-    if isinstance(source, ModelSpec) and source.path == MTP:
-        check_of_weights(source, MTP)
-        return source
-    return MTP if source == MTP else check_source("draft", source)
+    """As `check_source` for a draft, which may also be the MTP layer in the target's files, or "auto"."""
+    spec = source if isinstance(source, ModelSpec) else None
+    word = source if spec is None else spec.path
+    if word == MTP:
+        if spec is not None:
+            check_of_weights(spec, MTP)
+        return MTP if spec is None else spec
+    if word == AUTO_DRAFT:
+        if spec is not None and not spec.is_plain:
+            raise SettingsError(
+                f'draft "{AUTO_DRAFT}" takes a drafter as its files are; leave out all else, or name the drafter'
+            )
+        return AUTO_DRAFT
+    return check_source("draft", source)
 
 
 def caches_of(options: OpenOptions) -> CacheOptions:
@@ -327,6 +346,53 @@ async def load_draft_onto(
         raise load_error("draft", source, error.__cause__) from error.__cause__
     target.record_features(drafter.feature_layers)
     return LoadedDraft(drafter, None, "MTP" if is_targets_own else trained_drafter_at(folder))
+
+
+async def load_auto_onto(
+    stack: AsyncExitStack, target: DraftedTarget, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
+) -> T | None:
+    """Load the best drafter on this disk that fits a target, for the draft "auto", and log which one, and why.
+
+    Nothing is downloaded: what `load` gets is the MTP layer in the target's own files, or a folder.
+
+    Args:
+        stack: what is released with the drafter.
+        target: to draft for.
+        load: loads one drafter. What it puts on its stack is released at once if it raises ModelError or
+            VocabularyMismatchError: then the next drafter is tried.
+
+    Returns: what `load` has returned; None if no drafter fits.
+    """
+    candidates, none = await trio.to_thread.run_sync(_fitting, target)
+    passed_over = ""
+    for source, described in candidates:
+        async with AsyncExitStack() as attempt:
+            try:
+                loaded = await load(attempt, source)
+            except (ModelError, VocabularyMismatchError) as error:
+                passed_over += f"; passed over: {error}"
+                continue
+            stack.push_async_exit(attempt.pop_all())
+        choice_logger.info('draft "%s" takes %s%s', AUTO_DRAFT, described, passed_over)
+        return loaded
+    choice_logger.info('draft "%s" takes none: %s%s', AUTO_DRAFT, none, passed_over)
+    return None
+
+
+def _fitting(target: DraftedTarget) -> tuple[list[tuple[Source, str]], str]:
+    """What on this disk fits a target: the sources with descriptions, the best first; and what to say if none is taken.
+
+    To be called in a thread: it reads many files.
+    """
+    if target.folder is None:
+        return [], "the target was given as a model, and drafters are looked for beside the target's folder"
+    suggestions = suggest_draft(target.folder)
+    fitting: list[tuple[Source, str]] = [
+        (MTP if each.model == MTP else each.folder, each.described) for each in suggestions if each.folder is not None
+    ]
+    known = next((each.described for each in suggestions if not each.is_on_disk), None)
+    none = "nothing on this disk fits the target" if not fitting else "nothing that fits the target can be loaded"
+    return fitting, none if known is None else f"{none}; there is {known}"
 
 
 async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | None:

@@ -21,10 +21,10 @@ from actors.warm_up import warm_up
 from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import ModelError, PromptError, SettingsError
 from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
-from protocol.settings import NGRAM
+from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.trace import Event
 from runtime.engine.events import Events
 from runtime.engine.running import running
@@ -32,7 +32,7 @@ from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import Source, check_draft_source, check_source, load_draft_onto
+from runtime.loading.model_sources import Source, check_draft_source, check_source, load_auto_onto, load_draft_onto
 from runtime.measuring.machine import machine
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
@@ -61,6 +61,7 @@ class Circumstances:
 
     Attributes:
         target, draft: the models, by name; of several drafters all names.
+        drafts: these names.
         dtypes: those of their weights, by role; or the name of a drafter, if there are several.
         machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
         num_ranks: that the target is sharded over.
@@ -68,6 +69,7 @@ class Circumstances:
 
     target: str = ""
     draft: str = ""
+    drafts: tuple[str, ...] = ()
     dtypes: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
     machine: dict[str, str] = attrs.field(factory=dict)
     num_ranks: int = 1
@@ -83,7 +85,7 @@ class LoadedModels:
         events: receives the spans of the workers.
         tokenizer: the target's; None without one.
         cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
-        drafts: what was asked for, by name. The first one is the drafter without a name.
+        drafts: where they come from, by name. The first one is the drafter without a name.
         group: the ranks that the target is sharded over; None for one machine. mlx-lm cannot decode with it there.
         target_source: what the target was loaded from.
     """
@@ -110,9 +112,11 @@ class LoadedModels:
         about = _machine()
         if self.group is not None:
             about["ranks"] = f"{self.group.size}, of which this is the first"
+        drafts = tuple(name_of(draft) for draft in self.drafts.values())
         return Circumstances(
             target=name_of(self.target_source),
-            draft=", ".join(NGRAM if draft == NGRAM else name_of(draft) for draft in self.drafts.values()),
+            draft=", ".join(drafts),
+            drafts=drafts,
             dtypes={name: dtypes_of(model.module) for name, model in self.models.items()},
             machine=about,
             num_ranks=1 if self.group is None else self.group.size,
@@ -206,7 +210,7 @@ async def load_models(
     Args:
         stack: ends the threads on exit.
         target: as for `runtime.open`.
-        drafts: likewise, by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing.
+        drafts: likewise, by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
         options: of the caches.
         dtype: the models are cast to it; None leaves them as they are.
         group: the ranks that the target is sharded over; None for one machine.
@@ -233,18 +237,28 @@ async def load_models(
     workers: dict[str, Worker] = {TARGET: await stack.enter_async_context(target_thread)}
     if group is not None:
         stack.enter_context(leading(group, target_thread))
-    for name in sources:
-        workers[name] = await stack.enter_async_context(ThreadWorker("draft", events))
     on_progress("loading the target")
     loaded = await load_target_onto(workers[TARGET], target, options, group)
     models: dict[str, AnyModel] = {TARGET: loaded.model}
     await _cast_on(workers[TARGET], loaded.model, dtype)
+    taken = dict(drafts)
+
+    async def load_draft(stack: AsyncExitStack, source: Source) -> tuple[Source, Worker, AnyModel]:
+        worker = await stack.enter_async_context(ThreadWorker("draft", events))
+        return source, worker, (await load_draft_onto(worker, source, options, loaded)).model
+
     for name, source in sources.items():
         on_progress("loading the draft" + ("" if name == ONLY_DRAFT else f" {name}"))
-        models[name] = (await load_draft_onto(workers[name], source, options, loaded)).model
+        if source != AUTO_DRAFT:
+            drafter = await load_draft(stack, source)
+        elif (found := await load_auto_onto(stack, loaded, load_draft)) is not None:
+            drafter = found
+        else:
+            raise ModelError(f'draft "{AUTO_DRAFT}" finds none that fits the target, and one is measured; name one')
+        taken[name], workers[name], models[name] = drafter
         await _cast_on(workers[name], models[name], dtype)
     loaded.model.record_features(None)  # until a drafter needs them
-    return LoadedModels(models, workers, events, loaded.tokenizer, options, drafts, group, target)
+    return LoadedModels(models, workers, events, loaded.tokenizer, options, taken, group, target)
 
 
 async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:

@@ -21,7 +21,7 @@ def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> i
     """The rank that is to draft; None for rank 0, which drafts beside its part of the target.
 
     Args:
-        has_model: whether the drafter is one that can be loaded there.
+        has_model: whether a drafter is named, which can be loaded there.
 
     Raises: SettingsError: there is no such rank, it would have nothing to load, or it cannot be left out of the others.
     """
@@ -32,7 +32,7 @@ def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> i
         return None
     if not has_model:
         raise SettingsError.of(
-            "{draft_rank=} is where a draft model is loaded, and there is none; give one as {draft}, or leave "
+            "{draft_rank=} is where a draft model is loaded, and none is named; give one as {draft}, or leave "
             "{draft_rank} out",
             draft_rank=draft_rank,
         )

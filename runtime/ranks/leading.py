@@ -13,6 +13,7 @@ from actors.workers.thread_worker import ThreadWorker
 from protocol.errors import OutriderError, RankError, SettingsError
 from protocol.rank_messages import CloseTarget
 from protocol.reprs import shown
+from protocol.settings import AUTO_DRAFT
 from protocol.trace import Event
 from runtime.loading.model_sources import Source
 from runtime.ranks.draft_rank import check_draft_rank
@@ -43,7 +44,7 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
     if group.rank != 0:
         raise SettingsError(f"this is rank {group.rank}, and rank 0 opens the runtime; call runtime.follow() here")
     _check_free(group)
-    remote = check_draft_rank(group, draft_rank, has_model=draft is not None)
+    remote = check_draft_rank(group, draft_rank, has_model=draft is not None and draft != AUTO_DRAFT)
     if is_sharded(group, remote):
         check_sharded(target)
     if remote is None:

@@ -29,6 +29,7 @@ from protocol.errors import (
     VocabularyMismatchError,
 )
 from protocol.open_options import OpenOptions
+from protocol.settings import AUTO_DRAFT
 from runtime.loading.model_files import folder_of
 from runtime.loading.model_sources import LoadedDraft, Source, check_draft_source, load_draft_onto, read_lazily
 
@@ -141,8 +142,8 @@ async def _load_and_draft(
 async def _loaded(
     worker: ThreadWorker, draft: Source | None, options: CacheOptions, target: _TargetElsewhere
 ) -> LoadedDraft:
-    if draft is None:
-        raise SettingsError("it was given none; call follow(target, group, draft)")
+    if draft is None or draft == AUTO_DRAFT:
+        raise SettingsError("it was given none by name; call follow(target, group, draft)")
     source = check_draft_source(draft)
     try:
         await worker.run(Job("load", target.read))

@@ -346,6 +346,25 @@ def warnings_at_the_end() -> Iterator[None]:
             print_message(f"warning: {message}")
 
 
+@contextmanager
+def printing_choices() -> Iterator[None]:
+    """Print what the draft "auto" takes once that is known, inside the block."""
+
+    class Printer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            print_message(record.getMessage())
+
+    logger, printer = logging.getLogger("outrider.auto_draft"), Printer()
+    before = logger.level
+    logger.addHandler(printer)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(printer)
+
+
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
     """Print titled tables of (name, value) on stdout.
 

@@ -205,7 +205,7 @@ def test_flags_of_mlx_lms_server_reach_open(opened: dict[str, Any]) -> None:
         (["--chat-template-args", "3"], "--chat-template-args must be a JSON object, such as"),
         (["--chat-template", "/no/such"], "--chat-template '/no/such' is neither a template nor a file"),
         (["--quantize", "7"], "--quantize takes 2, 3, 4, 5, 6 or 8 bits, got 7"),
-        (["--target", "org/model", "--draft-quantize", "4"], "--draft-quantize is of a draft model, and there is none"),
+        (["--target", "org/model", "--draft-quantize", "4"], "--draft-quantize is of a draft model, and none is named"),
         (["--adapter-path", "/no/such", "--target", str(runtime.DEMO_DRAFT)], "has no adapter_config.json"),
     ],
 )

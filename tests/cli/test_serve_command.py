@@ -23,6 +23,7 @@ from command_line import HANGS_S, ROOT, environment
 from served_command import KEY, MODEL, PROMPT, Server, serving, until
 from sweeps import sweep
 
+import runtime
 from runtime.cli import main as cli
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
@@ -347,6 +348,14 @@ sys.exit(cli.main(sys.argv[1:]))
     cause = "the target model failed, and the runtime with it: the device is gone"
     assert f"outrider: error: the server has ended, start it again: {cause}\n" in server.said
     assert "stopping" not in server.said  # nothing more can end well
+
+
+def test_a_known_drafter_is_named_at_the_start_unless_none_is_wanted() -> None:
+    target = ("--target", str(runtime.DEMO_TARGET))
+    with serving(*target) as server:
+        assert server.said[0].startswith(f"outrider: target decodes without a drafter; {runtime.DEMO_TRAINED_DRAFT} (")
+    with serving(*target, "--draft", "none") as server:
+        assert server.said[0].startswith("outrider: target is served at")
 
 
 # --- before it begins -----------------------------------------------------------------------------

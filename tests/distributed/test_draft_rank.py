@@ -48,7 +48,7 @@ def test_a_drafter_that_is_lost_in_mid_stream_costs_no_token(end: signal.Signals
 
 def test_a_rank_that_cannot_load_the_drafter_says_why_and_may_be_asked_again() -> None:
     with ranks(rank_programs.open_without_its_draft, 2) as (first, second):
-        expected = "rank 1 cannot load the drafter: it was given none; call follow(target, group, draft)"
+        expected = "rank 1 cannot load the drafter: it was given none by name; call follow(target, group, draft)"
         assert first.result() == expected
         assert first.result() > 0
         assert [first.join(), second.join()] == [0, 0]
@@ -82,8 +82,9 @@ def test_a_rank_that_cannot_draft_is_refused(group: Any, monkeypatch: Any, draft
 
 
 def test_a_rank_without_anything_to_draft_with_is_refused(group: Any) -> None:
-    with pytest.raises(SettingsError, match="draft_rank=1 is where a draft model is loaded, and there is none"):
-        check_group(group, "owner/name", None, draft_rank=1)
+    for draft in (None, "auto"):
+        with pytest.raises(SettingsError, match="draft_rank=1 is where a draft model is loaded, and none is named"):
+            check_group(group, "owner/name", draft, draft_rank=1)
 
 
 def test_a_rank_without_a_group_is_refused() -> None:

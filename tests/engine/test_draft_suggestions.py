@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from tokenizers.models import WordLevel
 
 import runtime
 from actors.trained.kinds.attach import SUPPORTED
-from runtime.doctor import draft_suggestions
-from runtime.doctor.draft_suggestions import FAMILIES, small_models
+from runtime.loading import drafters
+from runtime.loading.drafters import FAMILIES, small_models
 
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
 
@@ -91,21 +92,51 @@ def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Pat
 
 
 def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(cache: Path) -> None:
-    cached(cache, "mlx-community/Qwen3.5-4B-4bit", 10)
+    snapshot = cached(cache, "mlx-community/Qwen3.5-4B-4bit", 10)
     cached(cache, "org/Qwen3.5-4B-Something", 10)
     found = runtime.suggest_draft("mlx-community/Qwen3.5-4B-4bit", cache_dir=cache)
     known = {each.model: each for each in found if not each.is_on_disk}
     assert known["mlx-community/Qwen3.5-4B-MTP-4bit"].kind == "MTP"
-    assert known["z-lab/Qwen3.5-4B-DFlash"].described.endswith("(DFlash, trained for this model, from the hub)")
+    assert known["z-lab/Qwen3.5-4B-DFlash"].described.endswith(
+        "(DFlash, trained for this model, 0.5B parameters, from the hub)"
+    )
+    assert named(snapshot, cache) == [each.model for each in found]
     assert named("org/Qwen3.5-4B-Something", cache) == []
 
 
+def test_of_trained_drafters_on_the_disk_those_known_for_the_target_come_first(cache: Path) -> None:
+    cached(cache, "Qwen/Qwen3-8B", 3000, hidden_size=64)
+    layer = {"hidden_size": 64, "vocab_size": 151_936}
+    for name in ("org/another", "z-lab/Qwen3-8B-DFlash-b16"):
+        cached(cache, name, 300, architectures=["DFlashDraftModel"], transformer_layer_config=layer)
+    assert named("Qwen/Qwen3-8B", cache)[:2] == ["z-lab/Qwen3-8B-DFlash-b16", "org/another"]
+
+
+def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
+    target = model(tmp_path / "models" / "large", 3000)
+    beside = model(tmp_path / "models" / "small", 300)
+    half = model(tmp_path / "models" / "half", 300)
+    (half / "model-00002.safetensors").symlink_to(half / "gone")
+    (no_cache := tmp_path / "file").write_text("")
+    assert named(target, no_cache) == [str(half), str(beside)]
+
+
 def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
-    table = draft_suggestions._table()
-    assert all(source["source"].startswith("https://") for source in table)
-    drafters = [item for source in table for each in source["drafters"].values() for item in each.items()]
-    assert all(name.count("/") == 1 and kind in SUPPORTED for name, kind in drafters)
-    assert len({name for name, _ in drafters}) == len(drafters) > 40
+    table = drafters._table()
+    known = [item for source in table for each in source["drafters"].values() for item in each.items()]
+    assert all(name.count("/") == 1 and facts["kind"] in SUPPORTED for name, facts in known)
+    assert len({name for name, _ in known}) == len(known) > 40
+
+
+def test_what_is_said_of_a_known_drafter_has_its_source() -> None:
+    table = drafters._table()
+    told = [facts for source in table for each in source["drafters"].values() for facts in each.values()]
+    for facts in [*table, *(each for each in told if each.keys() != {"kind"})]:
+        assert facts["source"].startswith("https://")
+    assert all(each.keys() <= {"kind", "parameters", "licence", "source"} for each in told)
+    for name, form in (("parameters", r"\d+(\.\d)?B"), ("licence", r"[a-z0-9.-]+")):
+        assert [each for each in told if name in each]
+        assert all(re.fullmatch(form, each[name]) for each in told if name in each)
 
 
 def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) -> None:
@@ -119,9 +150,9 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family.model_types]
     tiny = tuple(
-        attrs.evolve(small, num_megabytes=size) for small, size in zip(family.small_models, (0, 9), strict=True)
+        attrs.evolve(small, num_bytes=size) for small, size in zip(family.small_models, (0, 9_000_000), strict=True)
     )
-    monkeypatch.setattr(draft_suggestions, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
+    monkeypatch.setattr(drafters, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
@@ -134,14 +165,14 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
 
 
 @sweep("family", FAMILIES)
-def test_each_family_is_found_by_its_types_and_sizes(family: draft_suggestions.Family) -> None:
+def test_each_family_is_found_by_its_types_and_sizes(family: drafters.Family) -> None:
     for model_type in family.model_types:
         for size in family.vocab_sizes:
             assert set(family.small_models) <= set(small_models(model_type, size))
         assert not set(family.small_models) & set(small_models(model_type, family.vocab_sizes[0] - 1))
-    assert [small.num_megabytes for small in family.small_models] == sorted(
-        small.num_megabytes for small in family.small_models
-    )
+    sizes = [small.num_bytes or 0 for small in family.small_models]
+    assert 0 < sizes[0] == min(sizes)
+    assert sizes == sorted(sizes)
     assert all(small.model.count("/") == 1 for small in family.small_models)
 
 

@@ -12,7 +12,7 @@ from sweeps import sweep
 import runtime
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
-from runtime.loading import model_sources, trained_drafters
+from runtime.loading import drafters, model_sources
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -72,8 +72,8 @@ class FakeHub:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.asked: list[tuple[str, str | None, Any]] = []
-        monkeypatch.setattr(trained_drafters, "hf_hub_download", self.download)
-        monkeypatch.setattr(trained_drafters, "snapshot_download", self.snapshot)
+        monkeypatch.setattr(drafters, "hf_hub_download", self.download)
+        monkeypatch.setattr(drafters, "snapshot_download", self.snapshot)
 
     def download(self, name: str, file: str, revision: str | None = None) -> str:
         self.asked.append((name, revision, file))

@@ -32,6 +32,12 @@ def read(folder: Path, content: str) -> Any:
     return read_models(str(path), SHARED, {"top_k": 5})
 
 
+def test_a_word_in_place_of_a_drafter_is_no_folder_beside_the_file(folder: Path) -> None:
+    (folder / "auto").mkdir()
+    (model,) = read(folder, '[models.x]\ntarget = "large"\ndraft = "auto"')
+    assert (model.draft, model.draft_name) == ("auto", "auto")
+
+
 def complaint(folder: Path, content: str) -> str:
     with pytest.raises(ConfigFileError) as caught:
         read(folder, content)

@@ -19,7 +19,7 @@ from trained_drafters import mtp_target, write_mtp
 import runtime
 from actors.mlx.model import is_quantized
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.mtp import MTP, MTPReader
+from actors.trained.kinds.mtp import MTP, MTPReader, names_a_layer
 from actors.trained.kinds.mtp import load_mtp as load_files
 from actors.trained.kinds.target_parts import embedding_of, final_norm_of, head_of
 from protocol.errors import ModelError
@@ -263,6 +263,14 @@ async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> 
     with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):
         async with runtime.open(folder, runtime.ModelSpec("mtp", adapter_path="adapter")):
             raise AssertionError("should not be reached")
+
+
+@sweep("case", CASES)
+def test_a_layer_is_found_by_the_names_of_weights(case: Path) -> None:
+    names = list(mx.load(str(case / "model.safetensors")))
+    assert names_a_layer(names, case.name)
+    assert not names_a_layer(names, "llama")
+    assert not names_a_layer((name for name, _ in tree_flatten(mtp_target(case).parameters())), case.name)
 
 
 async def test_a_target_without_files_has_no_layer_in_them() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +39,7 @@ from mlx_lm.models import (
 )
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
+from mlx_lm.utils import MODEL_REMAPPING
 
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.feature_sequence import FeatureSequence
@@ -310,6 +311,12 @@ def load_mtp(files: DrafterFiles, target: Module) -> MTP:
     return model
 
 
+def names_a_layer(names: Iterable[str], model_type: str) -> bool:
+    """Whether weights of these names, in the files of a model of this `model_type`, are also those of an MTP layer."""
+    family = _FAMILIES.get(MODEL_REMAPPING.get(model_type, model_type))
+    return family is not None and any(_projection(family, _renamed(family, name)) for name in names)
+
+
 def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
     """Load a layer and attach it to its target.
 
@@ -342,13 +349,10 @@ def _weights(files: DrafterFiles, family: _Family) -> tuple[int, dict[str, mx.ar
     loaded: dict[str, mx.array] = {}
     formats: dict[str, str | None] = {}
     for arrays, metadata in files.weights_and_metadata():
-        for name, value in arrays.items():
-            for pattern, other in family.renamed:
-                name = re.sub(pattern, other, name)
+        for given, value in arrays.items():
+            name = _renamed(family, given)
             loaded[name], formats[name] = value, metadata.get("format")
-    # Where the layer is one among the target's, the projection says which one.
-    projection = re.compile(rf"({family.prefix}){re.escape(family.projection)}\.weight")
-    found = [match for name in loaded if (match := projection.fullmatch(name))]
+    found = [match for name in loaded if (match := _projection(family, name))]
     if not found:
         raise ModelError(
             f"there are no weights of an MTP layer in {files.folder}: many conversions of a model leave it out; give "
@@ -363,6 +367,18 @@ def _weights(files: DrafterFiles, family: _Family) -> tuple[int, dict[str, mx.ar
     left_out = ("lm_head.",) if family.brings_own else _OF_TARGET
     kept = {name: value for name, value in weights.items() if not name.startswith(left_out)}
     return _number(first), kept, is_converted
+
+
+def _renamed(family: _Family, name: str) -> str:
+    """The name of a weight as the rest of the family has it."""
+    for pattern, other in family.renamed:
+        name = re.sub(pattern, other, name)
+    return name
+
+
+def _projection(family: _Family, name: str) -> re.Match[str] | None:
+    """What matches the name of a layer's projection: where the layer is one among the target's, it says which one."""
+    return re.fullmatch(rf"({family.prefix}){re.escape(family.projection)}\.weight", name)
 
 
 def _number(projection: re.Match[str]) -> int:

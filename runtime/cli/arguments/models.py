@@ -13,7 +13,7 @@ from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.reprs import shown
-from protocol.settings import NGRAM
+from protocol.settings import AUTO_DRAFT, DRAFT_WORDS, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
 from runtime.cli.arguments.settings import add_option
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
@@ -25,6 +25,8 @@ OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if o
 
 # The options of what one text leaves to the next, which commands do not have that generate each text by itself.
 PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes", "copy_corpus")
+# Drafters that flags of loading say nothing of.
+_NOT_NAMED = (None, NGRAM, AUTO_DRAFT)
 DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
 
 
@@ -34,7 +36,7 @@ class Models:
 
     Attributes:
         target: a path or hub id, with how it is loaded.
-        draft: likewise, "ngram" for prompt lookup, or None for plain decoding.
+        draft: likewise, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
         more_drafts: further drafters, for a command that compares several.
         options: the options of `runtime.open` that were given.
         device: on which both compute, "cpu" or "gpu"; None for MLX's default.
@@ -48,8 +50,8 @@ class Models:
 
     @property
     def loaded(self) -> list[str | Path | ModelSpec]:
-        """The models that have to be loaded."""
-        return [model for model in (self.target, *self.drafts) if model is not None and model != NGRAM]
+        """The models that are named."""
+        return [model for model in (self.target, *self.drafts) if model is not None and model not in DRAFT_WORDS]
 
     @property
     def drafts(self) -> tuple[str | Path | ModelSpec | None, ...]:
@@ -94,8 +96,8 @@ def add_models(
         action=action,
         metavar="MODEL",
         help=draft_help
-        or 'path or hub id; "ngram" drafts by prompt lookup, without a model; "none" decodes plainly '
-        "(default: the demo draft model with the demo target, else none)",
+        or 'path or hub id; "auto" takes what is on this disk and fits, or none; "ngram" drafts by prompt lookup, '
+        'without a model; "none" decodes plainly (default: the demo draft model with the demo target, else none)',
     )
     # The flag of mlx-lm.
     group.add_argument("--draft-model", action=action, dest="draft", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -129,14 +131,14 @@ def models_of(arguments: argparse.Namespace) -> Models:
     draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
     if not hasattr(arguments, "adapter_path"):
         return Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
-    if draft in (None, NGRAM) and (given := names_of_draft(arguments)):
+    if draft in _NOT_NAMED and (given := names_of_draft(arguments)):
         raise SettingsError(
-            f"{given[0]} is of a draft model, and there is none; give one with --draft, or leave it out"
+            f"{given[0]} is of a draft model, and none is named; give one with --draft, or leave it out"
         )
     return Models(
         target_of(arguments, DEMO_TARGET if target is None else target),
-        draft if draft in (None, NGRAM) else draft_of(arguments, draft),
+        draft if draft in _NOT_NAMED else draft_of(arguments, draft),
         options,
         arguments.device,
-        tuple(more if more == NGRAM else draft_of(arguments, more) for more in drafts[1:]),
+        tuple(more if more in _NOT_NAMED else draft_of(arguments, more) for more in drafts[1:]),
     )

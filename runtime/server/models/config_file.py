@@ -25,15 +25,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import attrs
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 
 from protocol.argument_aliases import meant
 from protocol.errors import OutriderError
 from protocol.reprs import shown, shown_path
-from protocol.settings import MTP, NGRAM, settings_from
+from protocol.settings import DRAFT_WORDS, settings_from
 from protocol.validation import is_number
 from runtime.engine.opening import OPTIONS, check_open
+from runtime.loading.model_files import folder_of, num_bytes_in
 from runtime.loading.model_spec import ModelSpec
 from runtime.server.models.served_model import ConfigFileError, ServedModel
 
@@ -175,19 +174,10 @@ def _idle_s(place: _Place, table: Mapping[str, Any]) -> float | None:
 def _found(place: _Place, model: str) -> str:
     """The path relative to the configuration file if that exists; else the path or hub id as given."""
     beside = Path(place.path).parent / model
-    return str(beside) if model not in (NGRAM, MTP) and beside.exists() else model
+    return str(beside) if model not in DRAFT_WORDS and beside.exists() else model
 
 
 def num_bytes_of(source: str | os.PathLike[str] | ModelSpec) -> int:
     """The bytes of a model's weights, by the sizes of its files; 0 for one that has none or is not on this machine."""
-    model = source.path if isinstance(source, ModelSpec) else source
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        try:
-            config = try_to_load_from_cache(os.fspath(model), "config.json")
-        except HFValidationError:
-            return 0  # a word such as "ngram"
-        if not isinstance(config, str):
-            return 0
-        folder = Path(config).parent
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    folder = folder_of(source)
+    return 0 if folder is None else num_bytes_in(folder)

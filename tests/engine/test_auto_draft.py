@@ -1,0 +1,275 @@
+"""The draft "auto": a drafter from the disk that fits the target, or none, and the line that says which and why."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import scan_cache_dir
+from models import greedy, llama, prompt_of, save
+from trained_drafters import make, write_eagle3
+
+import runtime
+from runtime.cli import main as cli
+from runtime.cli.serve_command import _name_drafter
+from runtime.doctor.report import ExaminedModel, examine
+from runtime.loading import drafters
+from runtime.loading.model_sources import check_draft_source
+from runtime.server.models.served_model import ServedModel
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+PROMPT = prompt_of(17)
+NONE = 'draft "auto" takes none: nothing on this disk fits the target'
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hugging Face's cache, which is empty."""
+    (made := tmp_path / "cache").mkdir()
+    monkeypatch.setattr(drafters, "scan_cache_dir", lambda given: scan_cache_dir(given or made))
+    return made
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    """The folder of a target, four times as large as `llama()`, and with nothing beside it."""
+    (tmp_path / "models").mkdir()
+    return save(tmp_path / "models" / "target", large())
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged about the choice."""
+    caplog.set_level(logging.INFO, "outrider.auto_draft")
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("outrider.auto_draft"), "handle", lambda one: said.append(one.getMessage()))
+    return said
+
+
+def large() -> Any:
+    return llama(hidden_size=256)
+
+
+async def is_drafted(rt: runtime.Runtime, model: Any) -> bool:
+    """Whether a text is drafted; asserts that it is the target's."""
+    completion = await rt.generate(PROMPT, max_tokens=12, lookahead=2, ignore_eos=True)
+    assert [token.id for token in completion.tokens] == greedy(model, PROMPT, 12)
+    assert completion.statistics.draft_failures == 0
+    return completion.statistics.proposed > 0
+
+
+def broken(folder: Path) -> Path:
+    """Have a model's weights end early."""
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    return folder
+
+
+# --- what is taken --------------------------------------------------------------------------------
+
+
+async def test_the_drafter_trained_for_the_demo_target_is_taken(lines: list[str]) -> None:
+    async with runtime.open(runtime.DEMO_TARGET, draft="auto") as rt:
+        completion = await rt.generate("def quicksort(items):", max_tokens=12, lookahead=2)
+        assert completion.statistics.proposed > 0
+    (line,) = lines
+    assert line.startswith(f'draft "auto" takes {runtime.DEMO_TRAINED_DRAFT} (')
+    assert line.endswith("on this disk, EAGLE-3, trained for a model of this shape)")
+
+
+async def test_a_model_in_the_cache_is_taken_and_nobody_asks_the_network(
+    target: str, cache: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = cache / "models--org--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    (repository / "snapshots").mkdir()
+    save(repository / "snapshots" / ("a" * 40), llama())
+
+    def connect(*_: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    async with runtime.open(target, draft="auto") as rt:
+        assert await is_drafted(rt, large())
+    (line,) = lines
+    assert line.startswith('draft "auto" takes org/small (')
+    assert line.endswith("on this disk, the same vocabulary)")
+
+
+async def test_what_cannot_be_loaded_is_passed_over_and_leaves_nothing_behind(target: str, lines: list[str]) -> None:
+    beside = Path(target).parent
+    trained = broken(write_eagle3(beside / "trained", large(), vocab_size=80))
+    first = broken(Path(save(beside / "first", llama(num_hidden_layers=1))))
+    second = save(beside / "second", llama())
+    async with runtime.open(target, draft="auto") as rt:
+        assert await is_drafted(rt, large())
+    (line,) = lines
+    assert line.startswith(f'draft "auto" takes {second} (')
+    passed_over = line.split("; passed over: ")[1:]
+    assert passed_over[0].startswith(f"draft '{trained}' in {trained} cannot be read: ")
+    assert passed_over[1].startswith(f"cannot load draft '{first}': ")
+
+
+async def test_the_mtp_layer_in_the_targets_own_files_is_taken(tmp_path: Path, lines: list[str]) -> None:
+    model = make("mtp", tmp_path / "layer", vocab_size=80)
+    folder = Path(save(tmp_path / "target", model))
+    shutil.move(tmp_path / "layer" / "model.safetensors", folder / "mtp.safetensors")
+    assert runtime.suggest_draft(folder)[0].model == "mtp"
+    async with runtime.open(folder, draft="auto") as rt:
+        assert await is_drafted(rt, model)
+    assert lines == ['draft "auto" takes mtp (the MTP layer in the model\'s own files)']
+    (folder / "mtp.safetensors").unlink()
+    assert runtime.suggest_draft(folder) == ()
+
+
+async def test_a_process_of_its_own_loads_what_is_taken(target: str, lines: list[str]) -> None:
+    second = save(Path(target).parent / "second", llama())
+    async with runtime.open(target, draft="auto", draft_process=True) as rt:
+        assert await is_drafted(rt, large())
+    assert lines[0].startswith(f'draft "auto" takes {second} (')
+
+
+# --- none -----------------------------------------------------------------------------------------
+
+
+async def test_where_nothing_fits_texts_are_plain(target: str, lines: list[str]) -> None:
+    save(Path(target).parent / "other", llama(), word="v")
+    save(Path(target).parent / "as-large", large())
+    async with runtime.open(target, draft="auto") as rt:
+        assert not await is_drafted(rt, large())
+        assert rt.health().draft is None
+    assert lines == [NONE]
+
+
+async def test_where_nothing_that_fits_can_be_loaded_texts_are_plain(target: str, lines: list[str]) -> None:
+    broken(Path(save(Path(target).parent / "small", llama())))
+    async with runtime.open(target, draft="auto") as rt:
+        assert not await is_drafted(rt, large())
+    (line,) = lines
+    assert line.startswith(
+        'draft "auto" takes none: nothing that fits the target can be loaded; passed over: cannot load'
+    )
+
+
+async def test_one_that_is_known_on_the_hub_is_named_and_not_downloaded(tmp_path: Path, lines: list[str]) -> None:
+    folder = save(tmp_path / "Qwen3-8B-4bit", large())
+    async with runtime.open(folder, draft="auto") as rt:
+        assert rt.health().draft is None
+    (line,) = lines
+    assert line.startswith(f"{NONE}; there is RedHatAI/Qwen3-8B-speculator.dflash (DFlash, trained for this model, ")
+
+
+async def test_beside_a_target_that_is_given_as_a_model_nothing_is_looked_for(lines: list[str]) -> None:
+    async with runtime.open((large(), None), draft="auto") as rt:
+        assert not await is_drafted(rt, large())
+    (line,) = lines
+    assert "takes none: the target was given as a model" in line
+
+
+# --- attaching, and what does not go with it ------------------------------------------------------
+
+
+async def test_it_is_attached_to_an_open_runtime_or_nothing_is(target: str, lines: list[str]) -> None:
+    async with runtime.open(target) as rt:
+        await rt.attach_draft("auto")
+        assert rt.health().draft is None
+        save(Path(target).parent / "small", llama())
+        await rt.attach_draft("auto")
+        assert await is_drafted(rt, large())
+        with pytest.raises(runtime.DrafterAttachedError):
+            await rt.attach_draft("auto")
+    assert lines[0] == NONE
+    assert len(lines) == 2
+
+
+def test_runtimes_without_trio_take_it_too(target: str, lines: list[str]) -> None:
+    save(Path(target).parent / "small", llama())
+
+    async def with_asyncio() -> Any:
+        async with runtime.aio.open(target, draft="auto") as rt:
+            return rt.health()
+
+    with runtime.open_sync(target, draft="auto") as rt:
+        assert rt.health().draft is True
+    assert asyncio.run(with_asyncio()).draft is True
+    assert len(lines) == 2
+
+
+def test_a_folder_of_that_name_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "auto", llama())
+    monkeypatch.chdir(tmp_path)
+    assert check_draft_source("auto") == check_draft_source(runtime.ModelSpec("auto")) == "auto"
+    assert check_draft_source("./auto") == check_draft_source(Path("auto")) == Path("auto")
+
+
+def test_no_options_of_loading_go_with_it() -> None:
+    with pytest.raises(runtime.SettingsError, match='draft "auto" takes a drafter as its files are'):
+        check_draft_source(runtime.ModelSpec("auto", quantize=4))
+
+
+@pytest.mark.parametrize("word", ["Auto", "atuo"])
+def test_a_misspelt_word_is_not_looked_for_on_the_hub(word: str) -> None:
+    with pytest.raises(runtime.SettingsError, match=f'draft {word!r} is no model; did you mean "auto"'):
+        check_draft_source(word)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def test_generate_says_which_it_takes(target: str, capfd: Any) -> None:
+    generate = ["generate", "w1 w2", "--target", target, "--draft", "auto", "-m", "4", "--json", "--ignore-eos"]
+    assert cli.main(generate) == 0
+    assert capfd.readouterr().err == f"outrider: {NONE}\n"
+    small = save(Path(target).parent / "small", llama())
+    assert cli.main(generate) == 0
+    assert capfd.readouterr().err.startswith(f'outrider: draft "auto" takes {small} (')
+    assert cli.main([*generate, "--draft-quantize", "4"]) == 2
+    assert "--draft-quantize is of a draft model, and none is named" in capfd.readouterr().err
+    assert logging.getLogger("outrider.auto_draft").handlers == []
+
+
+async def test_the_doctor_examines_what_is_taken(target: str) -> None:
+    assert (await examine(target, "auto")).draft is None
+    save(Path(target).parent / "small", llama())
+    diagnosis = await examine(target, "auto")
+    assert isinstance(diagnosis.draft, ExaminedModel)
+    assert diagnosis.same_vocabulary is True
+
+
+def test_bench_measures_what_is_taken_and_needs_one(target: str, capfd: Any) -> None:
+    bench = ["bench", "--target", target, "--draft", "auto", "-p", "w1 w2", "-m", "16", "--repeats", "1", "--json"]
+    bench += ["--num-draft-tokens", "none", "--lookahead", "2"]
+    assert cli.main(bench) == 1
+    assert 'draft "auto" finds none that fits the target, and one is measured; name one' in capfd.readouterr().err
+    small = save(Path(target).parent / "small", llama())
+    assert cli.main(bench) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert (said["draft"], [row["draft"] for row in said["rows"]]) == (small, [None, small])
+
+
+def test_selftest_needs_a_draft_model_by_name(capfd: Any) -> None:
+    assert cli.main(["selftest", "--draft", "auto"]) == 2
+    assert "needs a draft model; name one with --draft" in capfd.readouterr().err
+
+
+def test_serve_names_a_drafter_for_a_target_without_one(target: str, capfd: Any) -> None:
+    name_drafter = partial(_name_drafter, ServedModel("coder", target))
+    name_drafter()
+    _name_drafter(ServedModel("elsewhere", "org/elsewhere"))
+    assert capfd.readouterr().err == ""
+    small = save(Path(target).parent / "small", llama())
+    name_drafter()
+    said = capfd.readouterr().err
+    assert said.startswith(f"outrider: coder decodes without a drafter; {small} (")
+    assert said.endswith("the same vocabulary) could draft for it\n")
+    _name_drafter(ServedModel("drafted", target, "ngram"))
+    assert capfd.readouterr().err == ""
