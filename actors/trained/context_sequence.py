@@ -138,7 +138,7 @@ class ContextSequence(TrainedSequence):
         """Make the context of the features that have come."""
         if not self._arrived:
             return
-        # It is not used again; where it is not computed yet, the caches' arrays would be copied for it.
+        # Drafts begin behind the new features from now on. For what is not computed yet, the caches would be copied.
         self._drop_drafts()
         while self._arrived:
             start, features = self._arrived.popleft()

@@ -24,6 +24,7 @@ from actors.trained.kinds.gemma4_assistant import (
     Gemma4AssistantSequence,
     load_gemma4_assistant,
 )
+from protocol.cached_tokens import CachedTokens
 from protocol.errors import ModelError
 
 CASES = sorted((Path(__file__).parent / "gemma4").iterdir())
@@ -107,16 +108,43 @@ def test_a_text_gives_them_after_whatever_was_drafted_before(folder: Path, seed:
                 assert sequence.staleness == step
             case.check(logits[0], num_read, step)
         num_read += draws.randint(1, 4)
-    # Another text with the same beginning goes on with features of its own.
-    assert sequence.reusable_length(9, 19) == 9
-    sequence.reuse(7)
-    assert (sequence.length, sequence.num_given, sequence.awaits_features) == (7, 9, True)
     assert sequence.foreseen is None
-    sequence.give(8, case.features(8, 12))
-    logits = sequence.feed(tokens[7:13], 6)
-    assert logits is not None
-    for row, found in enumerate(logits):
-        case.check(found, 7 + row, 0)
+
+
+@sweep("folder, seed", [(folder, seed) for folder in CASES for seed in range(4)])
+def test_what_it_has_read_before_changes_nothing(folder: Path, seed: int) -> None:
+    case, draws = Case(folder), random.Random(seed)
+    sequence, cached_tokens = Gemma4AssistantSequence(case), CachedTokens()
+    # Of few different tokens, so that what was drafted elsewhere looks like what comes next.
+    text, rows = [1], mx.zeros((0, 1), mx.int32)
+    for turn in range(40):
+        if turn % 8 == 7:  # another text with the same beginning, and features of its own from there on
+            num_common = draws.randint(2, len(text) - 1)
+            length = sequence.reusable_length(num_common, len(text))
+            sequence.reuse(length)
+            assert (sequence.length, sequence.awaits_features) == (length, True)
+            cached_tokens.rewind(length)
+            text, rows = text[:num_common], rows[:num_common]
+            assert sequence.num_given == rows.shape[0]
+        text += draws.choices((1, 2), k=draws.randint(1, 3))
+        if draws.random() < 0.7 or turn == 0 or sequence.awaits_features:
+            new = [[draws.randrange(NUM_TOKENS)] for _ in range(rows.shape[0], len(text) - 1)]
+            if new:
+                sequence.give(rows.shape[0], mx.array(new))
+                rows = mx.concatenate([rows, mx.array(new)])
+        for _ in range(3):
+            beyond = draws.choices((1, 2), k=draws.randint(0, 4))
+            plan = cached_tokens.plan(text, beyond)
+            sequence.rewind(plan.keep)
+            found = sequence.feed(plan.feed, 1)
+            cached_tokens.follow(plan)
+            anew = Gemma4AssistantSequence(case)
+            anew.give(0, rows)
+            expected = anew.feed((*text, *beyond), 1)
+            assert found is not None
+            assert expected is not None
+            assert mx.array_equal(mx.isfinite(found), mx.isfinite(expected))
+            assert mx.allclose(found, expected, atol=1e-4)
     sequence.close()
 
 
