@@ -35,7 +35,7 @@ logger = logging.getLogger("outrider")
 # Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
 # looking at other sessions.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
-# A drafter that has nothing to offer but copies rests after this many rounds in a row without one, and after fewer where
+# A drafter that has nothing to offer but copies rests after this many rounds in a row without one, after fewer where
 # more than a few texts share passes. In a rest, the target does not wait for an answer before it goes on, which saves a
 # little time to each text of the pass. In return, the next proposal may come a little late.
 MAX_IDLE_ROUNDS, FEW_TEXTS = 8, 4

@@ -256,7 +256,8 @@ def _vocab_size(config: dict[str, Any]) -> int:
 def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
     """Width and vocabulary of a model, or of the target that a drafter was trained for; None if it does not say."""
     inner = config.get("text_config") or config.get("transformer_layer_config") or config
-    width = config.get("target_hidden_size") or (inner.get("hidden_size") if isinstance(inner, dict) else None)
+    width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
+    width = width or (inner.get("hidden_size") if isinstance(inner, dict) else None)
     vocab_size = inner.get("vocab_size") if isinstance(inner, dict) else None
     return (width, vocab_size) if isinstance(width, int) and isinstance(vocab_size, int) else None
 

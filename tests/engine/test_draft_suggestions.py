@@ -80,15 +80,18 @@ def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Pat
     layer = {"hidden_size": 64, "vocab_size": 151_936}
     cached(cache, "org/trained", 5000, speculators_model_type="eagle3", transformer_layer_config=layer)
     cached(cache, "org/layer", 200, model_type="qwen3_5_mtp", text_config=layer)
+    assistant = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
+    cached(cache, "org/reader", 200, text_config=layer | {"hidden_size": 16}, **assistant)
     cached(cache, "org/wide", 300, speculators_model_type="eagle3", hidden_size=96)
     cached(cache, "org/other", 300, speculators_model_type="peagle", hidden_size=64)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
     assert [(each.model, each.kind) for each in found] == [
         ("org/layer", "MTP"),
+        ("org/reader", "Gemma 4's assistant"),
         ("org/trained", "EAGLE-3"),
         ("org/small", None),
     ]
-    assert "on this disk, EAGLE-3" in found[1].described
+    assert "on this disk, EAGLE-3" in found[2].described
 
 
 def test_drafters_that_are_known_are_named_for_conversions_of_their_target_too(cache: Path) -> None:

@@ -354,6 +354,7 @@ def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
         "actors/prompt_cache.py",
         "actors/trained/kinds/eagle3.py",  # layers of mlx-lm's
         "actors/trained/kinds/dflash.py",  # likewise
+        "actors/trained/kinds/gemma4_assistant.py",  # likewise
         "actors/trained/kinds/mtp.py",  # likewise
         "runtime/bench/small_models.py",  # wraps models of mlx-lm's, caches and all
         "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with

@@ -188,7 +188,7 @@ def draw_weights(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.M
         elif not name.endswith("A_log"):
             drawn.append((name, scale * mx.random.normal(weight.shape, weight.dtype, key=key)))
     model.update(tree_unflatten(drawn))
-    mx.eval(model.parameters())
+    mx.eval(model)  # frequencies of rotary embeddings, too, which are no parameters
     return model
 
 

@@ -14,10 +14,10 @@ from architectures import VOCAB_SIZE, build
 from mlx.utils import tree_flatten
 from models import draw_weights
 
-from actors.trained.kinds import dflash, eagle3
+from actors.trained.kinds import dflash, eagle3, gemma4_assistant
 from actors.trained.kinds.medusa import Medusa, MedusaConfig
 
-KINDS = ("eagle3", "medusa", "mtp", "dflash", "dspark", "dflash2")
+KINDS = ("eagle3", "medusa", "mtp", "dflash", "dspark", "dflash2", "gemma4")
 BLOCK_SIZE = 5
 # What the files of the kinds that go on from DFlash say besides.
 _LATER: dict[str, dict[str, Any]] = {
@@ -30,12 +30,16 @@ _MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
 
 
 def make(kind: str, folder: Path, *, is_hybrid: bool = False, vocab_size: int = VOCAB_SIZE) -> Any:
-    """Write a drafter. Returns: its target, which is recurrent in part if `is_hybrid`."""
+    """Write a drafter. Returns: its target, which is recurrent in part if `is_hybrid` and the kind allows it."""
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "mtp":
         case = _MTP_CASES / ("qwen3_next" if is_hybrid else "mimo")
         target = draw_weights(mtp_target(case, vocab_size=vocab_size), 3)
         write_mtp(folder, case, vocab_size=vocab_size)
+        return target
+    if kind == "gemma4":
+        target = build("gemma4" if is_hybrid else "gemma4_text", vocab_size=vocab_size)
+        write_gemma4(folder, vocab_size=vocab_size)
         return target
     target = build("lfm2" if is_hybrid else "llama", vocab_size=vocab_size)
     write = {"eagle3": write_eagle3, "medusa": write_medusa}.get(kind) or partial(write_dflash, **_LATER.get(kind, {}))
@@ -107,6 +111,37 @@ def write_dflash(
     } | changes
     mx.random.seed(7)
     weights = dict(tree_flatten(dflash.DFlash(dflash.read_config(config)).parameters()))
+    return _written(folder, config, "model", weights)
+
+
+def write_gemma4(folder: Path, *, vocab_size: int = VOCAB_SIZE, **changes: Any) -> Path:
+    """Write an assistant for the Gemma 4 among the architectures."""
+    config = {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": 32,
+        "use_ordered_embeddings": True,
+        "num_centroids": 8,
+        "centroid_intermediate_top_k": 5,
+        "text_config": {
+            "vocab_size": vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    } | changes
+    mx.random.seed(8)
+    model = gemma4_assistant.Gemma4Assistant(gemma4_assistant.read_config(config))
+    weights = {
+        name if name.startswith(("pre_", "post_", "masked_")) else f"model.{name}": value
+        for name, value in tree_flatten(model.parameters())
+    }
+    if config["use_ordered_embeddings"]:
+        weights["masked_embedding.token_ordering"] = mx.random.permutation(vocab_size)
     return _written(folder, config, "model", weights)
 
 

@@ -44,6 +44,7 @@ def settings(inside: str | None = None, **changes: Any) -> Break:
 
 
 LAYER = "transformer_layer_config"
+ORDERING = "masked_embedding.token_ordering"
 BROKEN: list[tuple[str, Break, str]] = [
     ("eagle3", without("fc.weight"), "it has no fc.weight"),
     ("eagle3", without("norm.weight", "hidden_norm.weight"), "it has no hidden_norm.weight, norm.weight"),
@@ -70,6 +71,15 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("dflash2", settings(selector_rank=16), r"predecessor_codebook.weight is \(64, 4\), and should be \(64, 16\)"),
     ("dflash2", settings(speculators_model_type="peagle", architectures=[]), "but P-EAGLE"),
     ("dflash2", settings(selector_rank=None), "configuration cannot be read: int"),
+    ("gemma4", without("pre_projection.weight"), "it has no pre_projection.weight"),
+    (
+        "gemma4",
+        settings("text_config", num_hidden_layers=1),
+        "it has layers.1.input_layernorm.weight, .* 7 more as well",
+    ),
+    ("gemma4", settings(text_config=None), "configuration cannot be read: unsupported operand"),
+    ("gemma4", settings(num_centroids=7), "chooses 5 of 7 groups of its 64 tokens; groups must be of one size"),
+    ("gemma4", as_well(ORDERING, mx.zeros(64)), f"{ORDERING} of draft .* does not name each token once"),
 ]
 
 

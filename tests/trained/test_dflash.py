@@ -17,8 +17,8 @@ from sweeps import sweep
 from trained_drafters import BLOCK_SIZE, write_dflash
 
 import runtime
+from actors.trained.block_sequence import BlockSequence
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.block_sequence import BlockSequence
 from actors.trained.kinds.dflash import DFlashReader, load_dflash, read_config
 from actors.trained.kinds.target_parts import embedding_of, head_of
 from protocol.errors import ModelError, RewindError

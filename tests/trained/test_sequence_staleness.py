@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from actors.trained.feature_sequence import FeatureSequence
-from actors.trained.kinds.head_sequence import HeadSequence
+from actors.trained.head_sequence import HeadSequence
 
 WIDTH, VOCAB = 3, 5
 

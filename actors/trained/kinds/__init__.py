@@ -4,11 +4,12 @@
 * `attach`: the registry, which loads a drafter and attaches it to its target. `attached` is what comes of it.
 * `eagle3`: a layer on hidden states of several of the target's.
 * `mtp`: the layer that a target's own files bring.
-* `medusa`: heads on the target's last hidden state, one for each position. `head_sequence` is a text of them.
-* `dflash`: a block of tokens in one pass. `block_sequence` is a text of it, `block_heads` what DFlash 2 and DSpark add.
+* `medusa`: heads on the target's last hidden state, one for each position.
+* `dflash`: a block of tokens in one pass. `block_heads` is what DFlash 2 and DSpark add.
+* `gemma4_assistant`: layers that attend to keys and values of the target.
 * `torch_file`: reads the files of `torch.save`.
 * `target_parts`: a target's embedding, final norm and head, which drafters share.
 
-A new kind goes here: a module that loads and attaches it, its entry in `attach`, and how it is told apart in
-`recognition`.
+Their texts are in `actors.trained`. A new kind goes here: a module that loads and attaches it, its entry in `attach`,
+and how it is told apart in `recognition`.
 """

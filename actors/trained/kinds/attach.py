@@ -12,6 +12,7 @@ from actors.trained.drafter_files import DrafterFiles, check_named_target
 from actors.trained.kinds.attached import Attached
 from actors.trained.kinds.dflash import attach_dflash
 from actors.trained.kinds.eagle3 import attach_eagle3
+from actors.trained.kinds.gemma4_assistant import attach_gemma4_assistant
 from actors.trained.kinds.medusa import attach_medusa
 from actors.trained.kinds.mtp import attach_mtp
 from actors.trained.kinds.recognition import kind_of
@@ -25,6 +26,7 @@ _KINDS: dict[str, Callable[[DrafterFiles, Module, int], Attached]] = {
     "DFlash": attach_dflash,
     "DFlash 2": attach_dflash,
     "DSpark": attach_dflash,
+    "Gemma 4's assistant": attach_gemma4_assistant,
 }
 SUPPORTED = tuple(_KINDS)
 

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from actors.trained.block_sequence import Block, BlockSequence
 from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import (
@@ -36,7 +37,6 @@ from actors.trained.kinds.block_heads import (
     SelectorConfig,
     convolved,
 )
-from actors.trained.kinds.block_sequence import Block, BlockSequence
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
 from protocol.errors import ModelError

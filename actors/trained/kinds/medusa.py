@@ -22,8 +22,8 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
 from actors.trained.drafter_files import DrafterFiles
+from actors.trained.head_sequence import HeadSequence
 from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.head_sequence import HeadSequence
 from actors.trained.kinds.target_parts import final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError

@@ -46,7 +46,6 @@ _NEAREST = {
     "P-EAGLE": "an EAGLE-3 drafter of the same target",
     "Hydra": "Medusa's heads for the same target",
     "MLP speculator": "Medusa's heads for the same target",
-    "Gemma 4's assistant": "a smaller Gemma 4",
     "Muse Glimmer's assistant": "a DFlash drafter of the same target",
     "Speculators' mtp": 'the layer in the files of the original model ("mtp"), or in a folder as mlx-vlm writes it',
 }

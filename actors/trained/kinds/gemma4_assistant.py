@@ -1,0 +1,367 @@
+"""Gemma 4's assistants: layers that draft token by token, and attend to keys and values of their target.
+
+An assistant makes no keys and values. Its sliding layers attend to those of the target's last sliding layer that makes
+some, and its full layers to those of the last full one; the target's layers behind those share them, too. A step reads
+the embedding of a token, and beside it what the target's head reads at the position before. Where the target has not
+computed that position yet, what the step before gives stands for it; keys, values and the position of the step stay.
+
+Features are what enters these two layers, and what the last layer gives. Their keys and values are made of it once
+more, by the target's own projections. So features are rows by position, as those of other drafters, whatever the order
+in which the target's caches hold keys, and they can travel.
+
+Sources: transformers (https://github.com/huggingface/transformers, `models/gemma4_assistant`), vLLM
+(https://github.com/vllm-project/vllm, `v1/spec_decode/gemma4.py`) and mlx-vlm (https://github.com/Blaizzy/mlx-vlm,
+`mlx_vlm/speculative/drafters/gemma4_assistant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
+from mlx_lm.models import gemma4_text
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import KVCache
+
+from actors.trained.context_sequence import ContextSequence
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.kinds.attached import Attached, check_target
+from actors.trained.kinds.target_parts import embedding_of, final_norm_of
+from protocol.errors import ModelError
+
+# Keys and values, (1, heads, n, width of a head) each.
+KeysAndValues = tuple[mx.array, mx.array]
+_EMBEDDING, _HEAD, _ORDERING = "embed_tokens.", "lm_head.", "masked_embedding.token_ordering"
+_SLIDING = "sliding_attention"
+
+
+@attrs.frozen
+class OrderedHeadConfig:
+    """The head of assistants of small targets.
+
+    Attributes:
+        num_groups: groups of tokens, all of one size.
+        num_chosen: of the groups, those whose tokens have logits.
+    """
+
+    num_groups: int
+    num_chosen: int
+
+
+@attrs.frozen
+class Gemma4AssistantConfig:
+    """The configuration of an assistant.
+
+    Attributes:
+        args: of its layers, as mlx-lm has them.
+        target_hidden_size: width of the target's hidden states.
+        ordered: its head, if tokens are grouped; None for a plain one.
+        ties_head: whether the files have the head's weights as those of an embedding. It has no other use.
+    """
+
+    args: gemma4_text.ModelArgs
+    target_hidden_size: int
+    ordered: OrderedHeadConfig | None
+    ties_head: bool
+
+
+def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
+    """The configuration of an assistant, from its `config.json`.
+
+    Raises: ModelError: something is missing, or is not supported.
+    """
+    try:
+        text = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False} | config["text_config"]
+        vocab_size = int(text["vocab_size"])
+        ordered = None
+        if config.get("use_ordered_embeddings"):
+            ordered = OrderedHeadConfig(int(config["num_centroids"]), int(config["centroid_intermediate_top_k"]))
+        found = Gemma4AssistantConfig(
+            args=gemma4_text.ModelArgs.from_dict(text | {"num_kv_shared_layers": text["num_hidden_layers"]}),
+            target_hidden_size=int(config["backbone_hidden_size"]),
+            ordered=ordered,
+            ties_head=bool(config.get("tie_word_embeddings", True)),
+        )
+    except KeyError as missing:
+        raise ModelError(f"the drafter's configuration has no {missing}") from missing
+    except TypeError as error:
+        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
+    if ordered is not None and (
+        not 1 <= ordered.num_chosen <= ordered.num_groups or vocab_size % ordered.num_groups != 0
+    ):
+        raise ModelError(
+            f"the drafter's configuration chooses {ordered.num_chosen} of {ordered.num_groups} groups of its "
+            f"{vocab_size} tokens; groups must be of one size, and 1 or more of them be chosen"
+        )
+    return found
+
+
+class OrderedHead(Module):
+    """See `OrderedHeadConfig`."""
+
+    def __init__(self, config: OrderedHeadConfig, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._config = config
+        self.centroids = Linear(hidden_size, config.num_groups, bias=False)
+        self.token_ordering = mx.zeros((vocab_size,), mx.int32)  # ids, group after group
+
+    def __call__(self, hidden: mx.array, embedding: Any) -> mx.array:
+        """(n, hidden size) → (n, V) logits, -inf for tokens of groups that are not chosen; lazy."""
+        scores, num_chosen = self.centroids(hidden), self._config.num_chosen
+        chosen = mx.argpartition(scores, -num_chosen, axis=-1)[:, -num_chosen:]
+        tokens = self.token_ordering.reshape(self._config.num_groups, -1)[chosen].reshape(hidden.shape[0], -1)
+        logits = (embedding(tokens) @ hidden[..., None]).squeeze(-1)
+        nothing = mx.full((hidden.shape[0], self.token_ordering.size), -mx.inf, dtype=logits.dtype)
+        return mx.put_along_axis(nothing, tokens, logits, axis=-1)
+
+
+class Gemma4Assistant(Module):
+    """The assistant's weights and forward pass."""
+
+    def __init__(self, config: Gemma4AssistantConfig) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        args, width = config.args, config.target_hidden_size
+        self.config = config
+        self.embed_tokens = Embedding(args.vocab_size, args.hidden_size)
+        self.layers = [gemma4_text.DecoderLayer(args, index) for index in range(args.num_hidden_layers)]
+        self.norm = RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.pre_projection = Linear(2 * width, args.hidden_size, bias=False)
+        self.post_projection = Linear(args.hidden_size, width, bias=False)
+        if config.ordered is not None:
+            self.masked_embedding = OrderedHead(config.ordered, args.vocab_size, args.hidden_size)
+
+    def __call__(
+        self, hidden: mx.array, embedded: mx.array, position: int, context: Mapping[str, KeysAndValues]
+    ) -> tuple[mx.array, mx.array]:
+        """Process successive positions.
+
+        Args:
+            hidden: (n, target's hidden size) hidden states of the positions.
+            embedded: (n, target's hidden size) embeddings of the tokens one position further on.
+            position: the last one.
+            context: by type of layer, keys and values of the positions up to that one, at least n.
+
+        Returns: (n, target's hidden size) hidden states that stand for those of the next positions, and (n, V) logits;
+            lazy.
+        """
+        num_rows = hidden.shape[0]
+        given = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[None]
+        seen = {kind: self._seen(kind, num_rows, *arrays) for kind, arrays in context.items()}
+        for layer in self.layers:
+            *shared, mask = seen[layer.layer_type]
+            given, _, _ = layer(given, mask, shared_kv=tuple(shared), offset=position + 1 - num_rows)
+        normalized = self.norm(given)[0]
+        head = self.get("masked_embedding")
+        logits = self.embed_tokens.as_linear(normalized) if head is None else head(normalized, self.embed_tokens)
+        return self.post_projection(normalized), logits
+
+    def _seen(self, kind: str, num_rows: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, Any]:
+        """The keys and values that some of the last positions see in a layer, and the mask."""
+        window = self.config.args.sliding_window if kind == _SLIDING else None
+        if window is not None:
+            begin = max(0, keys.shape[2] - (window + num_rows - 1))
+            keys, values = keys[..., begin:, :], values[..., begin:, :]
+        mask = None if num_rows == 1 else create_causal_mask(num_rows, keys.shape[2] - num_rows, window_size=window)
+        return keys, values, mask
+
+
+@attrs.frozen
+class _Writer:
+    """Stands for the cache in a call of a target's attention: what it makes becomes the context.
+
+    Attributes:
+        offset: position of the first key.
+    """
+
+    offset: int
+    context: KVCache
+    dtype: mx.Dtype
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KeysAndValues:
+        both: KeysAndValues = self.context.update_and_fetch(keys.astype(self.dtype), values.astype(self.dtype))
+        return both
+
+
+class Gemma4AssistantReader:
+    """An assistant with its target's embedding, final norm and projections; see `ContextReader`.
+
+    Attributes:
+        vocab_size: the assistant's.
+        feature_width: width of a position's features.
+    """
+
+    def __init__(
+        self,
+        model: Gemma4Assistant,
+        sources: Mapping[str, Any],
+        embed: Callable[[mx.array], mx.array],
+        final_norm: Callable[[mx.array], mx.array],
+    ) -> None:
+        """Make a reader.
+
+        Args:
+            model: the assistant.
+            sources: by type of layer, the target's layer whose keys and values it attends to.
+            embed: the target's embedding, scaled.
+            final_norm: the target's norm before the head.
+        """
+        self._model, self._sources, self._embed, self._final_norm = model, sources, embed, final_norm
+        self._dtype = model.norm.weight.dtype
+        self.vocab_size = model.config.args.vocab_size
+        self.feature_width = (len(sources) + 1) * model.config.target_hidden_size
+
+    def make_cache(self) -> list[KVCache]:
+        """One for each of the target's layers, and one with hidden states for keys."""
+        return [KVCache() for _ in (*self._sources, "hidden states")]
+
+    def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
+        *entered, given = mx.split(features, len(cache), axis=-1)
+        for layer, inputs, context in zip(self._sources.values(), entered, cache, strict=False):
+            # MLX is lazy: of the attention, keys and values alone are computed.
+            layer.self_attn(layer.input_layernorm(inputs[None]), cache=_Writer(position, context, self._dtype))
+        hidden = self._final_norm(given).astype(self._dtype)[None, None]
+        cache[-1].update_and_fetch(hidden, hidden[..., :1])
+
+    def read(
+        self, tokens: Sequence[int], begin: int, num_context: int, cache: list[Any], hidden: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Read tokens, each with the hidden state of a position.
+
+        Args:
+            begin: position of the first features in the caches.
+            num_context: positions in the caches up to that of the last token's hidden state.
+            cache: see `read_context`.
+            hidden: (1, target's hidden size), which stands for that in the caches; for one token.
+
+        Returns: as `Gemma4Assistant.__call__`.
+        """
+        *contexts, states = cache
+        if hidden is None:
+            hidden = states.keys[0, 0, num_context - len(tokens) : num_context]
+        # vLLM and mlx-vlm have a step stand at this position, transformers at the next.
+        position = begin + num_context - 1
+        context = {
+            kind: (written.keys[..., :num_context, :], written.values[..., :num_context, :])
+            for kind, written in zip(self._sources, contexts, strict=True)
+        }
+        return self._model(hidden, self._embed(mx.array([*tokens])).astype(self._dtype), position, context)
+
+
+class Gemma4AssistantSequence(ContextSequence):
+    """See `TrainedSequence`."""
+
+    def __init__(self, reader: Gemma4AssistantReader) -> None:
+        """Make an empty sequence."""
+        super().__init__(reader)
+        self._reader = reader
+        # From the first position without features on: the tokens read last, and the hidden state that each gave.
+        self._own: list[tuple[int, mx.array]] = []
+
+    def _drop_drafts(self) -> None:
+        self._own.clear()
+
+    def _logits(self, position: int) -> mx.array:
+        if position <= self._begin or self._begin == self._end:
+            return mx.zeros((1, self._reader.vocab_size))
+        if position < self._end:
+            tokens = self._tokens[position : self._end]
+            num_context = position - 1 + len(tokens) - self._begin
+            return self._reader.read(tokens, self._begin, num_context, self._cache)[1]
+        return self._logits_ahead(self._tokens[self._end : position + 1])
+
+    def _logits_ahead(self, tokens: Sequence[int]) -> mx.array:
+        """(1, V) logits after tokens from the first position without features on."""
+        num_known = 0
+        # The last token is read again, for its logits.
+        for (known, _), token in zip(self._own, tokens[:-1], strict=False):
+            if known != token:
+                break
+            num_known += 1
+        del self._own[num_known:]
+        for token in tokens[num_known:]:
+            hidden = self._own[-1][1] if self._own else None
+            given, logits = self._reader.read([token], self._begin, self._end - self._begin, self._cache, hidden)
+            self._own.append((token, given))
+        return logits
+
+
+def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
+    """Load an assistant from a folder with `config.json` and safetensors.
+
+    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
+    """
+    config = read_config(files.config)
+    head, unused = (_EMBEDDING, _HEAD) if config.ties_head else (_HEAD, _EMBEDDING)
+    named = {name.removeprefix("model."): value for name, value in files.weights().items()}
+    named = {
+        name.replace(head, _EMBEDDING) if name.startswith(head) else name: value
+        for name, value in named.items()
+        if not name.startswith(unused)
+    }
+    model = Gemma4Assistant(config)
+    if (ordering := named.get(_ORDERING)) is not None:
+        named[_ORDERING] = ordering = ordering.astype(mx.int32)
+        # An index out of bounds would write to other memory.
+        if sorted(ordering.tolist()) != [*range(ordering.size)]:  # type: ignore[type-var, arg-type]
+            raise ModelError(f"{_ORDERING} of {files.named} in {files.folder} does not name each token once")
+    files.fill(model, named)
+    return model
+
+
+def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
+    """Load an assistant and attach it to its target.
+
+    Raises: ModelError: it cannot be loaded, or was made for another target.
+    """
+    text_model: Any = target.get("language_model", target)
+    if type(text_model).__module__ != gemma4_text.__name__:
+        family = type(text_model).__module__.rpartition(".")[2]
+        raise ModelError(
+            f"{files.named} attends to keys and values of a gemma4_text target, and this one is a {family}"
+        )
+    model = load_gemma4_assistant(files)
+    width, vocab_size = model.config.target_hidden_size, model.config.args.vocab_size
+    check_target(files, target, target_vocab_size, hidden_size=width, vocab_size=vocab_size)
+    sources = _sources(model, text_model.layers, files.named)
+    embedding, scale = embedding_of(target, files.named), text_model.model.embed_scale
+    reader = Gemma4AssistantReader(
+        model,
+        {kind: text_model.layers[index] for kind, index in sources.items()},
+        lambda tokens: embedding(tokens) * scale,
+        final_norm_of(target, files.named),
+    )
+    return Attached(
+        (*sources.values(), len(text_model.layers)),
+        vocab_size,
+        partial(Gemma4AssistantSequence, reader),
+        model,
+        vocab_size,
+    )
+
+
+def _sources(model: Gemma4Assistant, layers: Sequence[Any], named: str) -> dict[str, int]:
+    """By type of layer, the last of the target's layers that makes keys and values; of the types that an assistant has.
+
+    Raises: ModelError: the target has no such layer, or its heads have another size.
+    """
+    last = {layer.layer_type: index for index, layer in enumerate(layers) if layer.self_attn.has_kv}
+    found = {}
+    for layer in model.layers:
+        own, kind = layer.self_attn, layer.layer_type
+        if kind not in last:
+            raise ModelError(f"{named} attends to keys of a layer with {kind}, and this target has none")
+        theirs = layers[last[kind]].self_attn
+        if own.head_dim != theirs.head_dim or own.n_heads % theirs.n_kv_heads != 0:
+            raise ModelError(
+                f"{named} has {own.n_heads} heads of a width of {own.head_dim} in layers with {kind}, and attends to "
+                f"this target's {theirs.n_kv_heads} of {theirs.head_dim}; it was made for another one"
+            )
+        found[kind] = last[kind]
+    return found

@@ -1,0 +1,267 @@
+"""Gemma 4's assistants: the logits of mlx-vlm (0.7.10), as `make_gemma4_cases.py` wrote them; their texts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import VOCAB_SIZE, build
+from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
+from sweeps import sweep
+from trained_drafters import make, write_gemma4
+
+import runtime
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
+from actors.model import Feed
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.drafter_model import TrainedDrafter
+from actors.trained.kinds.gemma4_assistant import (
+    Gemma4AssistantReader,
+    Gemma4AssistantSequence,
+    load_gemma4_assistant,
+)
+from protocol.cached_tokens import CachedTokens
+from protocol.errors import ModelError
+
+CASES = sorted((Path(__file__).parent / "gemma4").iterdir())
+KINDS = ("sliding_attention", "full_attention")
+NUM_TOKENS, NUM_STEPS = 18, 3
+
+
+class Case(Gemma4AssistantReader):
+    """An assistant whose features are keys, values and hidden states as mlx-vlm's target has made them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.expected: dict[str, mx.array] = mx.load(str(folder / "expected.npz"))  # type: ignore[assignment]
+        scale = self.expected["hidden"].shape[1] ** 0.5
+        model = load_gemma4_assistant(DrafterFiles.read(folder))
+        super().__init__(
+            model,
+            dict.fromkeys(KINDS),
+            lambda tokens: self.expected["embedding"][tokens] * scale,
+            lambda hidden: hidden,
+        )
+        self.tokens: list[int] = self.expected["tokens"].tolist()  # type: ignore[assignment]
+
+    def features(self, begin: int, end: int) -> mx.array:
+        """(end - begin, 1): which positions they are of."""
+        return mx.arange(begin, end)[:, None]
+
+    def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
+        positions = features[:, 0]
+        for kind, written in zip(KINDS, cache, strict=False):
+            keys, values = (self.expected[f"{kind}.{name}"][:, :, positions] for name in ("keys", "values"))
+            written.update_and_fetch(keys, values)
+        hidden = self.expected["hidden"][positions][None, None]
+        cache[-1].update_and_fetch(hidden, hidden[..., :1])
+
+    def check(self, logits: mx.array, num_read: int, step: int) -> None:
+        """Compare (V,) logits with those of a step after the first `num_read` tokens."""
+        expected = self.expected["logits"][num_read - 1, step]
+        chosen = mx.isfinite(logits)
+        assert mx.all(mx.where(chosen, mx.abs(logits - expected), 0.0) < 1e-4)
+        # mlx-vlm's value for tokens of other groups.
+        other = mx.where(chosen, expected, mx.inf).min() - 1.0
+        assert mx.allclose(mx.where(chosen, other, expected), other)
+        ordered = self._model.config.ordered
+        share = 1.0 if ordered is None else ordered.num_chosen / ordered.num_groups
+        assert mx.sum(chosen).item() == share * self.vocab_size
+
+
+@sweep("folder", CASES)
+def test_hidden_states_and_logits_are_those_of_mlx_vlm(folder: Path) -> None:
+    case = Case(folder)
+    cache = case.make_cache()
+    case.read_context(case.features(0, NUM_TOKENS), 0, cache)
+    _, together = case.read(case.tokens[1 : NUM_TOKENS + 1], 0, NUM_TOKENS, cache)
+    for num_read in range(1, NUM_TOKENS + 1):
+        hidden = None
+        for step in range(NUM_STEPS):
+            hidden, [logits] = case.read([case.tokens[num_read + step]], 0, num_read, cache, hidden)
+            assert mx.allclose(hidden[0], case.expected["given"][num_read - 1, step], atol=1e-4)
+            case.check(logits, num_read, step)
+        case.check(together[num_read - 1], num_read, 0)
+
+
+@sweep("folder, seed", [(folder, seed) for folder in CASES for seed in range(4)])
+def test_a_text_gives_them_after_whatever_was_drafted_before(folder: Path, seed: int) -> None:
+    case, draws = Case(folder), random.Random(seed)
+    sequence, given, num_read = Gemma4AssistantSequence(case), 0, 1
+    tokens = tuple(case.tokens)
+    while num_read <= NUM_TOKENS:
+        sequence.give(given, case.features(given, num_read))
+        given = num_read
+        keep = min(sequence.length, num_read)
+        assert sequence.rewind(keep) == keep
+        logits = sequence.feed(tokens[keep : num_read + 1], num_read + 1 - keep)
+        assert logits is not None
+        case.check(logits[-1], num_read, 0)
+        for step in range(1, NUM_STEPS):
+            for other in (draws.randrange(96), tokens[num_read + step]):
+                sequence.rewind(num_read + step)
+                logits = sequence.feed((other,), 1)
+                assert logits is not None
+                assert sequence.staleness == step
+            case.check(logits[0], num_read, step)
+        num_read += draws.randint(1, 4)
+    assert sequence.foreseen is None
+
+
+@sweep("folder, seed", [(folder, seed) for folder in CASES for seed in range(4)])
+def test_what_it_has_read_before_changes_nothing(folder: Path, seed: int) -> None:
+    case, draws = Case(folder), random.Random(seed)
+    sequence, cached_tokens = Gemma4AssistantSequence(case), CachedTokens()
+    # Of few different tokens, so that what was drafted elsewhere looks like what comes next.
+    text, rows = [1], mx.zeros((0, 1), mx.int32)
+    for turn in range(40):
+        if turn % 8 == 7:  # another text with the same beginning, and features of its own from there on
+            num_common = draws.randint(2, len(text) - 1)
+            length = sequence.reusable_length(num_common, len(text))
+            sequence.reuse(length)
+            assert (sequence.length, sequence.awaits_features) == (length, True)
+            cached_tokens.rewind(length)
+            text, rows = text[:num_common], rows[:num_common]
+            assert sequence.num_given == rows.shape[0]
+        text += draws.choices((1, 2), k=draws.randint(1, 3))
+        if draws.random() < 0.7 or turn == 0 or sequence.awaits_features:
+            new = [[draws.randrange(NUM_TOKENS)] for _ in range(rows.shape[0], len(text) - 1)]
+            if new:
+                sequence.give(rows.shape[0], mx.array(new))
+                rows = mx.concatenate([rows, mx.array(new)])
+        for _ in range(3):
+            beyond = draws.choices((1, 2), k=draws.randint(0, 4))
+            plan = cached_tokens.plan(text, beyond)
+            sequence.rewind(plan.keep)
+            found = sequence.feed(plan.feed, 1)
+            cached_tokens.follow(plan)
+            anew = Gemma4AssistantSequence(case)
+            anew.give(0, rows)
+            expected = anew.feed((*text, *beyond), 1)
+            assert found is not None
+            assert expected is not None
+            assert mx.array_equal(mx.isfinite(found), mx.isfinite(expected))
+            assert mx.allclose(found, expected, atol=1e-4)
+    sequence.close()
+
+
+def test_nothing_is_drafted_without_features() -> None:
+    sequence = Gemma4AssistantSequence(Case(CASES[0]))
+    logits = sequence.feed((1, 2, 3), 2)
+    assert logits is not None
+    assert not logits.any()
+
+
+def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin() -> None:
+    case = Case(next(folder for folder in CASES if folder.name == "ordered"))
+    sequence = Gemma4AssistantSequence(case)
+    sequence.give(3, case.features(3, NUM_TOKENS))
+    [before, *logits] = sequence.feed(tuple(case.tokens[: NUM_TOKENS + 1]), NUM_TOKENS - 2)  # type: ignore[misc]
+    assert not before.any()
+    cache = case.make_cache()
+    case.read_context(case.features(3, NUM_TOKENS), 3, cache)
+    for row, found in enumerate(logits):
+        _, [expected] = case.read([case.tokens[4 + row]], 3, 1 + row, cache)
+        assert mx.allclose(found, expected, atol=1e-4)
+
+
+def test_an_untied_head_is_read_instead_of_the_embedding(tmp_path: Path) -> None:
+    [tied, untied] = (write_gemma4(tmp_path / name) for name in ("tied", "untied"))
+    weights: dict[str, mx.array] = mx.load(str(untied / "model.safetensors"))  # type: ignore[assignment]
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = mx.zeros((3, 3))
+    mx.save_safetensors(
+        str(write_gemma4(tmp_path / "untied", tie_word_embeddings=False) / "model.safetensors"), weights
+    )
+    [expected, found] = (load_gemma4_assistant(DrafterFiles.read(folder)) for folder in (tied, untied))
+    assert mx.array_equal(found.embed_tokens.weight, expected.embed_tokens.weight)
+
+
+# --- keys and values ------------------------------------------------------------------------------
+
+
+@sweep("name, are_rows", [("gemma4_text", False), ("gemma4_text", True), ("gemma4", True)])
+def test_keys_and_values_are_those_in_the_targets_caches(name: str, are_rows: bool, tmp_path: Path) -> None:
+    built, draws = build(name), random.Random(3)
+    model = MLXModel(built, CacheOptions())
+    drafter = TrainedDrafter(write_gemma4(tmp_path), built, model.vocab_size)
+    model.record_features(drafter.feature_layers)
+    with model.evaluating_layers():
+        texts = [model.open_sequence(beside_another=False) for _ in range(2 if are_rows else 1)]
+        drafted = [drafter.open_sequence(beside_another=False) for _ in texts]
+        for text in texts:
+            text.feed(tuple(draws.choices(range(VOCAB_SIZE), k=draws.randint(2, 6))), 0)
+        while min(text.length for text in texts) < 40:
+            lengths = [text.length + draws.randint(1, 3) for text in texts]
+            feeds = [Feed(text, tuple(draws.choices(range(VOCAB_SIZE), k=5)), 1) for text in texts]
+            for text in texts:
+                text.prepare(5, text.length)
+            mx.eval(model.feed_together(feeds) if are_rows else texts[0].feed(feeds[0].tokens, 1))
+            for text, sequence, length in zip(texts, drafted, lengths, strict=True):
+                text.rewind(length)
+                taken = text.features.take(length)
+                assert taken is not None
+                sequence.give(taken.start, taken.values)
+                sequence.feed((), 0)
+        for text, sequence in zip(texts, drafted, strict=True):
+            text.leave_batch()
+            assert isinstance(sequence, Gemma4AssistantSequence)
+            for layer, context in zip(text.cache, sequence._cache, strict=False):
+                assert context.offset == text.length == layer.offset
+                keys, values, *_ = layer.state
+                num_held = min(text.length, 12)
+                for found, expected in ((context.keys, keys), (context.values, values)):
+                    end = expected.shape[2] if expected.shape[2] < text.length else text.length
+                    expected = expected[:, :, end - num_held : end]
+                    assert mx.allclose(found[:, :, text.length - num_held : text.length], expected, atol=1e-4)
+
+
+# --- a runtime ------------------------------------------------------------------------------------
+
+
+@sweep("name, lookahead", [("gemma4_text", 1), ("gemma4_text", 8), ("gemma4", 3), ("gemma4", "auto")])
+async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
+    built = build(name)
+    async with drafted(write_gemma4(tmp_path), built) as rt:
+        await check_greedy(rt, built, lookahead)
+
+
+async def test_texts_share_passes_and_beginnings(tmp_path: Path) -> None:
+    built = make("gemma4", tmp_path)
+    async with drafted(tmp_path, built, max_batch=8) as rt:
+        await check_seeded(rt, lookahead=2)
+        await check_reuse(rt, built)
+
+
+async def test_what_is_drafted_after_a_miss_is_drafted_on_the_targets_features(tmp_path: Path) -> None:
+    built = make("gemma4", tmp_path)
+    text, proposals = await fresh_proposals(tmp_path, built, lookahead=3)
+    drafter = TrainedDrafter(tmp_path, built, VOCAB_SIZE)
+    features = features_of(built, text, drafter.feature_layers)
+    for position, tokens in proposals:
+        sequence = drafter.open_sequence(beside_another=False)
+        sequence.give(0, features[: position - 1])
+        logits = sequence.feed((*text[:position], *tokens[:-1]), len(tokens))
+        assert logits is not None
+        assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())  # type: ignore[arg-type]
+
+
+@sweep(
+    ("name", "changes", "said"),
+    [
+        ("llama", {}, "keys and values of a gemma4_text target, and this one is a llama"),
+        ("gemma4_text", {"hidden_size": 48}, "of a width of 32, and those of this target have 48"),
+        ("gemma4_text", {"vocab_size": 48}, "made for a target with 64 tokens, and this one has 48"),
+        ("gemma4_text", {"head_dim": 16}, "has 4 heads of a width of 8 .* target's 2 of 16; it was made for another"),
+        ("gemma4_text", {"layer_types": ["full_attention"] * 4}, "keys of a layer with sliding_attention, and this"),
+    ],
+)
+async def test_another_target_is_refused_with_what_differs(
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        async with runtime.open((build(name, **changes), None), write_gemma4(tmp_path)):
+            raise AssertionError("should not be reached")
