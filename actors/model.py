@@ -38,13 +38,7 @@ class CachedSequence(ABC):
     """One text in the cache of one model: eight methods that each has, and what some can do beside those.
 
     An ability is an attribute, which is None or False where a sequence lacks it.
-
-    Attributes:
-        is_row: whether the text is a row of a batch, which each pass of the batch computes. May be read in any thread
-            while no pass runs.
     """
-
-    is_row = False
 
     @abstractmethod
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
@@ -94,6 +88,13 @@ class CachedSequence(ABC):
 
         Raises: RewindError: some layer's cache holds another number of tokens than `length`.
         """
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the text is a row of a batch, which each pass of the batch computes. May be read in any thread while
+        no pass runs.
+        """
+        return False
 
     @property
     @abstractmethod

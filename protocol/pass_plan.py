@@ -315,8 +315,8 @@ def _next_round(view: TargetView) -> NextJob:
     if len(rounds) == 1:
         # A text's own policy has decided what its pass is worth.
         return NextJob("verify", {sharing[0]: len(rounds[0].reach)})
-    others = [*view.expected, *(turn.round for turn in view.turns if turn.is_alone or turn.reads_again)]
-    num_other_rows = sum(each.is_row for each in others)
+    num_other_rows = sum(each.is_row for each in view.expected)
+    num_other_rows += sum(turn.round.is_row for turn in view.turns if turn.is_alone or turn.reads_again)
     plan = plan_pass(rounds, view.prices.verify, view.max_batch, num_other_rows=num_other_rows)
     return NextJob("verify", {sharing[index]: number for index, number in plan.num_drafted.items()})
 

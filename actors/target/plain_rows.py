@@ -214,8 +214,8 @@ class PlainRows:
             row.is_ahead = goes_ahead
             row.sequence.check(row.position + goes_ahead)
             if isinstance(result.token, int):
-                ahead = (result.token,) if goes_ahead else ()
-                result.fed = FeedPlan(row.plan.keep, (*row.plan.feed, *ahead))
+                fed = (*row.plan.feed, result.token) if goes_ahead else row.plan.feed
+                result.fed = FeedPlan(row.plan.keep, fed)
         return results
 
     def _chosen_now(self, rows: Sequence[PlainRow]) -> _Chosen:
