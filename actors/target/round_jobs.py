@@ -263,7 +263,8 @@ class RoundJobs:
                     run.going_on.append(session)
             except Exception as error:  # of any kind: it ends this text, and the others go on
                 self.fail(session, error)
-        run.steps.round = run.sessions[0].state.round
+        if len(run.sessions) == 1:
+            run.steps.round = run.sessions[0].state.round
         if len(run.going_on) < len(run.sessions):
             run.steps.interrupt()
         if goes_on:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -63,6 +64,40 @@ async def test_texts_that_share_passes_are_what_they_are_alone(
         # With a drafter that is always right, "auto" needs two of them.
         assert len(shared_passes(simulation)) >= 2
         assert max(len(span.shares) for span in shared_passes(simulation)) >= 3
+
+
+@sweep("seed", range(30))
+async def test_passes_in_a_row_give_each_text_what_it_has_alone_however_late_they_are_heard_of(
+    seed: int, autojump_clock: Any
+) -> None:
+    dice = random.Random(seed)
+    async with simulated(ScriptedModel(truthful), report_delay=lambda: dice.random() * 2.0) as simulation:
+
+        async def read(index: int) -> None:
+            prompt = [index + 1, 2, index % 3]
+            expected = continuation(prompt, 60)
+            settings: dict[str, Any] = {"max_tokens": dice.randint(1, 60)}
+            if dice.random() < 0.5:
+                settings["stop_tokens"] = [expected[dice.randint(5, 50)]]
+                end = 1 + expected.index(settings["stop_tokens"][0])
+                expected = expected[:end]
+            await trio.sleep(dice.random() * 40.0)
+            num_wanted = dice.choice([5, 30, 100])
+            pause_s = dice.choice([0.0, 0.0, 0.3, 4.0])
+            found: list[int] = []
+            async with simulation.runtime.stream(prompt, lookahead=0, **settings) as stream:
+                async for token in stream:
+                    found.append(token.id)
+                    await trio.sleep(pause_s)
+                    if len(found) == num_wanted:
+                        break
+            assert found == expected[: min(settings["max_tokens"], num_wanted)]
+
+        async with trio.open_nursery() as nursery:
+            for index in range(8):
+                nursery.start_soon(read, index)
+    longest = max(len(run) for run in simulation.target_worker.runs)
+    assert longest > 5  # passes do go on without the event loop
 
 
 async def test_no_session_waits_for_more_than_the_pass_that_runs(autojump_clock: Any) -> None:
