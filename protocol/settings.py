@@ -222,7 +222,7 @@ class Settings:
             be cheap, in at most 0.2 s. (Where the text depends on it, as with `kv_bits`: 2048.) Between two passes a
             cancellation takes effect, and other streams have their turn.
         acceptance: rule for drafted tokens: "match", "rejection", "block", or "auto", which is match at temperature 0
-            or with a seed, else block. At temperature 0 all rules are the same.
+            or with a seed, else rejection. At temperature 0 all rules are the same.
         lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
         prediction: ids of a text that the answer may resemble, such as a file that is edited. Prompt lookup drafts from
             it, as from the prompt; a drafter that has a model does so after a miss, with `lookahead="auto"`. It changes
@@ -402,7 +402,7 @@ class Settings:
         if self.temperature == 0:
             return "match"
         if self.acceptance == "auto":
-            return "block" if self.seed is None else "match"
+            return "rejection" if self.seed is None else "match"
         return self.acceptance
 
     @property

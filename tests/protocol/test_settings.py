@@ -246,7 +246,7 @@ def test_an_unknown_acceptance_rule_is_refused_with_those_there_are(value):
     [
         ("auto", 0.0, None, "match"),
         ("auto", 0.0, 1, "match"),
-        ("auto", 0.8, None, "block"),
+        ("auto", 0.8, None, "rejection"),
         ("auto", 0.8, 0, "match"),
         ("auto", 0.8, 1, "match"),
         ("match", 0.0, None, "match"),
