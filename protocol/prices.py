@@ -76,7 +76,7 @@ class Estimates:
         return all(less == 0.0 or more < IMPLAUSIBLE * less for less, more in ((one, other), *passes))
 
 
-MeasurementKind = Literal["draft", "verify", "plain", "round", "rate"]
+MeasurementKind = Literal["draft", "verify", "gap", "plain", "round", "rate"]
 
 
 @attrs.frozen
@@ -84,8 +84,8 @@ class Measurement:
     """What one actor has measured, for the prices of the other actor if that is in another process.
 
     Attributes:
-        kind: a draft step, a target's pass, a round without a drafter, a speculative round; or that the speculative
-            rate was replaced by the modelled one.
+        kind: a draft step, a target's pass, a gap between passes, a round without a drafter, a speculative round; or
+            that the speculative rate was replaced by the modelled one.
         number: of tokens that the step fed, rows of the pass, texts of its round, or tokens that the round committed.
         seconds: that it took.
         ended_s: when it ended, on the clock of this process.
@@ -128,6 +128,8 @@ class Prices:
             included.
         num_texts: how many texts could share a target's pass now, >= 1.
         num_copying: how many texts have something to copy now.
+        gap_s: seconds before a pass over proposals of which all are copied. Without proposals there is no gap, since
+            the next pass is started ahead.
         drafts_together: whether texts share the drafter's passes, too.
         plain_overhead: by what factor rounds of several texts without drafts take longer than their passes, because of
             the trip through the event loop.
@@ -143,6 +145,7 @@ class Prices:
     plain_decode_s: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     num_texts: int = 1
     num_copying: int = 0
+    gap_s: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     drafts_together: bool = False
     plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
@@ -180,6 +183,11 @@ class Prices:
         self._price_passes(until_s=ended_s)
         # A draft step that ran beside the end of this pass is heard of only when that step has ended.
         self._unpriced_passes.append((rows, began_s, ended_s))
+
+    def observe_gap(self, seconds: float) -> None:
+        """Add the gap before a pass over proposals of which all are copied."""
+        self._tell(Measurement("gap", seconds=seconds))
+        self.gap_s.observe(seconds)
 
     def observe_plain_round(self, seconds: float, pass_s: float, *, num_texts: int = 1) -> None:
         """Add a round without a drafter.
@@ -223,6 +231,8 @@ class Prices:
                 self.observe_draft_step(number, ended_s - seconds, ended_s, beside_target=measured.beside_target)
             case "verify":
                 self.observe_verify_pass(number, ended_s - seconds, ended_s)
+            case "gap":
+                self.observe_gap(seconds)
             case "plain":
                 self.observe_plain_round(seconds, measured.pass_s, num_texts=number)
             case "round":
@@ -299,12 +309,16 @@ class Prices:
         Args:
             num_drafted: by which they make the pass wider for all texts that share it, >= 0.
             than: the same without these tokens, in [0, num_drafted].
-            only_copies: whether only texts with something to copy have some, and not all that share the pass.
+            only_copies: whether only texts with something to copy have some, and not all that share the pass. Without
+                them, it would be started ahead.
         """
         num_texts = num_drafting = self.num_texts
+        gap_s = 0.0
         if only_copies:
             num_drafting = min(num_texts, max(1, self.num_copying))
-        return (self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))) / num_drafting
+            gap_s = self.gap_s.value if num_drafted > than == 0.0 else 0.0
+        width_s = self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))
+        return (width_s + gap_s) / num_drafting
 
     def draft_share_s(self, width: int, *, beside_target: bool) -> float:
         """A text's share of a draft step over `width` tokens of each text that shares it, in seconds."""

@@ -114,6 +114,8 @@ class RoundJobs:
         self._num_ahead = 0  # passes in succession that were started ahead
         # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one.
         self._last_plain: tuple[float, float] | None = None
+        # When the last pass ended, if it was over proposals.
+        self._pass_ended_s: float | None = None
 
     @property
     def most_rounds(self) -> int:
@@ -166,14 +168,21 @@ class RoundJobs:
         sessions = [part.session for part in parts]
         self._begin_job(sessions)
         self._limit.count_job()
+        proposals = [part.proposal for part in parts if part.proposal.tokens]
+        only_copies = bool(proposals) and all(each.copied and all(each.copied) for each in proposals)
         job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
         job.prepare = partial(self._prepare, parts, job)
         try:
             await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
+            self._pass_ended_s = None
             self._failed(parts, error)
         else:
+            if only_copies and self._pass_ended_s is not None:
+                # Not much of it, if something else was done meanwhile.
+                self._prices.observe_gap(min(job.seconds, job.began - self._pass_ended_s))
             self._judged(parts, job)
+            self._pass_ended_s = job.ended
         finally:
             self._end_job(sessions)
 
@@ -208,6 +217,7 @@ class RoundJobs:
             steps.kind, steps.prepare = "verify", partial(self.share, run.rows, run.shares)
         self._begin_job(sessions)
         self._limit.count_job()
+        self._pass_ended_s = None
         self.deliver()
         self._plain_run = run
         try:

@@ -356,3 +356,21 @@ def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_g
         prices.verify.observe(rows, overlap, 1.0 + 0.02 * rows + delay * overlap)
         prices.observe_draft_step(1 + i % 4, 2.0 * i, 2.0 * i + draft, beside_target=False)
     assert prices.one_group_pays(4, 2) == is_one
+
+
+def test_what_few_texts_copy_bears_all_of_the_width_and_the_gap_before_the_pass() -> None:
+    prices = Prices(num_texts=8)
+    for rows in (1, 8, 16, 32) * 8:
+        prices.verify.observe(rows, 0.0, 1.0 + 0.1 * (rows - 1))
+    assert prices.verify_extra_s(1) == pytest.approx(0.1)
+    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx(0.8)
+    prices.num_copying = 4
+    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx(0.2)
+    for _ in range(30):
+        prices.observe_gap(0.4)
+    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx(0.3)
+    assert prices.verify_extra_s(2, than=1, only_copies=True) == pytest.approx(0.2)
+    assert prices.verify_extra_s(0, only_copies=True) == 0.0
+    assert prices.verify_extra_s(1) == pytest.approx(0.1)
+    prices.num_copying = 20  # some of them wait for another pass
+    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx((0.8 + 0.4) / 8)
