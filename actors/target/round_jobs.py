@@ -379,16 +379,23 @@ class RoundJobs:
         is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
+        num_drafting = sum([bool(part.proposal.tokens) for part in parts])
+        plain_s = min(job.seconds, self._prices.verify(self._num_rows([part.session for part in parts])))
         for part in parts:
             session = part.session
             session.shared.counts.wait(job.began - part.since_s)
             session.last_pass_s = job.seconds / num_parts
+            session.num_drafting = num_drafting
+            if num_drafting > 0:
+                # What drafted tokens have added to the pass is theirs who had some.
+                session.last_pass_s = plain_s / num_parts
+                session.last_pass_s += (job.seconds - plain_s) / num_drafting if part.proposal.tokens else 0.0
             session.pass_rounds, session.pass_rows = num_parts, num_rows
             session.pass_s = job.seconds
             session.ended_s, session.last_ready = job.ended, part.ready
             session.has_shared = session.has_shared or num_parts > 1
             if part.error is None:
-                session.verify_seconds += session.last_pass_s
+                session.verify_seconds += job.seconds / num_parts
                 self._acquit(part)
                 try:
                     if (verdict := verdict_of(part, self._on_rewind)) is not None:
@@ -421,7 +428,8 @@ class RoundJobs:
     def _round_seconds(self, session: TargetSession) -> float:
         busy_s = self._worker.busy_seconds - session.busy_before_s
         idle_s = max(0.0, self._worker.clock() - session.round_began_s - busy_s)
-        return session.last_pass_s + idle_s / len(self.texts)
+        # So is the time between, in which plain decoding would be a pass ahead.
+        return session.last_pass_s + idle_s / (session.num_drafting or len(self.texts))
 
     def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
