@@ -302,8 +302,9 @@ class ModelActor(Actor[S]):
             with trio.CancelScope(shield=True):
                 if len(self._prefix_cache) > 0:
                     await self._close_prefix_cache()
-                if self._prefix_cache.store is not None:
-                    await self._prefix_cache.store.flush()
+                if (store := self._prefix_cache.store) is not None:
+                    await store.flush()
+                    self._prefix_cache.store = None  # it refers to this actor, whose model is to be freed
 
     async def _close_prefix_cache(self) -> None:
         try:

@@ -24,6 +24,7 @@ from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, Sha
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
 from actors.session import Session
+from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.backoff import SharingLimit
@@ -123,10 +124,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.has_read_prompt:
             if session.awaits_features:
                 return None
-            if not session.has_begun:
-                # What the prefix cache holds of the text may have been read without features.
-                session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
-                session.has_begun = True
             session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
         if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
             return Need.READ
@@ -167,6 +164,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if sequence is None:
             await self._open_sequence(session)
             session.hand_over_features()
+        elif not session.has_read_prompt and isinstance(sequence, FeatureInput):
+            # With the features that have come. What it has cached may be of no use with those.
+            opened = session.shared.opened
+            await prefill_committed(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif not session.has_read_prompt:
             await prefill_chunk(self.worker, session, self.chunk_size)
         elif session.reading is not None:

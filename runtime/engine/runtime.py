@@ -10,7 +10,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
-from actors.mlx.model import MLXModel
+from actors.persistence.saved_sequence import SavableModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
 from protocol.copy_corpus import EVERYBODY, CopyCorpus
@@ -419,10 +419,10 @@ class Runtime:
             return await self._models().save(path, account)
 
     def _models(self) -> SessionSaver:
-        # A draft model that has failed for good cannot be asked for anything. A drafter that is more than an MLX model
-        # reads the text again.
+        # A drafter that has failed for good cannot be asked for anything. A draft model of another vocabulary reads the
+        # text again.
         draft = self._drafter.actor
-        if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, MLXModel)):
+        if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, SavableModel)):
             draft = None
         return SessionSaver(self._target, draft, self._tokenizer)
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import attrs
 import mlx.core as mx
 
-from actors.trained.trained_sequence import TrainedSequence
+from actors.mlx.sequence_state import SequenceState
+from actors.trained.trained_sequence import TrainedSequence, put_layers, taken_layers
 from protocol.errors import RewindError
 
 
@@ -165,6 +166,23 @@ class BlockSequence(TrainedSequence):
             layer.trim(self._end - end)
         self._num_given = self._end = end
         self._block, self._awaits_features = None, True
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """None also if features are missing. Those that were given are all in the caches."""
+        self._read_arrived()
+        if self._begin > 0 or self._end == 0 or not tokens:
+            return None
+        return SequenceState(tokens, taken_layers(self._cache, self._end))
+
+    def put_state(self, state: SequenceState) -> None:
+        state.check(num_layers=len(self._cache))
+        self._cache, self._end = put_layers(state, self._grown)
+        self._tokens, self._num_given = [*state.tokens], self._end
+
+    def _grown(self, num_positions: int) -> list[Any]:
+        cache = self._reader.make_cache()
+        self._reader.read_context(mx.zeros((num_positions, self._reader.feature_width)), 0, cache)
+        return cache
 
     # --- blocks -----------------------------------------------------------------------------------
 
