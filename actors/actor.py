@@ -134,9 +134,7 @@ class Actor(ABC, Generic[S]):
             try:
                 async for message in self._inbox:
                     self._hand_over(message)
-                    with suppress(trio.WouldBlock):  # all that have come, in one turn of the event loop
-                        while True:
-                            self._hand_over(self._inbox.receive_nowait())
+                    self._hand_over_all()
             finally:
                 self._take_no_more_sessions()
 
@@ -171,6 +169,12 @@ class Actor(ABC, Generic[S]):
         self._nursery = None
         for call in self._when_over:
             call()
+
+    def _hand_over_all(self) -> None:
+        """Take in all messages that have come."""
+        with suppress(trio.WouldBlock):
+            while True:
+                self._hand_over(self._inbox.receive_nowait())
 
     def _hand_over(self, message: Message) -> None:
         # The other actor may still send messages for a session that is over here.
@@ -389,7 +393,9 @@ class ModelActor(Actor[S]):
             return
         session.sequence = None
         put_away: Callable[[], None] = sequence.close
-        if opened.settings.reuse_prefix and not session.is_broken and session.shared.error is None:
+        # A runtime that closes ends with an error also what has just finished.
+        is_sound = session.shared.error is None or session.state.finish_reason is not None
+        if opened.settings.reuse_prefix and not session.is_broken and is_sound:
             put_away = partial(
                 self._prefix_cache.put,
                 sequence,

@@ -32,7 +32,7 @@ from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
-from protocol.messages import Due, Overdue, Ready, Rested, Verdict
+from protocol.messages import Close, Due, Overdue, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
@@ -111,6 +111,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _new_session(self, shared: Session) -> DraftSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
         return DraftSession(shared, self.model.context_length, policy, self._receive)
+
+    def close_session(self, message: Close) -> None:
+        """The last verdict may still lie in the mailbox, with features that the next text needs."""
+        self._hand_over_all()
+        super().close_session(message)
 
     # --- what there is to do ----------------------------------------------------------------------
 

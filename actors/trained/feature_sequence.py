@@ -18,7 +18,7 @@ import mlx.core as mx
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.sequence_state import SequenceState
 from actors.trained.positioned_rows import PositionedRows
-from actors.trained.trained_sequence import TrainedSequence, check_features, put_layers, taken_layers
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state, put_layers, taken_layers
 from protocol.errors import RewindError
 from protocol.messages import Features
 
@@ -213,7 +213,7 @@ class FeatureSequence(TrainedSequence):
         return SequenceState(tokens[:length], taken_layers(self._cache, length - 1), features=features)
 
     def put_state(self, state: SequenceState) -> None:
-        state.check(num_layers=len(self._cache), has_features=True)
+        check_state(state, num_layers=len(self._cache), has_features=True)
         features, length = state.features, len(state.tokens)
         assert features is not None
         check_features(features, self._reader.project(mx.zeros((1, self._reader.feature_width))))

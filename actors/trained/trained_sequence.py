@@ -79,6 +79,13 @@ def taken_layers(cache: Sequence[Any], num_rows: int) -> tuple[LayerState, ...]:
     return tuple(kind_of(layer).take_state(layer) for layer in layers)
 
 
+def check_state(state: SequenceState, *, num_layers: int, has_features: bool) -> None:
+    """Raises: MisfitError: a drafter with so many caches, and with features besides or without, cannot have it."""
+    state.check(num_layers=num_layers, has_features=has_features)
+    if state.prefix_checkpoints:
+        raise MisfitError("it has prefix checkpoints, which a trained drafter has none of")
+
+
 def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
     """New caches with the states in a sequence's state, and their number of rows.
 

@@ -53,7 +53,7 @@ async def noted(folder: Path, target: Any, **options: Any) -> AsyncIterator[tupl
             proposals.append(event.tokens)
 
     events.listen(note)
-    make_policy = partial(policy_by_settings, work_ahead=False)
+    make_policy = partial(policy_by_settings, work_ahead="never")
     async with drafted(folder, target, events=events, make_policy=make_policy, **options) as rt:
         yield rt, proposals
 
@@ -143,11 +143,9 @@ async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog:
     folder, file = tmp_path / "drafter", tmp_path / "stream"
     target, text, _ = await save(folder, file)
     others = {
-        "its weights differ": lambda place: write_eagle3(place, target, own_embedding=False),
+        "its weights differ": lambda place: write_eagle3(place, target),
         "its architecture is Medusa, not Eagle3": lambda place: make("medusa", place) and place,
-        "its configuration differs": lambda place: write_eagle3(
-            place, target, eagle_aux_hidden_state_layer_ids=[1, 1, len(target.layers)]
-        ),
+        "its configuration differs": lambda place: write_eagle3(place, target, norm_before_residual=True),
     }
     for index, (why, write) in enumerate(others.items()):
         other = write(tmp_path / str(index))
@@ -159,7 +157,7 @@ async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog:
         async with drafted(other, target) as rt:
             with pytest.raises(runtime.SessionFileError, match="another draft model") as refused:
                 await rt.load_stream(file)
-            assert why in str(refused.value) or "parameters, not" in str(refused.value)
+            assert why in str(refused.value)
             assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache)) == (0, 0)
             with caplog.at_level(logging.INFO, "outrider"):
                 resumed = await rt.load_stream(file, any_draft=True)
@@ -176,6 +174,7 @@ async def test_a_drafter_of_another_target_is_another_drafter(tmp_path: Path) ->
     assert found[0] == found[1] == found[2]
     projection = target.model.layers[0].self_attn.o_proj
     projection.weight = 2 * projection.weight
+    mx.eval(projection.weight)
     async with drafted(tmp_path, target) as rt:
         assert found[0].difference(await saved_sequence.identify(rt._draft)) == "its configuration differs"
 
@@ -293,7 +292,7 @@ async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(
         await until_in_trio(lambda: rt._draft.prefix_cache.store._stored != {})
         [stored] = rt._draft.prefix_cache.store._stored.values()
         assert not stored.can_be_cut
-        assert stored.lengths == tuple(range(len(stored.tokens) - 3, len(stored.tokens) + 1))
+        assert stored.lengths == tuple(range(len(stored.tokens) - 4, len(stored.tokens) + 1))
         other = [*prompt[:50], *prompt_of(20, seed=8, vocab_size=48)]
         completion = await rt.generate(other, **asked)
         assert ids(completion.tokens) == greedy(target, other, NUM_TOKENS)
@@ -309,7 +308,7 @@ async def test_acceptance_is_the_same_in_a_saved_conversation(tmp_path: Path) ->
         statistics = completion.statistics
         found.append((completion.text, statistics.proposed, statistics.accepted, statistics.cached_tokens > 0))
 
-    options: dict[str, Any] = {"work_ahead": False}
+    options: dict[str, Any] = {"work_ahead": "never"}
     first, second = "def add(a, b):", "\n\ndef sub(a, b):"
     for cache_bytes in ({}, {}, {"prefix_cache_bytes": 0}):
         async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_TRAINED_DRAFT, **options, **cache_bytes) as rt:

@@ -16,7 +16,7 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.trained_sequence import TrainedSequence, put_layers, taken_layers
+from actors.trained.trained_sequence import TrainedSequence, check_state, put_layers, taken_layers
 from protocol.errors import RewindError
 
 
@@ -175,7 +175,7 @@ class BlockSequence(TrainedSequence):
         return SequenceState(tokens, taken_layers(self._cache, self._end))
 
     def put_state(self, state: SequenceState) -> None:
-        state.check(num_layers=len(self._cache))
+        check_state(state, num_layers=len(self._cache), has_features=False)
         self._cache, self._end = put_layers(state, self._grown)
         self._tokens, self._num_given = [*state.tokens], self._end
 

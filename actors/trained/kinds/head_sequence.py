@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.trained_sequence import TrainedSequence, check_features
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
 from protocol.errors import RewindError
 from protocol.messages import Features
 
@@ -134,7 +134,7 @@ class HeadSequence(TrainedSequence):
         return SequenceState(tokens, (), features=Features(self._begin, self._hidden))
 
     def put_state(self, state: SequenceState) -> None:
-        state.check(num_layers=0, has_features=True)
+        check_state(state, num_layers=0, has_features=True)
         assert state.features is not None
         check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
