@@ -93,7 +93,8 @@ def vocabulary_digest(vocabulary: dict[str, int]) -> str:
 def _configuration(model: Module) -> Any:
     args = getattr(model, "args", None)
     values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else None
-    if attrs.has(type(config := getattr(model, "config", None))):  # of a trained drafter
+    config: Any = getattr(model, "config", None)
+    if attrs.has(type(config)):  # of a trained drafter
         values = attrs.asdict(config)
     # What weights and arguments do not tell: how strong an adapter is, and whether activations are quantised, too. Left
     # out where there is none, so that fingerprints of plain models stay what they were.

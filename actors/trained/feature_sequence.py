@@ -205,8 +205,8 @@ class FeatureSequence(TrainedSequence):
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """None also if features are missing."""
         rows, length = self._fresh.copy(), self._num_fresh
-        for start, features in self._arrived.copy():
-            self._add(rows, start, features)
+        for arrived in self._arrived.copy():
+            self._add(rows, *arrived)
         if self._num_skipped != 1 or length < 2 or not rows.pieces or rows.begin >= length:
             return None
         features = Features(rows.begin, rows.between(rows.begin, rows.end))
