@@ -181,7 +181,7 @@ class Actor(ABC, Generic[S]):
         if (session := self._sessions.get(message.session)) is None:
             return
         if isinstance(message, Close):
-            self.close_session(message)
+            self._close(message)
             return
         try:
             session.receive(message)
@@ -221,6 +221,9 @@ class Actor(ABC, Generic[S]):
 
     def close_session(self, message: Close) -> None:
         """End a session, after its running job if there is one. Never waits."""
+        self._close(message)
+
+    def _close(self, message: Close) -> None:
         if (session := self._sessions.get(message.session)) is not None:
             if session.state.phase is not SessionPhase.CLOSED:
                 session.state.close(message)
