@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from actors.trained.trained_sequence import TrainedSequence
+from actors.mlx.sequence_state import SequenceState
+from actors.trained.trained_sequence import TrainedSequence, check_state, put_layers, taken_layers
 from protocol.errors import RewindError
 
 
@@ -131,6 +132,23 @@ class ContextSequence(TrainedSequence):
         self._num_given = self._end = end
         self._awaits_features = True
         self._drop_drafts()
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """None also if features are missing. Those that were given are all in the caches."""
+        self._read_arrived()
+        if self._begin > 0 or self._end == 0 or not tokens:
+            return None
+        return SequenceState(tokens, taken_layers(self._cache, self._end))
+
+    def put_state(self, state: SequenceState) -> None:
+        check_state(state, num_layers=len(self._cache), has_features=False)
+        self._cache, self._end = put_layers(state, self._grown)
+        self._tokens, self._num_given = [*state.tokens], self._end
+
+    def _grown(self, num_positions: int) -> list[Any]:
+        cache = self._context_reader.make_cache()
+        self._context_reader.read_context(mx.zeros((num_positions, self._feature_width)), 0, cache)
+        return cache
 
     # --- the context ------------------------------------------------------------------------------
 
