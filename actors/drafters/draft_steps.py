@@ -196,7 +196,8 @@ class DraftSteps:
         if self.max_drawn_from is not None and isinstance(probs, mx.array) and probs.size > self.max_drawn_from:
             tokens = mx.argpartition(-probs, kth=self.max_drawn_from - 1)[: self.max_drawn_from].astype(mx.uint32)
             probs = Sparse(probs.size, tokens, probs[tokens])
-        return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs)
+        estimate = acceptance_of(self.sequence)
+        return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs, acceptance=estimate)
 
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
@@ -223,6 +224,8 @@ class LazyGuesses:
             always so under the match rule, unless a user's sampler made the choice.
         probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule.
         staleness: see `Guess`.
+        acceptance: (1,) the drafter's own estimate, which stands for its confidence in the choice; None if it has none.
+            It does not depend on which token that is.
     """
 
     choice: mx.array
@@ -231,16 +234,25 @@ class LazyGuesses:
     confidence: mx.array | None = None
     probs: Distribution | None = None
     staleness: int = 0
+    acceptance: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
         probs = (self.probs.tokens, self.probs.values) if isinstance(self.probs, Sparse) else (self.probs,)
-        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, *probs)
-        return [array for array in arrays if array is not None]
+        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, self.acceptance)
+        return [array for array in (*arrays, *probs) if array is not None]
 
     def read(self) -> tuple[Guess, ...]:
         """The guesses, the choice first."""
         mx.eval(*self.arrays())
+        choice, *others = self._read()
+        # Where processors have left no token, none is likely, whatever the drafter estimates.
+        if self.acceptance is not None and choice.raw > 0.0:
+            estimate = _zero_if_nan(cast(float, self.acceptance.item()))
+            choice = attrs.evolve(choice, confidence=estimate, raw=estimate, worth=estimate)
+        return choice, *others
+
+    def _read(self) -> tuple[Guess, ...]:
         if self.confidence is None:
             return _ranked(self.likeliest_tokens, self.staleness)
         token, confidence = cast(int, self.choice.item()), _zero_if_nan(cast(float, self.confidence.item()))
@@ -252,6 +264,11 @@ class LazyGuesses:
 def staleness_of(sequence: CachedSequence) -> int:
     """The staleness of what is drafted after a text; see `Guess`."""
     return sequence.staleness if isinstance(sequence, FeatureInput) else 0
+
+
+def acceptance_of(sequence: CachedSequence) -> mx.array | None:
+    """See `FeatureInput.acceptance`."""
+    return sequence.acceptance if isinstance(sequence, FeatureInput) else None
 
 
 def guesses(
@@ -347,6 +364,8 @@ def catch_up(
     else:
         probs = distribution(logits, settings.drafting_temperature)
         tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
+    if (estimates := acceptance_of(sequence)) is not None:
+        confidences = mx.where(confidences > 0.0, estimates, 0.0)
     logit_check = LogitCheck.of(rows, rows)
     mx.eval(tokens, confidences, *logit_check.arrays())
     sequence.check(end)

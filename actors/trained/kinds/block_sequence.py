@@ -8,15 +8,13 @@ by the token before it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
 
-from actors.trained.trained_sequence import TrainedSequence
-from protocol.errors import RewindError
+from actors.trained.trained_sequence import LedgerSequence
 
 
 @attrs.frozen
@@ -72,6 +70,10 @@ class BlockReader(Protocol):
         """
         ...
 
+    def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
+        """See `FeatureInput.acceptance`; of the tokens of `read_after`."""
+        ...
+
     def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
         """The logits after tokens of a block.
 
@@ -85,27 +87,17 @@ class BlockReader(Protocol):
         ...
 
 
-class BlockSequence(TrainedSequence):
+class BlockSequence(LedgerSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, reader: BlockReader) -> None:
         """Make an empty sequence."""
         super().__init__(reader.feature_width)
         self._reader = reader
-        self._tokens: list[int] = []
         # Keys and values of the features of positions from `_begin` to `_end`.
         self._cache = reader.make_cache()
         self._begin = self._end = 0
-        # Features that were given and not read yet.
-        self._arrived: deque[tuple[int, mx.array]] = deque()
         self._block: Block | None = None
-        # Tokens that the next text shares with this one, if it reuses it.
-        self._num_common = 0
-
-    def give(self, start: int, features: mx.array) -> None:
-        self._awaits_features = False
-        self._arrived.append((start, features))
-        self._num_given = max(self._num_given, start + features.shape[0])
 
     @property
     def staleness(self) -> int:
@@ -116,72 +108,41 @@ class BlockSequence(TrainedSequence):
     def foreseen(self) -> int:
         return self._num_given + 1 + self._reader.num_foreseen
 
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
-
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """The logits where nothing is foreseen are all zero."""
-        self._tokens += tokens
-        self._read_arrived()
-        return None if num_logits == 0 else self._logits(len(self._tokens) - num_logits + 1)
-
-    def rewind(self, length: int) -> int:
-        if length > len(self._tokens):
-            raise RewindError(f"asked to rewind to {length} tokens a text of {len(self._tokens)}")
-        del self._tokens[length:]
-        return length
-
-    def check(self, length: int) -> None:
-        if len(self._tokens) != length:
-            raise RewindError(f"the text should have {length} tokens, it has {len(self._tokens)}")
-
-    def forget(self) -> None:
-        """Features stay."""
-        self._tokens.clear()
-
     def close(self) -> None:
-        self.forget()
+        super().close()
         self._cache, self._block = [], None
         self._begin = self._end = 0
-        self._arrived.clear()
-
-    # --- reuse by another text with the same beginning --------------------------------------------
 
     @property
     def num_bytes(self) -> int:
         return sum(int(layer.nbytes) for layer in self._cache)
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
-        self._num_common = num_common
-        return min(num_common, len(self._tokens))
-
     def reuse(self, length: int) -> None:
         """Features of what the texts do not share were of the other text."""
-        self._read_arrived()
-        self.rewind(length)
+        super().reuse(length)
         end = max(self._begin, min(self._end, self._num_common))
         for layer in self._cache:
             layer.trim(self._end - end)
         self._num_given = self._end = end
-        self._block, self._awaits_features = None, True
+        self._block = None
 
     # --- blocks -----------------------------------------------------------------------------------
 
     def _logits(self, num_tokens: int) -> mx.array:
-        """Logits after the first `num_tokens` tokens, and after each of the tokens that follow."""
-        parts: list[mx.array] = []
+        parts, estimates = list[mx.array](), list[mx.array | None]()
         while num_tokens <= len(self._tokens):
             block = self._block_for(num_tokens)
             index = 0 if block is None else num_tokens - 1 - block.position
-            if block is None or index >= self._reader.num_foreseen:
-                part = mx.zeros((1, self._reader.vocab_size))
-            else:
+            part, estimate = mx.zeros((1, self._reader.vocab_size)), None
+            if block is not None and index < self._reader.num_foreseen:
                 end = min(index + len(self._tokens) - num_tokens + 1, self._reader.num_foreseen)
-                tokens = self._tokens[block.position : block.position + end]
-                part = self._reader.read_after(block, tokens, end - index)
+                read = block, self._tokens[block.position : block.position + end], end - index
+                part, estimate = self._reader.read_after(*read), self._reader.acceptance_after(*read)
             parts.append(part)
+            estimates.append(estimate)
             num_tokens += part.shape[0]
+        of_rows = [mx.zeros(part.shape[0]) if e is None else e for part, e in zip(parts, estimates, strict=True)]
+        self.acceptance = None if all(e is None for e in estimates) else mx.concatenate(of_rows)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def _block_for(self, num_tokens: int) -> Block | None:
@@ -200,19 +161,19 @@ class BlockSequence(TrainedSequence):
         self._block = self._reader.read_block(anchor, position, self._cache, position - self._begin)
         return self._block
 
-    def _read_arrived(self) -> None:
-        """Make keys and values of the features that have come."""
-        if not self._arrived:
-            return
-        while self._arrived:
-            start, features = self._arrived.popleft()
-            if start > self._end or self._begin == self._end:
-                # Features between are missing: what comes after them is worth more than what is before.
-                self._cache, self._begin, self._end, self._block = self._reader.make_cache(), start, start, None
-            # Some may come a second time, if the target has lost its cache.
-            known = self._end - start
-            if known < features.shape[0]:
-                self._reader.read_context(features[known:], self._end, self._cache)
-                self._end = start + features.shape[0]
-        # The features are kept no longer.
-        mx.eval([(layer.keys, layer.values) for layer in self._cache])
+    def _look_at_arrived(self) -> None:
+        if self._arrived:
+            super()._look_at_arrived()
+            # The features are kept no longer.
+            mx.eval([(layer.keys, layer.values) for layer in self._cache])
+
+    def _look_at(self, start: int, features: mx.array) -> None:
+        """Make keys and values of features."""
+        if start > self._end or self._begin == self._end:
+            # Features between are missing: what comes after them is worth more than what is before.
+            self._cache, self._begin, self._end, self._block = self._reader.make_cache(), start, start, None
+        # Some may come a second time, if the target has lost its cache.
+        known = self._end - start
+        if known < features.shape[0]:
+            self._reader.read_context(features[known:], self._end, self._cache)
+            self._end = start + features.shape[0]
