@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 from trained_drafters import mtp_readers, mtp_target_of
 
+from actors.trained import depth_sequence
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds import depth_sequence
-from actors.trained.kinds.depth_sequence import DepthSequence
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
 from protocol.errors import RewindError
 

@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 from sweeps import sweep
 
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.eagle3_training import logits_of_steps
-from actors.trained.kinds.depth_sequence import DepthSequence
 from actors.trained.kinds.eagle3 import Eagle3Config, Eagle3Reader, LoadedEagle3, load_eagle3, read_config
 from protocol.errors import ModelError
 

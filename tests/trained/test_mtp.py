@@ -18,8 +18,8 @@ from trained_drafters import mtp_readers, mtp_target_of, write_mtp
 
 import runtime
 from actors.mlx.model import is_quantized
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.depth_sequence import DepthSequence
 from actors.trained.kinds.mtp import MTPLayers
 from actors.trained.kinds.mtp import load_mtp as load_files
 from protocol.errors import ModelError

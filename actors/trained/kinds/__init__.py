@@ -3,7 +3,7 @@
 * `recognition`: which kind a folder has, by its configuration.
 * `attach`: the registry, which loads a drafter and attaches it to its target. `attached` is what comes of it.
 * `eagle3`: a layer on hidden states of several of the target's; P-EAGLE, too.
-* `mtp`: the layers that a target's own files bring. `depth_sequence` is a text of several, and of P-EAGLE.
+* `mtp`: the layers that a target's own files bring.
 * `medusa`: heads on the target's last hidden state, one for each position. `head_sequence` is a text of them.
 * `dflash`: a block of tokens in one pass. `block_sequence` is a text of it, `block_heads` what DFlash 2 and DSpark add.
 * `torch_file`: reads the files of `torch.save`.

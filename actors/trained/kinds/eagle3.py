@@ -31,10 +31,10 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
 from actors.trained.feature_sequence import FeatureSequence
 from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.depth_sequence import DepthSequence
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
 from protocol.errors import ModelError

@@ -45,10 +45,10 @@ from mlx_lm.models import (
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.feature_sequence import FeatureSequence
 from actors.trained.kinds.attached import Attached
-from actors.trained.kinds.depth_sequence import DepthSequence
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of, head_of
 from protocol.errors import ModelError
 
