@@ -87,12 +87,18 @@ def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_
     sequence.close()
 
 
-def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(subject: Subject) -> None:
+@pytest.mark.parametrize("num_before", [0, 10])
+def test_rows_of_a_text_that_is_caught_up_with_are_those_of_its_positions(
+    subject: Subject, num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(depth_sequence, "MAX_READ", 5)
+    monkeypatch.setattr(depth_sequence, "MAX_READ_WITH_LOGITS", 3)
     sequence = subject.sequence()
     sequence.give(0, subject.features[:29])
-    sequence.feed(TOKENS[:10], 0)
-    rows = sequence.feed(TOKENS[10:31], 21)
+    sequence.feed(TOKENS[:num_before], 0)
+    rows = sequence.feed(TOKENS[num_before:31], 21)
     assert rows is not None
+    assert rows.shape[0] == 21
     for i, row in enumerate(rows):
         known = min(29, 10 + i)
         assert close(row, subject.expected(TOKENS[: 11 + i], subject.features[:known]))
@@ -110,6 +116,13 @@ def test_after_the_last_depth_a_layer_goes_on_and_rows_do_not(subject: Subject) 
     assert beyond is not None
     assert not nothing.any()
     assert bool(beyond.any()) == (subject.num_parallel == 0)
+    # Another way, after what was drafted.
+    sequence.feed((7, 7, 7), 1)
+    sequence.rewind(sequence.length - 3)
+    tokens = TOKENS[: 10 + subject.num_depths]
+    other = sequence.feed(tokens[sequence.length :], 1)
+    assert other is not None
+    assert close(other[0], subject.expected(tokens, subject.features[:5]))
     assert sequence.foreseen == (6 + subject.num_depths if subject.num_parallel else None)
     with pytest.raises(RewindError, match="asked to rewind to 50"):
         sequence.rewind(50)

@@ -208,6 +208,25 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_mtp(case, build("llama"))
 
 
+@sweep(
+    ("name", "first", "second"),
+    [("mimo", "model.mtp_layers.0.", "model.mtp_layers.1."), ("qwen3_5", "mtp.layers.0.", "mtp.layers.1.")],
+)
+def test_further_layers_that_nobody_chains_are_left_out_or_refused(
+    name: str, first: str, second: str, tmp_path: Path
+) -> None:
+    case = case_of(name)
+    target = mtp_target_of(case)
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    more = {key.replace(first, second): value for key, value in weights.items() if key.startswith(first)}
+    folder = write_mtp(tmp_path, case, weights | more)
+    if name == "mimo":
+        assert len(load_mtp(folder, target).depths) == 1
+    else:
+        with pytest.raises(ModelError, match="has 2 layers behind one projection, .* one with 1 is supported"):
+            load_mtp(folder, target)
+
+
 # --- a runtime ------------------------------------------------------------------------------------
 
 
