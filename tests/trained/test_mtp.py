@@ -223,7 +223,7 @@ def test_further_layers_that_nobody_chains_are_left_out_or_refused(
     if name == "mimo":
         assert len(load_mtp(folder, target).depths) == 1
     else:
-        with pytest.raises(ModelError, match="has 2 layers behind one projection, .* one with 1 is supported"):
+        with pytest.raises(ModelError, match=r"has 2 layers behind one projection, .* one with 1 is supported"):
             load_mtp(folder, target)
 
 
