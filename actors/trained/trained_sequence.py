@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ from actors.mlx.sequence_state import SequenceState, StatefulSequence
 from actors.model import RewindMode
 from actors.prefix_cache import common_length, pack
 from actors.trained.feature_input import FeatureInput
+from protocol.errors import RewindError
 from protocol.messages import Features
 
 # Tokens that are read in one pass once a text is over.
@@ -66,6 +69,83 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         for begin in range(num_read, end, _TOKENS_PER_PASS):
             self.feed(tuple(text[begin : min(end, begin + _TOKENS_PER_PASS)]), 0)
         return tuple(text[: self.length])
+
+
+class LedgerSequence(TrainedSequence):
+    """One that counts the tokens of its text, and reads them, and the features that have come, as logits are wanted."""
+
+    def __init__(self, feature_width: int) -> None:
+        super().__init__(feature_width)
+        self._tokens: list[int] = []
+        # Features that were given and not looked at yet.
+        self._arrived: deque[tuple[int, mx.array]] = deque()
+        # Tokens that the next text shares with this one, if it reuses it.
+        self._num_common = 0
+
+    def give(self, start: int, features: mx.array) -> None:
+        self._awaits_features = False
+        self._arrived.append((start, features))
+        self._num_given = max(self._num_given, start + features.shape[0])
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """The logits where nothing is foreseen are all zero."""
+        self._tokens += tokens
+        self._look_at_arrived()
+        if num_logits == 0:
+            self._read_text()
+            return None
+        begin, end = len(self._tokens) - num_logits, len(self._tokens)
+        parts: list[mx.array] = []
+        while begin < end:
+            parts.append(self._logits(begin))
+            begin += parts[-1].shape[0]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def rewind(self, length: int) -> int:
+        if length > len(self._tokens):
+            raise RewindError(f"asked to rewind to {length} tokens a text of {len(self._tokens)}")
+        del self._tokens[length:]
+        return length
+
+    def check(self, length: int) -> None:
+        if len(self._tokens) != length:
+            raise RewindError(f"the text should have {length} tokens, it has {len(self._tokens)}")
+
+    def forget(self) -> None:
+        """Features stay."""
+        self._tokens.clear()
+
+    def close(self) -> None:
+        self.forget()
+        self._arrived.clear()
+
+    def reusable_length(self, num_common: int, num_read: int) -> int:
+        self._num_common = num_common
+        return min(num_common, len(self._tokens))
+
+    def reuse(self, length: int) -> None:
+        self._look_at_arrived()
+        self.rewind(length)
+        self._awaits_features = True
+
+    def _look_at_arrived(self) -> None:
+        while self._arrived:
+            self._look_at(*self._arrived.popleft())
+
+    @abstractmethod
+    def _look_at(self, start: int, features: mx.array) -> None:
+        """Take the features of positions from `start` on, which may be known in part, or come after some missing."""
+
+    def _read_text(self) -> None:
+        """Read what can be read without logits."""
+
+    @abstractmethod
+    def _logits(self, position: int) -> mx.array:
+        """(n, V) logits after the token at a position, and after some of those that follow it, n >= 1; lazy."""
 
 
 # --- the state of its parts -----------------------------------------------------------------------

@@ -209,11 +209,14 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None]]] = {
     ),
     "blocks of different lengths": ("dflash", lambda line: line["layers"][0]["state"].__setitem__(2, 1)),
     "blocks of no layer": ("dflash", lambda line: line["layers"].clear()),
+    "depths of no layer": ("mtp_deep", lambda line: line["layers"].clear()),
+    "depths before features": ("mtp_deep", _features(lambda old: old | {"start": 10**6})),
+    "depths without features": ("mtp_deep", _features(lambda _: None)),
 }
 
 
 async def test_a_file_that_is_broken_in_this_part_changes_nothing(tmp_path: Path) -> None:
-    for kind in ("eagle3", "medusa", "dflash"):
+    for kind in ("eagle3", "medusa", "dflash", "mtp_deep"):
         folder, file = tmp_path / kind, tmp_path / f"{kind}.stream"
         target, text, _ = await save(folder, file, kind=kind)
         async with drafted(folder, target) as rt:
