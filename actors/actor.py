@@ -134,9 +134,7 @@ class Actor(ABC, Generic[S]):
             try:
                 async for message in self._inbox:
                     self._hand_over(message)
-                    with suppress(trio.WouldBlock):  # all that have come, in one turn of the event loop
-                        while True:
-                            self._hand_over(self._inbox.receive_nowait())
+                    self._hand_over_all()
             finally:
                 self._take_no_more_sessions()
 
@@ -172,12 +170,18 @@ class Actor(ABC, Generic[S]):
         for call in self._when_over:
             call()
 
+    def _hand_over_all(self) -> None:
+        """Take in all messages that have come."""
+        with suppress(trio.WouldBlock):
+            while True:
+                self._hand_over(self._inbox.receive_nowait())
+
     def _hand_over(self, message: Message) -> None:
         # The other actor may still send messages for a session that is over here.
         if (session := self._sessions.get(message.session)) is None:
             return
         if isinstance(message, Close):
-            self.close_session(message)
+            self._close(message)
             return
         try:
             session.receive(message)
@@ -217,6 +221,9 @@ class Actor(ABC, Generic[S]):
 
     def close_session(self, message: Close) -> None:
         """End a session, after its running job if there is one. Never waits."""
+        self._close(message)
+
+    def _close(self, message: Close) -> None:
         if (session := self._sessions.get(message.session)) is not None:
             if session.state.phase is not SessionPhase.CLOSED:
                 session.state.close(message)
@@ -302,8 +309,9 @@ class ModelActor(Actor[S]):
             with trio.CancelScope(shield=True):
                 if len(self._prefix_cache) > 0:
                     await self._close_prefix_cache()
-                if self._prefix_cache.store is not None:
-                    await self._prefix_cache.store.flush()
+                if (store := self._prefix_cache.store) is not None:
+                    await store.flush()
+                    self._prefix_cache.store = None  # it refers to this actor, whose model is to be freed
 
     async def _close_prefix_cache(self) -> None:
         try:
@@ -388,7 +396,9 @@ class ModelActor(Actor[S]):
             return
         session.sequence = None
         put_away: Callable[[], None] = sequence.close
-        if opened.settings.reuse_prefix and not session.is_broken and session.shared.error is None:
+        # A runtime that closes ends with an error also what has just finished.
+        is_sound = session.shared.error is None or session.state.finish_reason is not None
+        if opened.settings.reuse_prefix and not session.is_broken and is_sound:
             put_away = partial(
                 self._prefix_cache.put,
                 sequence,

@@ -197,6 +197,17 @@ class ReusableSequence(CachedSequence):
         Raises: RewindError: some layer's cache holds another number of tokens afterwards.
         """
 
+    def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
+        """Read what of a text that is over can be read with what was given already.
+
+        Args:
+            tokens: the cached tokens.
+            text: the text, all that was given being of it.
+
+        Returns: the cached tokens now; those that were there before, unless it is a trained drafter's.
+        """
+        return tokens
+
     @property
     def needs_prefix_checkpoints(self) -> bool:
         """Whether only a prefix checkpoint can lead back to the present length later, and can be made."""

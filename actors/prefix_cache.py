@@ -99,6 +99,9 @@ class PrefixStore(Protocol):
         Cancellation: waits for the running job.
         """
 
+    async def run(self) -> None:
+        """Store what is evicted, until cancelled."""
+
     async def flush(self) -> None:
         """Store all that was evicted, at the end."""
 
@@ -197,9 +200,8 @@ class PrefixCache:
             sequence.close()
             return
         try:
-            # A trained drafter is to read tokens again once hidden states have come, and its session may have ended
-            # before that.
-            cached_tokens = cached_tokens[: sequence.rewind(len(cached_tokens))]
+            # A session of a trained drafter may have ended before the drafter has read what was committed last.
+            cached_tokens = reusable.settle(cached_tokens[: sequence.rewind(len(cached_tokens))], committed)
             sequence.check(len(cached_tokens))
             num_common = common_length(pack(cached_tokens), pack(committed))
             if num_common < len(cached_tokens) and reusable.reusable_length(num_common, num_common) == num_common:

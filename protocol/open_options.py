@@ -69,7 +69,7 @@ class OpenOptions:
             low precision, a pass over several texts rounds otherwise than one over one.
         prefix_cache_bytes: size of each model's prefix cache in bytes, such as 2GB; 0 keeps none. It has cached
             sequences of finished texts, for streams with `reuse_prefix`; the least recently used one goes first.
-        prefix_cache_dir: a directory for what leaves the target's prefix cache, to be found after a restart. None keeps
+        prefix_cache_dir: a directory for what leaves the models' prefix caches, to be found after a restart. None keeps
             nothing. It is made if it is missing, and several runtimes may share it. What is in the cache at the end
             goes there, too. Its files are those of saved sessions: of this model and these cache options only, and with
             checksums. They have the tokens of texts.

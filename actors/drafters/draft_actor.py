@@ -24,6 +24,7 @@ from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, Sha
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
 from actors.session import Session
+from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
@@ -32,7 +33,7 @@ from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
-from protocol.messages import Due, Overdue, Ready, Rested, Verdict
+from protocol.messages import Close, Due, Overdue, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
@@ -112,6 +113,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         policy = self._make_policy(shared.opened.settings, self.prices)
         return DraftSession(shared, self.model.context_length, policy, self._receive)
 
+    def close_session(self, message: Close) -> None:
+        """The last verdict may still lie in the mailbox, with features that the next text needs."""
+        self._hand_over_all()
+        super().close_session(message)
+
     # --- what there is to do ----------------------------------------------------------------------
 
     def _need(self, session: DraftSession) -> Need | None:
@@ -124,10 +130,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.has_read_prompt:
             if session.awaits_features:
                 return None
-            if not session.has_begun:
-                # What the prefix cache holds of the text may have been read without features.
-                session.cached_tokens.rewind(min(sequence.length, len(session.cached_tokens)))
-                session.has_begun = True
             session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
         if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
             return Need.READ
@@ -168,6 +170,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if sequence is None:
             await self._open_sequence(session)
             session.hand_over_features()
+        elif not session.has_read_prompt and isinstance(sequence, FeatureInput):
+            # With the features that have come. What it has cached may be of no use with those.
+            opened = session.shared.opened
+            await prefill_committed(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif not session.has_read_prompt:
             await prefill_chunk(self.worker, session, self.chunk_size)
         elif session.reading is not None:

@@ -29,7 +29,6 @@ class DraftSession(DrafterSession):
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
-        has_begun: whether what it reads of the prompt is known to be there.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
         catches_up: whether it is to be read in a rest what the target has committed.
@@ -52,7 +51,7 @@ class DraftSession(DrafterSession):
         self.is_late = False
         self.can_look_ahead = True
         self.verdict_due_s = 0.0
-        self.has_begun = self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.has_read_prompt = self.reads_again = self.catches_up = False
         self.only_copies = False
         self.num_uncounted = 0
         self.node: Node | None = None
@@ -85,8 +84,11 @@ class DraftSession(DrafterSession):
 
     @property
     def awaits_features(self) -> bool:
-        """Whether the target has not read the prompt, and the drafter reads what the target makes of it."""
-        return self._reader is not None and self._reader.awaits_features
+        """Whether the target has not read the prompt, and the drafter reads what the target makes of it, and does not
+        have it already, since both have cached the prompt.
+        """
+        reader, num_read = self._reader, self.shared.opened.num_read
+        return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
     @property
     def works_ahead(self) -> bool:

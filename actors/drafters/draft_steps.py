@@ -195,7 +195,8 @@ class DraftSteps:
         probs = lazy.probs
         if kept is not None and isinstance(probs, mx.array):
             probs = Sparse(probs.size, kept[0], probs[kept[0]])
-        return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs)
+        estimate = acceptance_of(self.sequence)
+        return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs, acceptance=estimate)
 
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
@@ -222,6 +223,8 @@ class LazyGuesses:
             always so under the match rule, unless a user's sampler made the choice.
         probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule.
         staleness: see `Guess`.
+        acceptance: (1,) the drafter's own estimate, which stands for its confidence in the choice; None if it has none.
+            It does not depend on which token that is.
     """
 
     choice: mx.array
@@ -230,16 +233,25 @@ class LazyGuesses:
     confidence: mx.array | None = None
     probs: Distribution | None = None
     staleness: int = 0
+    acceptance: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
         probs = (self.probs.tokens, self.probs.values) if isinstance(self.probs, Sparse) else (self.probs,)
-        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, *probs)
-        return [array for array in arrays if array is not None]
+        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, self.acceptance)
+        return [array for array in (*arrays, *probs) if array is not None]
 
     def read(self) -> tuple[Guess, ...]:
         """The guesses, the choice first."""
         mx.eval(*self.arrays())
+        choice, *others = self._read()
+        # Where processors have left no token, none is likely, whatever the drafter estimates.
+        if self.acceptance is not None and choice.raw > 0.0:
+            estimate = _zero_if_nan(cast(float, self.acceptance.item()))
+            choice = attrs.evolve(choice, confidence=estimate, raw=estimate, worth=estimate)
+        return choice, *others
+
+    def _read(self) -> tuple[Guess, ...]:
         if self.confidence is None:
             return _ranked(self.likeliest_tokens, self.staleness)
         token, confidence = cast(int, self.choice.item()), _zero_if_nan(cast(float, self.confidence.item()))
@@ -251,6 +263,11 @@ class LazyGuesses:
 def staleness_of(sequence: CachedSequence) -> int:
     """The staleness of what is drafted after a text; see `Guess`."""
     return sequence.staleness if isinstance(sequence, FeatureInput) else 0
+
+
+def acceptance_of(sequence: CachedSequence) -> mx.array | None:
+    """See `FeatureInput.acceptance`."""
+    return sequence.acceptance if isinstance(sequence, FeatureInput) else None
 
 
 def guesses(
@@ -346,6 +363,8 @@ def catch_up(
     else:
         probs = distribution(logits, settings.drafting_temperature)
         tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
+    if (estimates := acceptance_of(sequence)) is not None:
+        confidences = mx.where(confidences > 0.0, estimates, 0.0)
     logit_check = LogitCheck.of(rows, rows)
     mx.eval(tokens, confidences, *logit_check.arrays())
     sequence.check(end)

@@ -15,8 +15,8 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
-from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState
-from actors.model import Fork, ReusableSequence, RewindMode
+from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
+from actors.model import Fork, RewindMode
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.errors import RewindError
 
@@ -34,7 +34,7 @@ class Checkpoint:
     restores: list[Restore]
 
 
-class MLXSequence(ReusableSequence):
+class MLXSequence(StatefulSequence):
     """One text in the caches of an mlx-lm model; see `CachedSequence`.
 
     Attributes:
@@ -212,14 +212,7 @@ class MLXSequence(ReusableSequence):
         return self._length
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """The state of the sequence, for a file.
-
-        Args:
-            tokens: the cached tokens.
-
-        Returns: None if there are no cached tokens, or some cache is of a class that is not known.
-        Raises: RewindError: some cache holds another number of tokens.
-        """
+        """None also if some cache is of a class that is not known."""
         self.leave_batch()
         self.check_caches(len(tokens))
         if not tokens or not self._keep_states:
@@ -240,10 +233,6 @@ class MLXSequence(ReusableSequence):
         self._restore(present)
 
     def put_state(self, state: SequenceState) -> None:
-        """Give an empty sequence the state of another one.
-
-        Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
-        """
         state.check(num_layers=len(self.cache))
         is_quantized = any(layer.is_quantized for layer in state.layers)
         grown = (self._options.grown_cache(self._model, n, quantized=is_quantized) for n in (1, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Protocol, cast
@@ -10,10 +11,14 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.cache_kinds import LayerState, MisfitError, State
+from actors.model import ReusableSequence
+from protocol.messages import Features
 from protocol.tensor import Tensor
 
 # Most levels of nesting of a layer's caches, and of a cache's state, that are accepted from a file.
 _MAX_DEPTH = 8
+# Positions whose features a file has at most, the last ones: it grows with the caches alone.
+MAX_FEATURES = 256
 
 
 @attrs.frozen
@@ -34,15 +39,19 @@ class SequenceState:
         prefix_checkpoints: states at shorter lengths, ascending, to which the sequence can be rewound.
         others: what the other ranks have of it, from rank 1 on, where the model is sharded; records if it comes from a
             file. None for a model of one process.
+        features: what a trained drafter keeps of its target's, which it needs to go on; None if it keeps none.
     """
 
     tokens: tuple[int, ...]
     layers: tuple[LayerState, ...]
     prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()
     others: OtherParts | tuple[SequenceRecord, ...] | None = None
+    features: Features | None = None
 
-    def check(self, *, num_layers: int) -> None:
-        """Raises: MisfitError: a model of one process with so many caches cannot have it."""
+    def check(self, *, num_layers: int, has_features: bool = False) -> None:
+        """Raises: MisfitError: a model of one process with so many caches, or without features, cannot have it."""
+        if (self.features is not None) != has_features:
+            raise MisfitError("it lacks features of the target, or has some where the model keeps none")
         if self.others is not None:
             raise MisfitError("it has the parts of several ranks, and this model is that of one process")
         parts = (self.layers, *(checkpoint.layers for checkpoint in self.prefix_checkpoints))
@@ -59,8 +68,46 @@ class SequenceState:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths at which another text can continue, whatever the classes of the caches; ascending."""
+        """The lengths at which another text can continue from a file, whatever the classes of the caches; ascending."""
+        if (features := self.last_features) is not None:
+            return tuple(range(min(features.start + 1, len(self.tokens)), len(self.tokens) + 1))
         return (*(checkpoint.length for checkpoint in self.prefix_checkpoints), len(self.tokens))
+
+    @property
+    def last_features(self) -> Features | None:
+        """The features that a file has."""
+        if (features := self.features) is None:
+            return None
+        first = max(0, features.values.shape[0] - MAX_FEATURES)
+        return Features(features.start + first, features.values[first:])
+
+
+class StatefulSequence(ReusableSequence):
+    """A sequence whose state can be taken, and put into another one of its model."""
+
+    @property
+    def num_fed(self) -> int:
+        """The tokens that its session has counted: `length`, and those that a trained drafter is to read again."""
+        return self.length
+
+    @abstractmethod
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """The state of the sequence, for a file.
+
+        Args:
+            tokens: the cached tokens, `num_fed` of them.
+
+        Returns: the state, without tokens that are to be read again; None if there are no cached tokens, or the state
+            cannot be kept.
+        Raises: RewindError: some cache holds another number of tokens.
+        """
+
+    @abstractmethod
+    def put_state(self, state: SequenceState) -> None:
+        """Give an empty sequence the state of another one.
+
+        Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
+        """
 
 
 @attrs.frozen
@@ -126,6 +173,8 @@ class Recorder:
                 for checkpoint in self._sequence.prefix_checkpoints
             ],
         }
+        if (features := self._sequence.last_features) is not None:
+            description["features"] = {"start": features.start, "values": self._add(features.values)}
         if self._has_tokens:
             description["tokens"] = self._add(mx.array(self._sequence.tokens, mx.uint32))
         if others:
@@ -210,6 +259,14 @@ def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> S
             raise MisfitError(f"its tokens are a {ids.ndim}-dimensional array of {ids.dtype}, not a list of uint32 ids")
         return tuple(cast(list[int], ids.tolist()))
 
+    def features(described: Any) -> Features | None:
+        match described:
+            case None:
+                return None
+            case {"start": int(start), "values": values}:
+                return Features(start, array(values))
+        raise MisfitError("its description of features lacks a start or values")
+
     match recorded.description:
         case {"layers": list(layers), "pins": list(prefix_checkpoints), **rest} if (
             tokens is not None or "tokens" in rest
@@ -219,6 +276,7 @@ def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> S
                 tuple(layer(one) for one in layers),
                 tuple(prefix_checkpoint(one) for one in prefix_checkpoints),
                 _parts(rest.get("ranks"), recorded.tensors),
+                features(rest.get("features")),
             )
     raise MisfitError("its description lacks tokens, layers or pins")
 

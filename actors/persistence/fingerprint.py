@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 import attrs
@@ -56,13 +57,18 @@ class Fingerprint:
         return "its weights differ" if self.weights != other.weights else None
 
 
-def fingerprint(model: Module) -> Fingerprint:
+def fingerprint(model: Module, others: Sequence[mx.array] = (), beside: Any = None) -> Fingerprint:
     """The fingerprint of a model. To be called on the model's thread.
 
     It takes some milliseconds for a model of any size, since it reads only a few hundred elements of each tensor.
+
+    Args:
+        others: weights that the module does not have.
+        beside: what its caches depend on besides, as a value for JSON; None for nothing.
     """
     # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
+    leaves += [(f"others.{i}", array) for i, array in enumerate(others)]
     arrays = [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
     layout = [[name, list(array.shape), str(array.dtype)] for name, array in arrays]
     quantised = [
@@ -73,7 +79,7 @@ def fingerprint(model: Module) -> Fingerprint:
     return Fingerprint(
         family=str(getattr(getattr(model, "args", None), "model_type", type(model).__qualname__)),
         num_parameters=sum(array.size for _, array in arrays),
-        configuration=_digest(_configuration(model)),
+        configuration=_digest(_configuration(model) if beside is None else [_configuration(model), beside]),
         layout=_digest([sorted(layout), sorted(quantised)]),
         weights=_weights_digest(sorted(arrays, key=lambda pair: pair[0])),
     )
@@ -87,6 +93,9 @@ def vocabulary_digest(vocabulary: dict[str, int]) -> str:
 def _configuration(model: Module) -> Any:
     args = getattr(model, "args", None)
     values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else None
+    config: Any = getattr(model, "config", None)
+    if attrs.has(type(config)):  # of a trained drafter
+        values = attrs.asdict(config)
     # What weights and arguments do not tell: how strong an adapter is, and whether activations are quantised, too. Left
     # out where there is none, so that fingerprints of plain models stay what they were.
     applied = [

@@ -15,10 +15,10 @@ from actors.actor import ActorSession, ModelActor
 from actors.drafters.draft_session import DraftSession
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
+from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, StatefulSequence, recall
 from actors.persistence.fingerprint import Fingerprint, fingerprint
 from actors.prefix_cache import PrefixCache, common_length, pack
+from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Step, Steps
 from protocol.errors import OutriderError, RewindError, SessionFileError
 from protocol.trace import Actor as ActorName
@@ -27,6 +27,11 @@ logger = logging.getLogger("outrider")
 
 T = TypeVar("T")
 
+SavableModel = MLXModel | TrainedDrafter
+"""A model whose sequences can be saved."""
+
+# Changes with what a state of a trained drafter is: those from before are then left to the same rule as another's.
+_TRAINED_VERSION = 1
 # Most attempts to take the state of a sequence in use and to find out which tokens it holds.
 _MAX_TRIES = 3
 
@@ -56,7 +61,7 @@ class FilledSequence:
         beside_another: see `Model.open_sequence`.
     """
 
-    sequence: MLXSequence
+    sequence: StatefulSequence
     tokens: tuple[int, ...]
     beside_another: bool
 
@@ -67,11 +72,13 @@ class _Snapshot:
 
     Attributes:
         state: its state, in which only the number of tokens is right, not their ids; None if it is of no use.
+        num_fed: see `StatefulSequence`.
         tokens: the cached tokens; None if the session may not know them yet.
         busy_seconds: of the worker at that moment.
     """
 
     state: SequenceState | None
+    num_fed: int
     tokens: tuple[int, ...] | None
     busy_seconds: float
 
@@ -81,14 +88,14 @@ def _make_snapshot(
     session: ActorSession,
     on_snapshot: Callable[[_Snapshot], None],
     _job: Job[Any],
-    state: SequenceState | None,
+    taken: tuple[SequenceState | None, int],
     _goes_on: bool,
 ) -> None:
     """Make the snapshot in trio's thread; for `Steps.on_step`."""
     # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when the
     # actor's loop runs.
     tokens = session.cached_tokens.tokens if isinstance(session, DraftSession) and session.part is not None else None
-    on_snapshot(_Snapshot(state, tokens, actor.worker.busy_seconds))
+    on_snapshot(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
 
 
 async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
@@ -102,7 +109,7 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
     """
     for _ in range(_MAX_TRIES):
         session = actor.session_of(session_id)
-        if session is None or session.is_broken or not isinstance(session.sequence, MLXSequence):
+        if session is None or session.is_broken or not isinstance(session.sequence, StatefulSequence):
             return None
         snapshots: list[_Snapshot] = []
         on_step = partial(_make_snapshot, actor, session, snapshots.append)
@@ -116,8 +123,8 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
             # count is of no use.
             await trio.lowlevel.checkpoint()
             tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == snapshot.busy_seconds else ()
-        if len(tokens) == len(snapshot.state.tokens):
-            return attrs.evolve(snapshot.state, tokens=tokens)
+        if len(tokens) == snapshot.num_fed:
+            return attrs.evolve(snapshot.state, tokens=tokens[: len(snapshot.state.tokens)])
     return None
 
 
@@ -142,7 +149,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
 
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
-    model = _mlx_model(actor)
+    model = _savable(actor)
     if taken is not None:
         state = await _run(actor, Job("save", partial(_cut_taken, model, taken, text)))
     else:
@@ -168,7 +175,7 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
 
     Cancellation: waits for the running job.
     """
-    return await _run(actor, Job("load", partial(fingerprint, _mlx_model(actor).module)))
+    return await _run(actor, Job("load", partial(_fingerprint, _savable(actor))))
 
 
 async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
@@ -179,7 +186,7 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     try:
-        return await _run(actor, Job("load", partial(_fill, _mlx_model(actor), recorded, beside_another)))
+        return await _run(actor, Job("load", partial(_fill, _savable(actor), recorded, beside_another)))
     except (MisfitError, RewindError, JobError) as error:
         why = error.__cause__ if isinstance(error, JobError) else error
         raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
@@ -199,8 +206,8 @@ async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     await _run(actor, Job("load", call))
 
 
-def _mlx_model(actor: ModelActor[Any]) -> MLXModel:
-    if not isinstance(actor.model, MLXModel):
+def _savable(actor: ModelActor[Any]) -> SavableModel:
+    if not isinstance(actor.model, SavableModel):
         raise SessionFileError(
             f"the {actor.name} is a {type(actor.model).__name__}; only the caches of MLX models can be saved or loaded"
         )
@@ -210,49 +217,72 @@ def _mlx_model(actor: ModelActor[Any]) -> MLXModel:
 # --- on the model's thread ------------------------------------------------------------------------
 
 
-def _find(model: MLXModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]) -> SequenceState | None:
+def _fingerprint(model: SavableModel) -> Fingerprint:
+    if isinstance(model, MLXModel):
+        return fingerprint(model.module)
+    # What it has cached was made of its target's hidden states.
+    beside = [_TRAINED_VERSION, model.feature_layers, attrs.asdict(fingerprint(model.target))]
+    return fingerprint(model.module, model.arrays, beside)
+
+
+def _find(
+    model: SavableModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]
+) -> SequenceState | None:
     """What the prefix cache has of a text."""
     if (match := prefix_cache.find_longest_match(text)) is None:
         return None
-    assert isinstance(match.sequence, MLXSequence)
+    assert isinstance(match.sequence, StatefulSequence)
     state = match.sequence.take_state(match.tokens)
     if state is not None and match.num_reusable < len(match.tokens):
         state = _cut(model, state, match.num_reusable)
     if state is None:
-        logger.warning("the %s has caches of a class that is not known: they are not saved", name)
+        logger.warning("the %s has caches of a class that is not known, or lacks features: they are not saved", name)
     return state
 
 
-def _take(sequence: MLXSequence) -> Step[SequenceState | None]:
-    """The state of a sequence, in which only the number of tokens is right; None if no other text can reuse it."""
-    if sequence.reusable is None or sequence.reusable_length(sequence.length, sequence.length) == 0:
-        return Step(None)
-    return Step(sequence.take_state((0,) * sequence.length))
+def _take(sequence: StatefulSequence) -> Step[tuple[SequenceState | None, int]]:
+    """The state of a sequence, in which only the number of tokens is right, and `num_fed`; None if no other text can
+    reuse it.
+    """
+    num_fed = sequence.num_fed
+    if sequence.reusable is None or sequence.reusable_length(num_fed, num_fed) == 0:
+        return Step((None, num_fed))
+    return Step((sequence.take_state((0,) * num_fed), num_fed))
 
 
-def _cut_taken(model: MLXModel, taken: SequenceState, text: tuple[int, ...]) -> SequenceState | None:
-    """What a state has of a text."""
+def _cut_taken(model: SavableModel, taken: SequenceState, text: tuple[int, ...]) -> SequenceState | None:
+    """What a state has of its session's text; for a trained drafter, what it can read of the text, too."""
     # The last token is never reused, since its logits are needed.
-    num_common = common_length(pack(taken.tokens), pack(text[:-1]))
-    return taken if num_common == len(taken.tokens) else _cut(model, taken, num_common)
+    text = text[:-1]
+    num_common = common_length(pack(taken.tokens), pack(text))
+    if num_common == len(taken.tokens) and isinstance(model, MLXModel):
+        return taken
+    return _cut(model, taken, num_common, text)
 
 
-def _cut(model: MLXModel, state: SequenceState, length: int) -> SequenceState | None:
+def _cut(
+    model: SavableModel, state: SequenceState, length: int, text: tuple[int, ...] | None = None
+) -> SequenceState | None:
     """A state without the tokens after a length, which are of another text and must not get into the file.
 
     If the caches cannot be rewound to that length, they are rewound to the nearest one below it.
+
+    Args:
+        text: what all that was given is of, see `ReusableSequence.settle`; None if that is not known.
 
     Returns: None if there is no such length.
     """
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)
-        if (num_reusable := sequence.reusable_length(length, length)) == 0:
+        tokens = state.tokens[:length]
+        tokens = sequence.settle(tokens, tokens if text is None else text)
+        if (num_reusable := sequence.reusable_length(len(tokens), len(tokens))) == 0:
             return None
         sequence.reuse(num_reusable)
-        return sequence.take_state(state.tokens[:num_reusable])
+        return sequence.take_state(tokens[:num_reusable])
 
 
-def _fill(model: MLXModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
+def _fill(model: SavableModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
     state = recall(recorded)
     sequence = model.open_sequence(beside_another=beside_another)
     try:

@@ -54,6 +54,10 @@ class BlockReader(ContextReader, Protocol):
         """
         ...
 
+    def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
+        """See `FeatureInput.acceptance`; of the tokens of `read_after`."""
+        ...
+
     def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
         """The logits after tokens of a block.
 
@@ -75,6 +79,8 @@ class BlockSequence(ContextSequence):
         super().__init__(reader)
         self._reader = reader
         self._block: Block | None = None
+        # By part of the logits of a feed: its number of rows, and the estimates for them.
+        self._estimates: list[tuple[int, mx.array | None]] = []
 
     @property
     def foreseen(self) -> int:
@@ -83,13 +89,24 @@ class BlockSequence(ContextSequence):
     def _drop_drafts(self) -> None:
         self._block = None
 
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        self._estimates.clear()
+        logits = super().feed(tokens, num_logits)
+        has_estimates = any(estimate is not None for _, estimate in self._estimates)
+        of_rows = [mx.zeros(num_rows) if given is None else given for num_rows, given in self._estimates]
+        self.acceptance = mx.concatenate(of_rows) if has_estimates else None
+        return logits
+
     def _logits(self, position: int) -> mx.array:
         block = self._block_for(position)
         index = 0 if block is None else position - block.position
         if block is None or index >= self._reader.num_foreseen:
+            self._estimates.append((1, None))
             return mx.zeros((1, self._reader.vocab_size))
         end = min(index + len(self._tokens) - position, self._reader.num_foreseen)
-        return self._reader.read_after(block, self._tokens[block.position : block.position + end], end - index)
+        read = block, self._tokens[block.position : block.position + end], end - index
+        self._estimates.append((end - index, self._reader.acceptance_after(*read)))
+        return self._reader.read_after(*read)
 
     def _block_for(self, position: int) -> Block | None:
         """The block that predicts the token after that at a position; None if no features come before it."""

@@ -21,11 +21,14 @@ class TrainedDrafter(FeedsEach):
     """A drafter that was trained for its target, on its own thread, on which it must also be made.
 
     Attributes:
+        target: mlx-lm's model.
         feature_layers: whose inputs the target has to record.
         vocab_size: see `Model.vocab_size`.
     """
 
     context_length = None
+    cache_options: Mapping[str, Any] = {}  # none affect the cached values
+    num_ranks = 1
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class TrainedDrafter(FeedsEach):
         self._attached = attach(
             folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize
         )
-        self.feature_layers = self._attached.feature_layers
+        self.target, self.feature_layers = target, self._attached.feature_layers
         self.vocab_size = self._attached.vocab_size
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
@@ -69,6 +72,11 @@ class TrainedDrafter(FeedsEach):
         return self._attached.module
 
     @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """Those of its weights that the module does not have."""
+        return self._attached.arrays
+
+    @property
     def num_draft_tokens(self) -> int:
         """How many of the target's tokens it can propose."""
         return self._attached.num_draft_tokens
@@ -77,4 +85,4 @@ class TrainedDrafter(FeedsEach):
     def num_bytes(self) -> int:
         """Memory of the weights."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
-        return sum(array.nbytes for array in [*weights, *self._attached.arrays])
+        return sum(array.nbytes for array in [*weights, *self.arrays])

@@ -8,7 +8,14 @@ import mlx.core as mx
 
 
 class FeatureInput(ABC):
-    """The part of a sequence that takes features. They are given in any thread."""
+    """The part of a sequence that takes features. They are given in any thread.
+
+    Attributes:
+        acceptance: the drafter's own estimate, for each row of logits of the last feed, of how likely a token that is
+            drafted there is accepted, whichever it is; (num_logits,) in [0, 1], lazy. None if it has none.
+    """
+
+    acceptance: mx.array | None = None
 
     @abstractmethod
     def give(self, start: int, features: mx.array) -> None:

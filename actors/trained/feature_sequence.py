@@ -15,9 +15,12 @@ from typing import Any, Protocol
 import attrs
 import mlx.core as mx
 
+from actors.mlx.cache_kinds import MisfitError
+from actors.mlx.sequence_state import SequenceState
 from actors.trained.positioned_rows import PositionedRows
-from actors.trained.trained_sequence import TrainedSequence
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state, put_layers, taken_layers
 from protocol.errors import RewindError
+from protocol.messages import Features
 
 
 class FeatureReader(Protocol):
@@ -78,7 +81,7 @@ class FeatureSequence(TrainedSequence):
         # Projected features, and the drafter's own hidden states by position.
         self._fresh = PositionedRows()
         self._own: dict[int, _OwnState] = {}
-        # Features that were given and not looked at yet, and the position of the first of all that were given.
+        # Features that were given and not looked at yet, and the position of the first of all without a gap.
         self._arrived: deque[tuple[int, mx.array]] = deque()
         self._first_given = 0
         # Tokens that the next text shares with this one, if it reuses it.
@@ -88,15 +91,12 @@ class FeatureSequence(TrainedSequence):
         """Give the features of positions from `start` on. In any thread.
 
         Args:
-            start: any position for the first, and then at most the one after those that were given before. A later one
-                is of no use, since those between are missing.
+            start: any position. Where those before are missing, the text is read from there on.
             features: (n, width) evaluated.
         """
         self._awaits_features = False
         if self._num_given == 0:
             self._first_given = start
-        elif start > self._num_given:
-            return
         self._arrived.append((start, features))
         self._num_given = max(self._num_given, start + features.shape[0])
 
@@ -146,10 +146,9 @@ class FeatureSequence(TrainedSequence):
         """Looks at the features that have come, and so may leave fewer tokens."""
         if length > len(self._tokens):
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {len(self._tokens)}")
-        remaining = min(length, self.length)
-        self._cut(remaining)
+        self._cut(min(length, self.length))
         self._look_at_arrived()
-        return remaining
+        return len(self._tokens)
 
     def check(self, length: int) -> None:
         expected = max(0, length - self._num_skipped)
@@ -179,10 +178,10 @@ class FeatureSequence(TrainedSequence):
         return sum(int(layer.nbytes) for layer in self._cache) + self._fresh.num_bytes
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """What was read without features is not reused."""
+        """What was read without features is not reused, nor what those for the next token are missing after."""
         self._num_common = num_common
-        length = len(self._tokens) if self._first_stale is None else self._first_stale
-        return 0 if self._num_skipped > 1 else min(num_common, length)
+        length = min(num_common, self._num_fresh)
+        return 0 if self._num_skipped > 1 or length <= self._first_given else length
 
     def reuse(self, length: int) -> None:
         self._cut(length)
@@ -193,6 +192,44 @@ class FeatureSequence(TrainedSequence):
         self._num_given = self._fresh.end if self._fresh.pieces else 0
         self._awaits_features = True
         self.check(length)
+
+    @property
+    def _num_fresh(self) -> int:
+        """Tokens that were read with features."""
+        return len(self._tokens) if self._first_stale is None else self._first_stale
+
+    @property
+    def num_fed(self) -> int:
+        return len(self._tokens)
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """None also if features are missing."""
+        rows, length = self._fresh.copy(), self._num_fresh
+        for arrived in self._arrived.copy():
+            self._add(rows, *arrived)
+        if self._num_skipped != 1 or length < 2 or not rows.pieces or rows.begin >= length:
+            return None
+        features = Features(rows.begin, rows.between(rows.begin, rows.end))
+        return SequenceState(tokens[:length], taken_layers(self._cache, length - 1), features=features)
+
+    def put_state(self, state: SequenceState) -> None:
+        check_state(state, num_layers=len(self._cache), has_features=True)
+        features, length = state.features, len(state.tokens)
+        assert features is not None
+        check_features(features, self._reader.project(mx.zeros((1, self._reader.feature_width))))
+        cache, num_rows = put_layers(state, self._grown)
+        # The first token is in no cache, and the next one is read with the features of the last.
+        if num_rows != length - 1 or not features.start < length <= features.start + features.values.shape[0] + 1:
+            raise MisfitError(f"it has {num_rows} positions, and features from {features.start} on, of {length} tokens")
+        self._cache, self._tokens, self._num_skipped = cache, [*state.tokens], 1
+        self._fresh.add(features.start, features.values)
+        self._first_given, self._num_given = features.start, self._fresh.end
+
+    def _grown(self, num_rows: int) -> list[Any]:
+        cache = self._reader.make_cache()
+        hidden = self._reader.project(mx.zeros((num_rows, self._reader.feature_width)))
+        self._reader.read(hidden, mx.zeros(num_rows, mx.int32), cache)
+        return cache
 
     # --- hidden states ----------------------------------------------------------------------------
 
@@ -254,10 +291,19 @@ class FeatureSequence(TrainedSequence):
             self._look_at(*self._arrived.popleft())
 
     def _look_at(self, start: int, features: mx.array) -> None:
+        if self._fresh.pieces and start > self._fresh.end:
+            # Features between are missing: what comes after them is worth more than what is before.
+            self._cut(0)
+            self._own.clear()
+            self._first_given = start
+        if self._add(self._fresh, start, features):
+            self._own = {position: own for position, own in self._own.items() if position >= self._fresh.end}
+
+    def _add(self, rows: PositionedRows, start: int, features: mx.array) -> bool:
+        """Add features that have come to others. Returns: whether some are new."""
         # Some may come a second time, if the target has lost its cache.
-        known = max(0, self._fresh.end - start) if self._fresh.pieces else 0
+        known = max(0, rows.end - start) if rows.pieces else 0
         if known >= features.shape[0]:
-            return
-        self._fresh.add(start + known, self._reader.project(features[known:]))
-        end = start + features.shape[0]
-        self._own = {position: own for position, own in self._own.items() if position >= end}
+            return False
+        rows.add(start + known, self._reader.project(features[known:]))
+        return True

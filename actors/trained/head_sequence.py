@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from actors.trained.trained_sequence import TrainedSequence
+from actors.mlx.sequence_state import SequenceState
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
 from protocol.errors import RewindError
+from protocol.messages import Features
 
 # Positions whose features are kept: a drafter that catches up reads no more at a time.
 NUM_KEPT = 64
@@ -48,6 +50,8 @@ class HeadSequence(TrainedSequence):
         self._hidden: mx.array | None = None
         # By head, at the last position: siblings in the tree have the same.
         self._rows: dict[int, mx.array] = {}
+        # Tokens that the next text shares with this one, if it reuses it.
+        self._num_common = 0
 
     def give(self, start: int, features: mx.array) -> None:
         self._awaits_features = False
@@ -62,8 +66,7 @@ class HeadSequence(TrainedSequence):
     @property
     def staleness(self) -> int:
         """What a head lacks are the features of the positions that it passes over."""
-        known_end = self._begin + (0 if self._hidden is None else self._hidden.shape[0])
-        return max(0, self._length - 1 - known_end)
+        return max(0, self._length - 1 - self._end)
 
     @property
     def foreseen(self) -> int:
@@ -111,20 +114,44 @@ class HeadSequence(TrainedSequence):
         return 0 if self._hidden is None else int(self._hidden.nbytes)
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
+        self._num_common = num_common
         return min(num_common, self._length)
 
     def reuse(self, length: int) -> None:
-        """The features were of the other text."""
-        self.close()
-        self._length = length
+        """Features of what the texts do not share were of the other text."""
+        self._look_at_arrived()
+        self._length, self._awaits_features = length, True
+        num_kept = min(self._num_common, self._end) - self._begin
+        self._hidden = None if self._hidden is None or num_kept <= 0 else self._hidden[:num_kept]
+        self._num_given = self._end if self._hidden is not None else 0
+        self._rows.clear()
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """None also without features."""
+        self._look_at_arrived()
+        if self._hidden is None or not tokens:
+            return None
+        return SequenceState(tokens, (), features=Features(self._begin, self._hidden))
+
+    def put_state(self, state: SequenceState) -> None:
+        check_state(state, num_layers=0, has_features=True)
+        assert state.features is not None
+        check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
+        self._begin, self._hidden = state.features.start, state.features.values
+        self._length, self._num_given = len(state.tokens), self._end
 
     # --- logits -----------------------------------------------------------------------------------
+
+    @property
+    def _end(self) -> int:
+        """The position after the last one whose features are known."""
+        return self._begin + (0 if self._hidden is None else self._hidden.shape[0])
 
     def _logits(self, begin: int, end: int) -> mx.array:
         """(end - begin, V) logits after the tokens at positions from `begin` to `end`."""
         self._look_at_arrived()
         # The token at position p + 1 is foreseen by the first head on the features of position p - 1.
-        known_end = self._begin if self._hidden is None else self._begin + self._hidden.shape[0]
+        known_end = self._end
         parts: list[mx.array] = []
         position = begin
         while position < end:

@@ -26,6 +26,12 @@ class PositionedRows:
         """Memory of the rows."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def copy(self) -> PositionedRows:
+        """The same rows; what is added to either does not show in the other."""
+        copied = PositionedRows()
+        copied.begin, copied.end, copied.pieces = self.begin, self.end, [*self.pieces]
+        return copied
+
     def clear(self) -> None:
         """Drop all."""
         self.begin = self.end = 0

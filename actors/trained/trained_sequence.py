@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import cast
+import copy
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 
-from actors.model import ReusableSequence, RewindMode
+from actors.mlx.cache_kinds import LayerState, MisfitError, kind_of, lengths_of
+from actors.mlx.sequence_state import SequenceState, StatefulSequence
+from actors.model import RewindMode
+from actors.prefix_cache import common_length, pack
 from actors.trained.feature_input import FeatureInput
+from protocol.errors import RewindError
+from protocol.messages import Features
+
+# Tokens that are read in one pass once a text is over.
+_TOKENS_PER_PASS = 512
 
 
-class TrainedSequence(ReusableSequence, FeatureInput):
+class TrainedSequence(StatefulSequence, FeatureInput):
     """A `CachedSequence` that takes features, and can go back to any length.
 
     Features are given in any thread; everything else happens on the model's.
@@ -48,3 +60,134 @@ class TrainedSequence(ReusableSequence, FeatureInput):
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
         return RewindMode.TRIM
+
+    def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
+        """What is left of the features then is of the cached tokens."""
+        num_read = self.rewind(min(common_length(pack(tokens), pack(text)), self.length))
+        # The token at a position is read with the features of the position before.
+        end = min(self._num_given + 1, len(text)) if self._num_given else num_read
+        for begin in range(num_read, end, _TOKENS_PER_PASS):
+            self.feed(tuple(text[begin : min(end, begin + _TOKENS_PER_PASS)]), 0)
+        return tuple(text[: self.length])
+
+
+class LedgerSequence(TrainedSequence):
+    """One that counts the tokens of its text, and reads them, and the features that have come, as logits are wanted."""
+
+    def __init__(self, feature_width: int) -> None:
+        super().__init__(feature_width)
+        self._tokens: list[int] = []
+        # Features that were given and not looked at yet.
+        self._arrived: deque[tuple[int, mx.array]] = deque()
+        # Tokens that the next text shares with this one, if it reuses it.
+        self._num_common = 0
+
+    def give(self, start: int, features: mx.array) -> None:
+        self._awaits_features = False
+        self._arrived.append((start, features))
+        self._num_given = max(self._num_given, start + features.shape[0])
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        """The logits where nothing is foreseen are all zero."""
+        self._tokens += tokens
+        self._look_at_arrived()
+        if num_logits == 0:
+            self._read_text()
+            return None
+        begin, end = len(self._tokens) - num_logits, len(self._tokens)
+        parts: list[mx.array] = []
+        while begin < end:
+            parts.append(self._logits(begin))
+            begin += parts[-1].shape[0]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def rewind(self, length: int) -> int:
+        if length > len(self._tokens):
+            raise RewindError(f"asked to rewind to {length} tokens a text of {len(self._tokens)}")
+        del self._tokens[length:]
+        return length
+
+    def check(self, length: int) -> None:
+        if len(self._tokens) != length:
+            raise RewindError(f"the text should have {length} tokens, it has {len(self._tokens)}")
+
+    def forget(self) -> None:
+        """Features stay."""
+        self._tokens.clear()
+
+    def close(self) -> None:
+        self.forget()
+        self._arrived.clear()
+
+    def reusable_length(self, num_common: int, num_read: int) -> int:
+        self._num_common = num_common
+        return min(num_common, len(self._tokens))
+
+    def reuse(self, length: int) -> None:
+        self._look_at_arrived()
+        self.rewind(length)
+        self._awaits_features = True
+
+    def _look_at_arrived(self) -> None:
+        while self._arrived:
+            self._look_at(*self._arrived.popleft())
+
+    @abstractmethod
+    def _look_at(self, start: int, features: mx.array) -> None:
+        """Take the features of positions from `start` on, which may be known in part, or come after some missing."""
+
+    def _read_text(self) -> None:
+        """Read what can be read without logits."""
+
+    @abstractmethod
+    def _logits(self, position: int) -> mx.array:
+        """(n, V) logits after the token at a position, and after some of those that follow it, n >= 1; lazy."""
+
+
+# --- the state of its parts -----------------------------------------------------------------------
+
+
+def taken_layers(cache: Sequence[Any], num_rows: int) -> tuple[LayerState, ...]:
+    """The states of caches of mlx-lm's `KVCache` as they were after the first `num_rows` rows."""
+    layers = [copy.copy(layer) for layer in cache]
+    for layer in layers:
+        layer.trim(layer.offset - num_rows)
+    return tuple(kind_of(layer).take_state(layer) for layer in layers)
+
+
+def check_state(state: SequenceState, *, num_layers: int, has_features: bool) -> None:
+    """Raises: MisfitError: a drafter with so many caches, and with features besides or without, cannot have it."""
+    state.check(num_layers=num_layers, has_features=has_features)
+    if state.prefix_checkpoints:
+        raise MisfitError("it has prefix checkpoints, which a trained drafter has none of")
+
+
+def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
+    """New caches with the states in a sequence's state, and their number of rows.
+
+    Args:
+        grown: makes such caches that hold some rows, to compare shapes with.
+
+    Raises: MisfitError: these are not the states of such caches.
+    """
+    like = [*zip(grown(1), grown(8), strict=True)]
+    cache = [kind_of(pair[0]).put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]
+    lengths = lengths_of(cache)
+    if len(lengths) != 1:
+        raise MisfitError(f"its caches hold different numbers of positions, {sorted(lengths)}")
+    return cache, lengths.pop()
+
+
+def check_features(features: Features, like: mx.array) -> None:
+    """Raises: MisfitError: they are no rows such as those of `like`."""
+    values = features.values
+    fits = values.ndim == 2 and values.shape[1] == like.shape[1] and mx.issubdtype(values.dtype, mx.floating)
+    if not fits or features.start < 0 or values.shape[0] == 0:
+        raise MisfitError(
+            f"its features are an array of {values.shape} and {values.dtype} from position {features.start} on, not "
+            f"rows of a width of {like.shape[1]}"
+        )

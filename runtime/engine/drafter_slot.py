@@ -126,6 +126,8 @@ class DrafterSlot:
                 del get, drafter  # and with them the model, once the actor releases it
                 async with trio.open_nursery() as nursery:
                     await nursery.start(actor.serve)
+                    if isinstance(actor, DraftActor) and (store := actor.prefix_cache.store) is not None:
+                        nursery.start_soon(store.run)
                     # If the attaching task is cancelled by now, this task ends here without ever filling the slot.
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.drafters.lookup_actor import LookupActor
-from actors.mlx.model import MLXModel
 from actors.model import Model
+from actors.persistence.saved_sequence import SavableModel
 from actors.remote.remote_drafter import LoadedElsewhere, RemoteDrafter
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
@@ -91,6 +91,10 @@ async def running(
             max_batch=given.max_batch,
         )
 
+        def keep_on_disk(actor: TargetActor | DraftActor) -> None:
+            if given.prefix_cache_dir is not None and isinstance(actor.model, SavableModel):
+                DiskPrefixCache(actor, check_folder(given.prefix_cache_dir), given.prefix_cache_dir_bytes)
+
         def make_drafter(draft: LoadedDrafter) -> DrafterActor:
             if draft == NGRAM:
                 return LookupActor(
@@ -105,7 +109,7 @@ async def running(
                     target=target_actor.mailbox,
                     target_vocab_size=target[0].vocab_size,
                 )
-            return DraftActor(
+            actor = DraftActor(
                 *draft,
                 events,
                 prices,
@@ -117,14 +121,16 @@ async def running(
                 chains=chains,
                 max_batch=given.max_batch,
             )
+            keep_on_disk(actor)
+            return actor
 
         drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
         if draft is not None:
             await drafter.put(draft, draft_resources or AsyncExitStack())
         del draft  # the slot holds it, until it is detached
-        if given.prefix_cache_dir is not None and isinstance(target_actor.model, MLXModel):
-            folder = check_folder(given.prefix_cache_dir)
-            nursery.start_soon(DiskPrefixCache(target_actor, folder, given.prefix_cache_dir_bytes).run)
+        keep_on_disk(target_actor)
+        if (store := target_actor.prefix_cache.store) is not None:
+            nursery.start_soon(store.run)
         await nursery.start(target_actor.serve)
         runtime = Runtime(
             target_actor,

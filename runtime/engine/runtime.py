@@ -10,7 +10,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
-from actors.mlx.model import MLXModel
+from actors.persistence.saved_sequence import SavableModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
 from protocol.copy_corpus import EVERYBODY, CopyCorpus
@@ -316,9 +316,9 @@ class Runtime:
         Args:
             path: of the file; or a binary file object that can seek, such as `io.BytesIO`, which is read in another
                 thread from its position to its end.
-            any_draft: whether a draft model may differ from the one that the session was saved with. It reads the text
-                again, and under the match rule the text that comes is the same. A runtime without a draft model
-                ignores the file's cache of one; where the file has none, the draft model reads the text again.
+            any_draft: whether a drafter may differ from the one that the session was saved with. A draft model reads
+                the text again, a trained drafter what comes from now on; under the match rule the text that comes is
+                the same. So it is where the file has no cache of a drafter. A runtime without one ignores the file's.
             tools: as for `conversation`. The file has no functions: without the ones that it was
                 saved with, the model is told of none, and the text is read again.
             **overrides: settings by name; each replaces the saved one. Where there were `logits_processors` or a
@@ -419,10 +419,10 @@ class Runtime:
             return await self._models().save(path, account)
 
     def _models(self) -> SessionSaver:
-        # A draft model that has failed for good cannot be asked for anything. A drafter that is more than an MLX model
-        # reads the text again.
+        # A drafter that has failed for good cannot be asked for anything. A draft model of another vocabulary reads the
+        # text again.
         draft = self._drafter.actor
-        if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, MLXModel)):
+        if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, SavableModel)):
             draft = None
         return SessionSaver(self._target, draft, self._tokenizer)
 

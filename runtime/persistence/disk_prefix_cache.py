@@ -12,9 +12,7 @@ import attrs
 import trio
 
 from actors.actor import ModelActor
-from actors.mlx.model import MLXModel
-from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import SequenceState
+from actors.mlx.sequence_state import SequenceState, StatefulSequence
 from actors.model import CachedSequence
 from actors.persistence import saved_sequence
 from actors.prefix_cache import common_length, may_serve, pack
@@ -47,7 +45,7 @@ class DiskPrefixCache:
         """For an actor, as the store of its prefix cache. Nothing is found before `run` has looked.
 
         Args:
-            actor: its model is an `MLXModel`.
+            actor: its model is a `SavableModel`.
             folder, max_bytes: see `PrefixFiles`.
         """
         self._actor = actor
@@ -62,7 +60,7 @@ class DiskPrefixCache:
         actor.prefix_cache.store = self
 
     def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
-        if not isinstance(sequence, MLXSequence) or len(tokens) < MIN_TOKENS:
+        if not isinstance(sequence, StatefulSequence) or len(tokens) < MIN_TOKENS:
             return
         try:
             state = sequence.take_state(tokens)
@@ -72,7 +70,7 @@ class DiskPrefixCache:
         if state is None:
             return
         length = len(tokens) - 1
-        can_be_cut = sequence.reusable_length(length, length) == length
+        can_be_cut = state.features is None and sequence.reusable_length(length, length) == length
         stored = StoredPrefix(tokens, num_prompt, state.lengths, can_be_cut, pack(tokens))
         self._evicted.append(_Evicted(stored, state))
         self._trio_token.run_sync_soon(self._wake)
@@ -81,7 +79,7 @@ class DiskPrefixCache:
         self._has_evicted.set()
 
     async def run(self) -> None:
-        """Look at the folder, and write what is evicted, until cancelled.
+        """See `PrefixStore.run`. Looks at the folder first.
 
         Cancellation: a file that is being written is completed; what was not written, `flush` writes.
         """
@@ -98,7 +96,7 @@ class DiskPrefixCache:
         """Look at the folder, if that was not done."""
         if self._files is not None or self._actor.prefix_cache.store is None:
             return
-        assert isinstance(self._actor.model, MLXModel)
+        assert isinstance(self._actor.model, saved_sequence.SavableModel)
         try:
             fingerprint = await saved_sequence.identify(self._actor)
         except (JobError, HangError, RankError) as error:

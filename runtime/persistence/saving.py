@@ -44,7 +44,7 @@ class SessionSaver:
 
     Attributes:
         target: the target's actor.
-        draft: the drafter's, where the drafter is an MLX model with its target's vocabulary; else None.
+        draft: the drafter's, where the drafter is a `SavableModel`; else None.
         tokenizer: the target's.
     """
 
@@ -93,6 +93,7 @@ class SessionSaver:
         saved_session.check_path(path)
         progress()  # empties the channel of commits, where the models wait for a slow consumer
         target = await saved_sequence.take(self.target, opened.session)
+        await trio.lowlevel.checkpoint()  # let the drafter hear of what the target has read
         draft = await self._of_drafter(lambda draft: saved_sequence.take(draft, opened.session))
         for _ in range(_MAX_ROUNDS):
             now = progress()

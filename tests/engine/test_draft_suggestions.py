@@ -83,7 +83,7 @@ def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Pat
     assistant = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64}
     cached(cache, "org/reader", 200, text_config=layer | {"hidden_size": 16}, **assistant)
     cached(cache, "org/wide", 300, speculators_model_type="eagle3", hidden_size=96)
-    cached(cache, "org/other", 300, speculators_model_type="peagle", hidden_size=64)
+    cached(cache, "org/other", 300, speculators_model_type="hydra", hidden_size=64)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
     assert [(each.model, each.kind) for each in found] == [
         ("org/layer", "MTP"),

@@ -12,11 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from architectures import build
+from drafted_runtime import drafted, features_of
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from models import Failing, gemma3_text, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
+from trained_drafters import KINDS, make
 
 import runtime
 from protocol.prefill_chunks import PrefillChunkSize
@@ -106,6 +108,37 @@ async def test_a_drafter_that_agrees_is_accepted_though_it_has_not_read_what_is_
             [*SUFFIX, 5, *SUFFIX], prompt_cache_file=file, max_tokens=NUM_TOKENS, lookahead=2
         )
     assert completion.statistics.proposed > 0
+
+
+@sweep(("kind", "is_hybrid"), [*((kind, False) for kind in KINDS), ("eagle3", True)])
+async def test_a_trained_drafter_gets_the_features_of_the_text_after_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_hybrid: bool
+) -> None:
+    folder = tmp_path / "drafter"
+    model = make(kind, folder, is_hybrid=is_hybrid, vocab_size=64)
+    file = cache_prompt(tmp_path / "prompt.safetensors", model)
+    expected = greedy(model, SUFFIX, NUM_TOKENS, prompt_cache=load_prompt_cache(str(file)))
+    given: list[tuple[int, mx.array]] = []
+    async with drafted(folder, model) as rt:
+        layers = rt._draft.model.feature_layers
+        sequences = type(rt._draft.model.open_sequence(beside_another=False))
+        give = sequences.give
+
+        def noted(sequence: Any, start: int, features: mx.array) -> None:
+            given.append((start, features))
+            give(sequence, start, features)
+
+        monkeypatch.setattr(sequences, "give", noted)
+        completion = await rt.generate(SUFFIX, prompt_cache_file=file, max_tokens=NUM_TOKENS, lookahead=3)
+    assert [token.id for token in completion.tokens] == expected
+    assert completion.statistics.proposed > 0
+    assert completion.statistics.draft_failures == 0
+    # Positions are those of the text, and what the target has computed is of all before it.
+    whole = features_of(model, (*CACHED, *SUFFIX, *expected), layers)[len(CACHED) :]
+    assert given[0][0] == 0
+    assert given[-1][0] + given[-1][1].shape[0] > NUM_TOKENS - 4
+    for start, features in given:
+        assert mx.allclose(features, whole[start : start + features.shape[0]], atol=1e-4)
 
 
 async def test_the_context_holds_what_is_cached_too(tmp_path: Path) -> None:

@@ -14,26 +14,33 @@ from architectures import VOCAB_SIZE, build
 from mlx.utils import tree_flatten
 from models import draw_weights
 
+from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds import dflash, eagle3, gemma4_assistant
 from actors.trained.kinds.medusa import Medusa, MedusaConfig
+from actors.trained.kinds.mtp import MTPReader, load_mtp
+from actors.trained.kinds.target_parts import embedding_of, final_norm_of, head_of
 
-KINDS = ("eagle3", "medusa", "mtp", "dflash", "dspark", "dflash2", "gemma4")
+KINDS = ("eagle3", "peagle", "medusa", "mtp", "mtp_deep", "dflash", "dspark", "dflash2", "gemma4")
 BLOCK_SIZE = 5
-# What the files of the kinds that go on from DFlash say besides.
+# What the files of the kinds that go on from EAGLE-3 and DFlash say besides.
 _LATER: dict[str, dict[str, Any]] = {
+    "peagle": {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 5}
+    | {"speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]}},
     "dspark": {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "markov_head_type": "gated"}
     | {"markov_rank": 4, "sample_from_anchor": True},
     "dflash2": {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2}
     | {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
 }
+# Of one layer and of several: without and with layers of the target that are recurrent, or have a sliding window.
+_MTP = {"mtp": ("mimo", "qwen3_next"), "mtp_deep": ("deepseek_v3_deep", "step3p5_deep")}
 _MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
 
 
 def make(kind: str, folder: Path, *, is_hybrid: bool = False, vocab_size: int = VOCAB_SIZE) -> Any:
     """Write a drafter. Returns: its target, which is recurrent in part if `is_hybrid` and the kind allows it."""
     folder.mkdir(parents=True, exist_ok=True)
-    if kind == "mtp":
-        case = _MTP_CASES / ("qwen3_next" if is_hybrid else "mimo")
+    if kind.startswith("mtp"):
+        case = _MTP_CASES / _MTP[kind][is_hybrid]
         target = draw_weights(mtp_target(case, vocab_size=vocab_size), 3)
         write_mtp(folder, case, vocab_size=vocab_size)
         return target
@@ -42,7 +49,8 @@ def make(kind: str, folder: Path, *, is_hybrid: bool = False, vocab_size: int = 
         write_gemma4(folder, vocab_size=vocab_size)
         return target
     target = build("lfm2" if is_hybrid else "llama", vocab_size=vocab_size)
-    write = {"eagle3": write_eagle3, "medusa": write_medusa}.get(kind) or partial(write_dflash, **_LATER.get(kind, {}))
+    write: Any = {"eagle3": write_eagle3, "peagle": write_eagle3, "medusa": write_medusa}.get(kind, write_dflash)
+    write = partial(write, **_LATER.get(kind, {}))
     write(folder, target, vocab_size=vocab_size)
     return target
 
@@ -150,6 +158,30 @@ def mtp_target(case: Path, **changes: Any) -> Any:
     config = json.loads((case / "config.json").read_text()) | changes
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     return module.Model(module.ModelArgs.from_dict(config))
+
+
+def mtp_target_of(case: Path) -> Any:
+    """A target of the family, with the embedding, final norm and head of the case; its layers are random."""
+    target = mtp_target(case)
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    shared = {
+        name: value
+        for name, value in weights.items()
+        if name.split(".")[1] in ("embed_tokens", "embeddings", "norm", "norm_f", "weight")
+    }
+    if case.name.startswith(("qwen", "step")):
+        shared["model.norm.weight"] = shared["model.norm.weight"] + 1
+    whole = "language_model." if case.name.startswith("qwen3_5") else ""
+    target.load_weights([(whole + name, value) for name, value in shared.items()], strict=False)
+    mx.eval(target.parameters())
+    return target
+
+
+def mtp_readers(folder: Path, target: Any) -> list[MTPReader]:
+    """The layers in a folder, with the parts of their target."""
+    named = "the drafter"
+    parts = final_norm_of(target, named), embedding_of(target, named), head_of(target, named)
+    return [MTPReader(layer, *parts, 48) for layer in load_mtp(DrafterFiles.read(folder), target).depths]
 
 
 def write_mtp(folder: Path, case: Path, weights: dict[str, mx.array] | None = None, **changes: Any) -> Path:

@@ -116,7 +116,7 @@ def write(folder: Path, model_class: Any, config_class: Any, config: dict[str, A
     model.bind(target)
     features = mx.random.normal((NUM_TOKENS, len(LAYER_IDS) * HIDDEN_SIZE))
     tokens = mx.random.randint(0, VOCAB_SIZE - 1, (NUM_TOKENS,))
-    paths, logits = [], []
+    paths, logits, acceptance = [], [], []
     for anchor in range(1, NUM_TOKENS):
         seen = Seen()
         paths.append(
@@ -124,6 +124,10 @@ def write(folder: Path, model_class: Any, config_class: Any, config: dict[str, A
                 int(tokens[anchor]), features[None, :anchor], model.make_cache(), model.config.block_size, seen
             )[0]
         )
+        if getattr(model, "confidence_head", None) is not None:
+            block = [int(tokens[anchor])] + [MASK] * (len(seen.logits) - 1)
+            hidden = model._hidden(mx.array([block]), features[None, :anchor], model.make_cache())
+            acceptance.append(model.confidence(hidden, tokens[anchor : anchor + 1], paths[-1][None])[0])
         # A selector sees its candidates alone.
         logits.append(mx.sort(mx.stack(seen.logits), axis=-1))
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,6 +142,7 @@ def write(folder: Path, model_class: Any, config_class: Any, config: dict[str, A
         head=target.lm_head.weight,
         paths=mx.stack(paths).astype(mx.int32),
         ordered_logits=mx.stack(logits),
+        **({"acceptance": mx.stack(acceptance)} if acceptance else {}),
     )
 
 

@@ -88,8 +88,8 @@ def model_of(config: DFlashSpeculatorConfig) -> DFlashDraftModel:
     return model.float().eval()
 
 
-def speculators_logits(model: DFlashDraftModel, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(anchors, block, V) logits of the blocks at all positions but those at the end."""
+def speculators_given(model: DFlashDraftModel, features: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """(anchors, block, V) logits of the blocks at all positions but those at the end, and DSpark's estimates."""
     num_anchors = NUM_TOKENS - BLOCK_SIZE
     hidden, logits, *_ = model._backbone_forward(
         features[None],
@@ -101,14 +101,17 @@ def speculators_logits(model: DFlashDraftModel, features: torch.Tensor, tokens: 
     )
     blocks = logits[0].view(num_anchors, BLOCK_SIZE, -1)
     if isinstance(model, DSparkDraftModel):
-        before = tokens.unfold(0, BLOCK_SIZE, 1)[:num_anchors]
-        blocks = blocks + model.markov_head.block_bias(
-            prev_token_ids=before, hidden_states=hidden.view(num_anchors, BLOCK_SIZE, -1)
-        )
-    return blocks if model.config.sample_from_anchor else blocks[:, 1:]
+        before, hidden = tokens.unfold(0, BLOCK_SIZE, 1)[:num_anchors], hidden.view(num_anchors, BLOCK_SIZE, -1)
+        blocks = blocks + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
+        by_token = [model.markov_head.prev_embeddings(before)] if model.config.confidence_head_with_markov else []
+        return {
+            "logits": blocks,
+            "acceptance": torch.sigmoid(model.confidence_head(torch.cat([hidden, *by_token], dim=-1))),
+        }
+    return {"logits": blocks if model.config.sample_from_anchor else blocks[:, 1:]}
 
 
-def authors_logits(model: DFlashDraftModel, features: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def authors_given(model: DFlashDraftModel, features: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """The same, by the authors' definition."""
     found = []
     context = model.hidden_norm(model.fc(features))
@@ -132,7 +135,7 @@ def authors_logits(model: DFlashDraftModel, features: torch.Tensor, tokens: torc
         logits = model.lm_head(model.norm(hidden))[0, 1:] * SCALES["output_multiplier"]
         cap = SCALES["final_logit_softcapping"]
         found.append(torch.tanh(logits / cap) * cap)
-    return torch.stack(found)
+    return {"logits": torch.stack(found)}
 
 
 def write(folder: Path, config: DFlashSpeculatorConfig, *, of_authors: bool = False) -> None:
@@ -141,7 +144,7 @@ def write(folder: Path, config: DFlashSpeculatorConfig, *, of_authors: bool = Fa
     features = torch.randn(NUM_TOKENS, len(FEATURE_LAYERS) * HIDDEN_SIZE)
     tokens = torch.randint(0, VOCAB_SIZE - 1, (NUM_TOKENS,))
     with torch.no_grad():
-        logits = (authors_logits if of_authors else speculators_logits)(model, features, tokens)
+        given = (authors_given if of_authors else speculators_given)(model, features, tokens)
     folder.mkdir(parents=True, exist_ok=True)
     not_saved = ("verifier", "embed_tokens", *(() if model.use_draft_vocab else ("lm_head",)))
     own = {name: value for name, value in model.state_dict().items() if not name.startswith(not_saved)}
@@ -162,7 +165,7 @@ def write(folder: Path, config: DFlashSpeculatorConfig, *, of_authors: bool = Fa
         tokens=tokens.int(),
         embedding=model.embed_tokens.weight.detach(),
         head=model.lm_head.weight.detach(),
-        logits=logits,
+        **given,
     )
 
 
@@ -175,4 +178,5 @@ if __name__ == "__main__":
     write(where / "authors", configuration(layer=SLIDING), of_authors=True)
     write(where / "dspark", configuration(DRAFT_VOCAB_SIZE, markov_head_type="vanilla", markov_rank=8))
     write(where / "dspark_gated", configuration(markov_head_type="gated", markov_rank=8))
-    write(where / "dspark_rnn", configuration(layer=SLIDING, markov_head_type="rnn", markov_rank=8))
+    by_hidden = {"markov_head_type": "rnn", "markov_rank": 8, "confidence_head_with_markov": False}
+    write(where / "dspark_rnn", configuration(layer=SLIDING, **by_hidden))

@@ -1,7 +1,7 @@
 """Writes the cases of `test_eagle3.py`: tiny drafters of Speculators, and the logits that its torch classes give.
 
     pip install torch speculators==0.9.0
-    TORCHDYNAMO_DISABLE=1 python tests/trained/make_eagle3_cases.py tests/trained/eagle3
+    TORCHDYNAMO_DISABLE=1 python tests/trained/make_eagle3_cases.py tests/trained
 
 Neither is needed to run the test.
 """
@@ -18,12 +18,15 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-HIDDEN_SIZE, VOCAB_SIZE, DRAFT_VOCAB_SIZE, NUM_TOKENS, NUM_STEPS = 32, 96, 40, 9, 3
+HIDDEN_SIZE, VOCAB_SIZE, DRAFT_VOCAB_SIZE, NUM_TOKENS, NUM_STEPS, MASK = 32, 96, 40, 9, 3, 95
+LOSS = resolve_loss_config("kl_div", "eager")
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -34,7 +37,7 @@ LLAMA3_ROPE = {
 }
 
 
-def configuration(kind: type, layers: int = 1, rope: dict[str, Any] | None = None, **flags: bool) -> Any:
+def configuration(kind: type, layers: int = 1, rope: dict[str, Any] | None = None, **flags: Any) -> Any:
     """The configuration of a drafter with layers of some kind."""
     layer = kind(
         hidden_size=HIDDEN_SIZE,
@@ -49,12 +52,13 @@ def configuration(kind: type, layers: int = 1, rope: dict[str, Any] | None = Non
         rope_parameters=rope or {"rope_type": "default", "rope_theta": 10_000.0},
     )
     layer._attn_implementation = "eager"
-    return Eagle3SpeculatorConfig(
+    is_parallel = "mask_token_id" in flags
+    return (PEagleSpeculatorConfig if is_parallel else Eagle3SpeculatorConfig)(
         transformer_layer_config=layer,
         draft_vocab_size=DRAFT_VOCAB_SIZE,
         eagle_aux_hidden_state_layer_ids=[1, 2, 3],
         speculators_config=SpeculatorsConfig(
-            algorithm="eagle3",
+            algorithm="peagle" if is_parallel else "eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=NUM_STEPS)],
             default_proposal_method="greedy",
             verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
@@ -66,7 +70,8 @@ def configuration(kind: type, layers: int = 1, rope: dict[str, Any] | None = Non
 def write(folder: Path, config: Any) -> None:
     """Write a drafter with random weights, and its logits for random features and tokens."""
     torch.manual_seed(5)
-    model = Eagle3DraftModel(config)
+    is_parallel = isinstance(config, PEagleSpeculatorConfig)
+    model = (PEagleDraftModel if is_parallel else Eagle3DraftModel)(config)
     for weights in model.parameters():
         is_norm = weights.dim() == 1
         weights.data = torch.randn_like(weights.data) * (0.5 if is_norm else 0.3) + float(is_norm)
@@ -80,7 +85,17 @@ def write(folder: Path, config: Any) -> None:
     features = torch.randn(1, NUM_TOKENS, 3 * HIDDEN_SIZE)
     tokens = torch.randint(0, VOCAB_SIZE, (1, NUM_TOKENS))
     with torch.no_grad():
-        model(features, tokens, torch.zeros(1, NUM_TOKENS, dtype=torch.long), ttt_steps=NUM_STEPS)
+        documents = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
+        if is_parallel:
+            # All depths after every position, as far as the text goes.
+            lengths = [NUM_TOKENS - step for step in range(NUM_STEPS)]
+            rows = torch.cat([torch.arange(n) for n in lengths]), torch.repeat_interleave(torch.tensor(lengths))
+            core.generate_cod_sample_indices = lambda **_: rows
+            loss = {"verifier_last_hidden_states": features[..., :HIDDEN_SIZE], "loss_config": LOSS}
+            model(features, tokens, documents, **loss)
+            logits = list(logits[0].split(lengths))
+        else:
+            model(features, tokens, documents, ttt_steps=NUM_STEPS)
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: value for name, value in model.state_dict().items() if not name.startswith(("verifier", "t2d"))}
     save_file({name: value.contiguous() for name, value in own.items()}, folder / "model.safetensors")
@@ -90,8 +105,12 @@ def write(folder: Path, config: Any) -> None:
 
 
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
+    where = Path(sys.argv[1]) / "eagle3"
     write(where / "llama", configuration(LlamaConfig))
     write(where / "qwen3", configuration(Qwen3Config, norm_before_residual=True))
     write(where / "norms", configuration(LlamaConfig, fc_norm=True, norm_output=True))
     write(where / "deep", configuration(LlamaConfig, layers=2, rope=LLAMA3_ROPE, norm_before_fc=True))
+    where, mask = where.with_name("peagle"), {"mask_token_id": MASK}
+    write(where / "llama", configuration(LlamaConfig, **mask))
+    write(where / "qwen3", configuration(Qwen3Config, norm_before_residual=True, fc_norm=True, **mask))
+    write(where / "deep", configuration(LlamaConfig, layers=2, rope=LLAMA3_ROPE, norm_before_fc=True, **mask))

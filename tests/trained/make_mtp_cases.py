@@ -178,11 +178,8 @@ def apart(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return given
 
 
-def write(folder: Path, family: str) -> None:
-    """Write a target's folder with an MTP layer with random weights, and its logits for random hidden states."""
-    torch.manual_seed(7)
-    layer_prefix, prefix, *names = NAMES.get(family, QWEN)
-    # One layer of the kind that MTP has: full attention, and experts if the family has any.
+def model_of(family: str) -> nn.Module:
+    """A model of one layer with random weights, as MTP has it: full attention, and experts if the family has any."""
     alone = COMMON | FAMILIES[family] | {"num_hidden_layers": 1, "first_k_dense_replace": 0, "use_cache": False}
     if family in ALONE:
         alone |= ALONE[family]
@@ -200,47 +197,87 @@ def write(folder: Path, family: str) -> None:
             # score is zero in some implementations and minus infinity in others, may come first.
             weights.data = weights.data.abs()
     setattr(model, "norm_f" if family == "nemotron_h" else "norm", nn.Identity())
-    offset = float(family.startswith(("qwen", "step")))
-    around = {
-        name: torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE) * 0.3 if i == 2 else torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset
-        for i, name in enumerate(names)
-    }
+    return model
+
+
+class Layer:
+    """An MTP layer with random weights: what it reads at each position, and what it gives."""
+
+    def __init__(self, family: str, number: int) -> None:
+        self.family, self.model, self.offset = family, model_of(family), float(family.startswith(("qwen", "step")))
+        layer_prefix, self.prefix, *names = (
+            name.replace(f"layers.{NUM_LAYERS}.", f"layers.{NUM_LAYERS + number}.") for name in NAMES.get(family, QWEN)
+        )
+        self.around = {
+            name: torch.randn(HIDDEN_SIZE, 2 * HIDDEN_SIZE) * 0.3
+            if i == 2
+            else torch.randn(HIDDEN_SIZE) * 0.3 + 1 - self.offset
+            for i, name in enumerate(names)
+        }
+        layers = self.model.layers if family == "nemotron_h" else self.model.layers[0]
+        layer = {name: value for name, value in layers.state_dict().items() if "inv_freq" not in name}
+        self.weights = {f"{self.prefix}{name}.weight": value for name, value in self.around.items()}
+        self.weights |= {layer_prefix + n: v for n, v in (layer if family == "qwen3_5_moe" else apart(layer)).items()}
+
+    def share(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
+        """Have an embedding and a head, the target's or some of its own."""
+        own = {self.prefix + n: torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.3 for n in OWN.get(self.family, ())}
+        self.weights |= own
+        self.embedding, self.head = own.values() if own else (embedding, head)
+
+    def entering(self, hidden: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        embedding_norm, hidden_norm, projection, _ = self.around.values()
+        embedded = norm(embedding_norm, self.embedding[token], self.offset)
+        halves = [embedded, norm(hidden_norm, hidden, self.offset)]
+        return torch.cat(halves[::-1] if self.family == "mimo" else halves, dim=-1) @ projection.T
+
+    def given(self, entering: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states that go on from all positions, and the logits of the last one."""
+        hidden = self.model(inputs_embeds=entering[None]).last_hidden_state[0]
+        normalized = norm(self.around[[*self.around][-1]], hidden, self.offset)
+        is_normalized = NAMES.get(self.family) not in (NEXTN, STEP)
+        return normalized if is_normalized else hidden, normalized[-1] @ self.head.T
+
+
+def write(folder: Path, family: str, num_layers: int = 1) -> None:
+    """Write a target's folder with MTP layers with random weights, and their logits for random hidden states.
+
+    Layer k reads what the one before it gave at each position, and the token k + 1 positions further on.
+    """
+    torch.manual_seed(7)
+    layers = [Layer(family, number) for number in range(num_layers)]
     of_target = "backbone.embeddings" if family == "nemotron_h" else "model.embed_tokens", "lm_head"
     final = "backbone.norm_f.weight" if family == "nemotron_h" else "model.norm.weight"
     target = {
         f"{of_target[0]}.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE),
         "lm_head.weight": torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.3,
-        final: torch.randn(HIDDEN_SIZE) * 0.3 + 1 - offset,
+        final: torch.randn(HIDDEN_SIZE) * 0.3 + 1 - layers[0].offset,
     }
-    own = {prefix + name: torch.randn(VOCAB_SIZE, HIDDEN_SIZE) * 0.3 for name in OWN.get(family, ())}
-    embedding, head = own.values() if own else (target[f"{name}.weight"] for name in of_target)
-    features, tokens = torch.randn(NUM_TOKENS, HIDDEN_SIZE), torch.randint(0, VOCAB_SIZE, (NUM_TOKENS + NUM_STEPS,))
-    embedding_norm, hidden_norm, projection, final_norm = around.values()
-
-    def entering(hidden: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        embedded = norm(embedding_norm, embedding[token], offset)
-        halves = [embedded, norm(hidden_norm, hidden, offset)]
-        return torch.cat(halves[::-1] if family == "mimo" else halves, dim=-1) @ projection.T
-
-    # At each position, and on from there with the layer's own hidden states.
-    expected = torch.zeros(NUM_STEPS, NUM_TOKENS, VOCAB_SIZE)
+    for layer in layers:
+        layer.share(*(target[f"{name}.weight"] for name in of_target))
+    num_steps = NUM_STEPS + num_layers - 1
+    features, tokens = torch.randn(NUM_TOKENS, HIDDEN_SIZE), torch.randint(0, VOCAB_SIZE, (NUM_TOKENS + num_steps,))
+    # At each position, and on from there: with the next layer, and then with the last one's own hidden states.
+    expected = torch.zeros(num_steps, NUM_TOKENS, VOCAB_SIZE)
     with torch.no_grad():
-        first = entering(norm(target[final], features, offset), tokens[:NUM_TOKENS])
         for begin in range(NUM_TOKENS):
-            inputs = first[: begin + 1]
-            for step in range(NUM_STEPS):
-                hidden = model(inputs_embeds=inputs[None]).last_hidden_state[0, -1:]
-                normalized = norm(final_norm, hidden, offset)
-                expected[step, begin] = (normalized @ head.T)[0]
-                given = hidden if NAMES.get(family) in (NEXTN, STEP) else normalized
-                inputs = torch.cat([inputs, entering(given, tokens[begin + 1 + step][None])])
-    layers = model.layers if family == "nemotron_h" else model.layers[0]
-    layer = {name: value for name, value in layers.state_dict().items() if "inv_freq" not in name}
-    weights = target | own | {f"{prefix}{name}.weight": value for name, value in around.items()}
-    weights |= {layer_prefix + n: v for n, v in (layer if family == "qwen3_5_moe" else apart(layer)).items()}
+            hidden, last = norm(target[final], features[: begin + 1], layers[0].offset), layers[-1]
+            for step in range(num_steps):
+                if step < num_layers:
+                    last = layers[step]
+                    inputs = last.entering(hidden, tokens[step : begin + 1 + step])
+                else:
+                    inputs = torch.cat([inputs, last.entering(hidden[-1:], tokens[begin + step : begin + 1 + step])])
+                hidden, expected[step, begin] = last.given(inputs)
+    weights = {name: value for part in (target, *(layer.weights for layer in layers)) for name, value in part.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
     config = COMMON | FAMILIES[family] | {"model_type": family}
+    if num_layers > 1:
+        config["num_nextn_predict_layers"] = num_layers
+        for name in ("layer_types", "rope_theta", "partial_rotary_factors"):
+            if isinstance(config.get(name), list):
+                config[name] = config[name] + config[name][-1:] * (num_layers - 1)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     np.savez_compressed(
         folder / "expected.npz", features=features.numpy(), tokens=tokens.int().numpy(), logits=expected.numpy()
@@ -248,5 +285,8 @@ def write(folder: Path, family: str) -> None:
 
 
 if __name__ == "__main__":
+    where = Path(sys.argv[1])
     for each in FAMILIES:
-        write(Path(sys.argv[1]) / each, each)
+        write(where / each, each)
+    for each, num_of_it in (("deepseek_v3", 2), ("glm4_moe", 3), ("step3p5", 3)):
+        write(where / f"{each}_deep", each, num_of_it)

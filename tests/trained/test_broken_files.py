@@ -43,6 +43,13 @@ def settings(inside: str | None = None, **changes: Any) -> Break:
     return change
 
 
+def without_settings(inside: str, name: str) -> Break:
+    def change(config: dict[str, Any], weights: Weights) -> None:
+        del config[inside][name]
+
+    return change
+
+
 LAYER = "transformer_layer_config"
 ORDERING = "masked_embedding.token_ordering"
 BROKEN: list[tuple[str, Break, str]] = [
@@ -58,6 +65,15 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("eagle3", settings(target_hidden_size=64), "is not what its configuration says: fc.weight is"),
     ("eagle3", settings(draft_vocab_size=7), "has 7 tokens and its target 64, but nothing"),
     ("eagle3", settings(eagle_config={"norm_before_fc": True, "fc_norm": True}), "which exclude each other"),
+    ("eagle3", without_settings(LAYER, "rms_norm_eps"), "configuration cannot be read: .* 'rms_norm_eps'"),
+    ("peagle", without("mask_hidden"), "it has no mask_hidden"),
+    ("peagle", settings(mask_token_id=None), "must say which token its mask is"),
+    ("peagle", settings(mask_token_id=64), "made for a target with 65 tokens, and this one has 64"),
+    (
+        "peagle",
+        settings("speculators_config", proposal_methods=[{"speculative_tokens": 1}]),
+        "2 tokens or more .*got 1",
+    ),
     ("medusa", without("0.1.weight"), "has no output"),
     ("medusa", settings(medusa_num_heads=9), "asks for 9 heads"),
     ("mtp", without("model.mtp_layers.0.input_proj.weight"), "no weights of an MTP layer"),
@@ -66,10 +82,13 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("dflash", without("hidden_norm.weight"), "it has no hidden_norm.weight"),
     ("dflash", settings(block_size=1), "must have 2 tokens or more, got 1"),
     ("dflash", settings(mask_token_id=1000), "made for a target with 1001 tokens"),
+    ("mtp_deep", without("model.layers.3.enorm.weight"), "it has no embedding_norm.weight"),
+    ("dspark", without("confidence_head.proj.bias"), "it has no confidence_head.proj.bias"),
+    ("dspark", settings(confidence_head_with_markov=False), r"proj.weight is \(1, 36\), and should be \(1, 32\)"),
     ("dspark", settings(markov_head_type="ngram"), "a markov_head_type of 'ngram' is not supported"),
     ("dspark", without("markov_head.gate_proj.bias"), "it has no markov_head.gate_proj.bias"),
     ("dflash2", settings(selector_rank=16), r"predecessor_codebook.weight is \(64, 4\), and should be \(64, 16\)"),
-    ("dflash2", settings(speculators_model_type="peagle", architectures=[]), "but P-EAGLE"),
+    ("dflash2", settings(speculators_model_type="hydra", architectures=[]), "but Hydra"),
     ("dflash2", settings(selector_rank=None), "configuration cannot be read: int"),
     ("gemma4", without("pre_projection.weight"), "it has no pre_projection.weight"),
     (

@@ -12,16 +12,27 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import build
-from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
+from drafted_runtime import (
+    NUM_TOKENS,
+    PROMPTS,
+    check_greedy,
+    check_reuse,
+    check_seeded,
+    drafted,
+    features_of,
+    fresh_proposals,
+)
 from sweeps import sweep
-from trained_drafters import BLOCK_SIZE, write_dflash
+from trained_drafters import BLOCK_SIZE, make, write_dflash
 
 import runtime
 from actors.trained.block_sequence import BlockSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.dflash import DFlashReader, load_dflash, read_config
 from actors.trained.kinds.target_parts import embedding_of, head_of
+from protocol.calibration import Calibration
 from protocol.errors import ModelError, RewindError
+from protocol.lookahead_tree import Guess
 
 CASES = sorted(path for path in (Path(__file__).parent / "dflash").iterdir() if path.is_dir())
 VOCAB_SIZE = 96
@@ -61,6 +72,21 @@ def after(reader: DFlashReader, tokens: Sequence[int], anchor: int, cache: list[
     return reader.read_after(given, block_tokens, len(block_tokens))
 
 
+def check_acceptance(
+    reader: DFlashReader, expected: dict[str, mx.array], row: int, anchor: int, tokens: Sequence[int], cache: list[Any]
+) -> None:
+    """Compare the estimates after an anchor with a row of those in a case, all at once and one by one."""
+    block = reader.read_block(tokens[0], anchor, cache, anchor)
+    found = reader.acceptance_after(block, tokens[: reader.num_foreseen], reader.num_foreseen)
+    assert (found is None) == ("acceptance" not in expected)
+    if found is not None:
+        assert mx.allclose(found, expected["acceptance"][row], rtol=0, atol=1e-4)
+        for index in range(reader.num_foreseen):
+            alone = reader.acceptance_after(block, tokens[: index + 1], 1)
+            assert alone is not None
+            assert mx.allclose(alone, found[index : index + 1], rtol=0, atol=1e-5)
+
+
 @sweep("case", [case for case in CASES if "paths" not in expected_of(case)])
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
     expected, reader = expected_of(case), reader_of(case)
@@ -75,6 +101,7 @@ def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
             assert int(mx.isfinite(found).sum()) == num_foreseen * 40
             found = found[:, target_ids]
         assert close(found, expected["logits"][anchor]), anchor
+        check_acceptance(reader, expected, anchor, anchor, expected["tokens"].tolist()[anchor:], cache)
 
 
 @sweep("case", [case for case in CASES if "paths" in expected_of(case)])
@@ -94,6 +121,7 @@ def test_the_path_and_its_logits_are_those_of_mlx_vlm(case: Path) -> None:
         assert close(mx.sort(together, axis=-1)[:, -num_seen:], expected["ordered_logits"][index])
         for row in range(len(path)):
             assert close(reader.read_after(given, tokens[: row + 1], 1)[0], together[row])
+        check_acceptance(reader, expected, index, anchor, tokens, cache)
 
 
 def test_features_may_come_in_pieces() -> None:
@@ -298,6 +326,31 @@ async def test_open_takes_a_folder(tmp_path: Path) -> None:
         await rt.detach_draft()
         await rt.attach_draft(tmp_path)
         await check_greedy(rt, built, 2)
+
+
+@sweep("settings", [{}, {"temperature": 1.0, "acceptance": "rejection"}, {"temperature": 1.0, "acceptance": "block"}])
+async def test_what_dspark_estimates_stands_for_its_confidence_in_what_it_drafts(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, seen, estimate = make("dspark", tmp_path), list[tuple[int, float]](), 0.375
+    observe, unjudged = Calibration.observe, Calibration.observe_unjudged
+
+    def observed(calibration: Calibration, guess: Guess, was_right: bool) -> None:
+        seen.append((guess.rank, guess.raw))
+        observe(calibration, guess, was_right)
+
+    def observed_unjudged(calibration: Calibration, raw: float) -> None:
+        seen.append((0, raw))
+        unjudged(calibration, raw)
+
+    monkeypatch.setattr(Calibration, "observe", observed)
+    monkeypatch.setattr(Calibration, "observe_unjudged", observed_unjudged)
+    monkeypatch.setattr(DFlashReader, "acceptance_after", lambda _reader, _block, _tokens, n: mx.full(n, estimate))
+    async with drafted(tmp_path, target) as rt:
+        for prompt in PROMPTS:
+            await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead="auto", ignore_eos=True, **settings)
+    assert {raw for rank, raw in seen if rank == 0} == {estimate}
+    assert {raw for rank, raw in seen if rank > 0} - {estimate}
 
 
 async def test_what_is_drafted_after_a_miss_is_a_block_on_the_targets_features(tmp_path: Path) -> None:

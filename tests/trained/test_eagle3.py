@@ -11,9 +11,10 @@ import mlx.core as mx
 import pytest
 from sweeps import sweep
 
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.eagle3_training import logits_of_steps
-from actors.trained.kinds.eagle3 import Eagle3Config, LoadedEagle3, load_eagle3, read_config
+from actors.trained.kinds.eagle3 import Eagle3Config, Eagle3Reader, LoadedEagle3, load_eagle3, read_config
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
@@ -45,6 +46,25 @@ def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
         given = chain_logits(loaded, expected["features"], expected["tokens"], begin)
         for step, logits in enumerate(given):
             assert mx.allclose(logits, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
+
+
+@sweep("case", sorted((Path(__file__).parent / "peagle").iterdir()))
+def test_what_p_eagle_foresees_is_what_the_torch_class_does(case: Path) -> None:
+    loaded = load_eagle3(DrafterFiles.read(case))
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    num_parallel, num_tokens = loaded.model.config.num_parallel, len(expected["tokens"])
+    assert num_parallel == NUM_STEPS - 1
+    text: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
+    sequence = DepthSequence([Eagle3Reader(loaded)], num_parallel)
+    for begin in range(num_tokens):
+        sequence.give(begin, expected["features"][begin : begin + 1])
+        sequence.rewind(min(sequence.length, begin + 1))
+        for step in range(min(NUM_STEPS, num_tokens - begin)):
+            logits = sequence.feed(text[sequence.length : begin + 2 + step], 1)
+            assert logits is not None
+            found = logits[-1][loaded.target_ids]
+            assert mx.allclose(found, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
+            assert int(mx.isfinite(logits[-1]).sum()) == 40
 
 
 def config_of(case: Path, **changes: Any) -> dict[str, Any]:

@@ -116,6 +116,42 @@ def test_a_text_whose_beginning_has_no_features_is_read_from_where_they_begin(re
     assert sequence.reusable_length(11, 11) == 0
 
 
+def test_after_a_gap_a_text_is_read_from_where_features_begin_again(reader: Eagle3Reader) -> None:
+    sequence = FeatureSequence(reader)
+    sequence.give(0, FEATURES[:5])
+    sequence.rewind(0)
+    sequence.feed(TOKENS[:6], 0)
+    sequence.reuse(sequence.reusable_length(6, 6))
+    sequence.give(8, FEATURES[8:12])
+    # Only then is it seen that those of positions 5 to 7 will not come.
+    assert sequence.rewind(6) == 0
+    logits = sequence.feed(TOKENS[:13], 1)
+    cache = reader.make_cache()
+    _, expected = reader.read(reader.project(FEATURES[8:12]), mx.array(TOKENS[9:13]), cache)
+    assert logits is not None
+    assert close(logits[-1], expected[-1])
+    assert sequence.take_state(TOKENS[:13]) is None
+
+
+def test_what_was_committed_last_is_read_once_the_text_is_over(reader: Eagle3Reader) -> None:
+    sequence = FeatureSequence(reader)
+    sequence.give(0, FEATURES[:5])
+    sequence.rewind(0)
+    sequence.feed(TOKENS[:6], 0)
+    sequence.feed((7, 8), 1)  # drafted, wrongly
+    sequence.give(5, FEATURES[5:11])
+    assert sequence.settle((*TOKENS[:6], 7, 8), TOKENS[:14]) == TOKENS[:12]
+    sequence.check(12)
+    # So the features of the next turn follow without a gap.
+    sequence.reuse(sequence.reusable_length(12, 20))
+    sequence.give(11, FEATURES[11:])
+    keep = sequence.rewind(12)
+    assert keep == 12
+    logits = sequence.feed(TOKENS[keep:], 1)
+    assert logits is not None
+    assert close(logits[-1], logits_from_the_start(reader, NUM_TOKENS))
+
+
 def test_reuse_keeps_what_was_read_with_features(reader: Eagle3Reader) -> None:
     sequence = FeatureSequence(reader)
     sequence.give(0, FEATURES[:9])

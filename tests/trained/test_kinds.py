@@ -115,43 +115,6 @@ async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
 
 
 @mostly_slow
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-async def test_a_saved_stream_goes_on_as_it_would_have(kind: str, temperature: float, tmp_path: Path) -> None:
-    folder, file = tmp_path / "drafter", tmp_path / "stream"
-    target = make(kind, folder)
-    asked = {"max_tokens": NUM_TOKENS, "lookahead": 3, "temperature": temperature, "seed": 3, "ignore_eos": True}
-    async with drafted(folder, target) as rt:
-        expected = ids((await rt.generate(PROMPTS[1], **asked)).tokens)
-        async with rt.stream(PROMPTS[1], **asked) as stream:
-            found = [(await anext(stream)).id for _ in range(9)]
-            await stream.save(file)
-            assert [*found, *[token.id async for token in stream]] == expected
-    async with drafted(folder, target) as rt:
-        resumed = await rt.load_stream(file)
-        assert [token.id async for token in resumed] == expected[9:]
-        assert resumed.statistics().draft_failures == 0
-        assert resumed.statistics().proposed > 0
-
-
-@pytest.mark.slow
-async def test_a_saved_conversation_goes_on_with_a_trained_drafter(tmp_path: Path) -> None:
-    texts = []
-    for is_saved in (True, False):
-        async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_TRAINED_DRAFT) as rt:
-            if is_saved:
-                conversation = rt.conversation(max_tokens=12, lookahead=2)
-                await conversation.generate("def add(a, b):")
-                await conversation.save(tmp_path / "conversation")
-            else:
-                conversation = await rt.load(tmp_path / "conversation")
-            completion = await conversation.generate("\n\ndef sub(a, b):")
-            assert completion.statistics.cached_tokens > 0
-            assert completion.statistics.proposed > 0
-            texts.append(completion.text)
-    assert texts[0] == texts[1]
-
-
-@mostly_slow
 async def test_another_drafter_may_take_over_with_texts_that_were_read_without_it(kind: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path / kind)
     other = (write_eagle3 if kind == "medusa" else write_medusa)(tmp_path / "other", target)

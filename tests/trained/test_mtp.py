@@ -14,52 +14,26 @@ from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, fe
 from mlx.utils import tree_flatten
 from models import draw_weights, save
 from sweeps import sweep
-from trained_drafters import mtp_target, write_mtp
+from trained_drafters import mtp_readers, mtp_target_of, write_mtp
 
 import runtime
 from actors.mlx.model import is_quantized
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.mtp import MTP, MTPReader, names_a_layer
+from actors.trained.kinds.mtp import MTPLayers, names_a_layer
 from actors.trained.kinds.mtp import load_mtp as load_files
-from actors.trained.kinds.target_parts import embedding_of, final_norm_of, head_of
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "mtp").iterdir() if path.is_dir())
-VOCAB_SIZE = 48
 
 
-def target_of(case: Path) -> Any:
-    """A target of the family, with the embedding, final norm and head of the case; its layers are random."""
-    target = mtp_target(case)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
-    shared = {
-        name: value
-        for name, value in weights.items()
-        if name.split(".")[1] in ("embed_tokens", "embeddings", "norm", "norm_f", "weight")
-    }
-    if case.name.startswith(("qwen", "step")):
-        shared["model.norm.weight"] = shared["model.norm.weight"] + 1
-    whole = "language_model." if case.name.startswith("qwen3_5") else ""
-    target.load_weights([(whole + name, value) for name, value in shared.items()], strict=False)
-    mx.eval(target.parameters())
-    return target
-
-
-def load_mtp(folder: Path, target: Any) -> MTP:
+def load_mtp(folder: Path, target: Any) -> MTPLayers:
     return load_files(DrafterFiles.read(folder), target)
 
 
-def reader_of(folder: Path, target: Any) -> MTPReader:
-    named = "the drafter"
-    model = load_mtp(folder, target)
-    return MTPReader(
-        model, final_norm_of(target, named), embedding_of(target, named), head_of(target, named), VOCAB_SIZE
-    )
-
-
-@sweep("case", CASES)
+@sweep("case", [case for case in CASES if not case.name.endswith("_deep")])
 def test_the_logits_are_those_of_the_torch_layers(case: Path) -> None:
-    reader = reader_of(case, target_of(case))
+    [reader] = mtp_readers(case, mtp_target_of(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
     num_steps, num_tokens, _ = expected["logits"].shape
     tokens = expected["tokens"]
@@ -70,6 +44,26 @@ def test_the_logits_are_those_of_the_torch_layers(case: Path) -> None:
         for step in range(num_steps):
             assert mx.allclose(logits[-1], expected["logits"][step, begin], rtol=1e-4, atol=1e-4), (begin, step)
             hidden, logits = reader.read(hidden[-1:], tokens[begin + 1 + step : begin + 2 + step], cache)
+
+
+@sweep("case", CASES)
+def test_the_logits_of_several_layers_are_those_of_torch_layers_in_a_chain(case: Path) -> None:
+    readers = mtp_readers(case, mtp_target_of(case))
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    num_steps, num_tokens, _ = expected["logits"].shape
+    assert num_steps == 2 + len(readers)
+    tokens: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
+    sequence = DepthSequence(readers)
+    for begin in range(num_tokens):
+        sequence.give(begin, expected["features"][begin : begin + 1])
+        # What was drafted after the features before is right: the layers have read of it what they need.
+        sequence.rewind(min(sequence.length, begin + 1))
+        for step in range(num_steps):
+            logits = sequence.feed(tokens[sequence.length : begin + 2 + step], 1)
+            assert logits is not None
+            assert sequence.staleness == step
+            assert mx.allclose(logits[-1], expected["logits"][step, begin], rtol=1e-4, atol=1e-4), (begin, step)
+            sequence.check(begin + 2 + step)
 
 
 def case_of(name: str) -> Path:
@@ -109,7 +103,8 @@ FLAT = {
 
 def flat(name: str, target: Any, before: str = "") -> dict[str, mx.array]:
     """The weights of a case as mlx-vlm writes them: norms have their one, experts are in one array."""
-    parameters = tree_flatten(load_mtp(case_of(name), target).parameters())
+    [layer] = load_mtp(case_of(name), target).depths
+    parameters = tree_flatten(layer.parameters())
     parts = FLAT[name].items()
     return {
         before + key.replace(ours, theirs, 1): value
@@ -134,7 +129,7 @@ def flat(name: str, target: Any, before: str = "") -> dict[str, mx.array]:
 def test_a_folder_of_its_own_is_read_as_mlx_vlm_writes_it(
     name: str, before: str, metadata: dict[str, str], tmp_path: Path
 ) -> None:
-    case, target = case_of(name), target_of(case_of(name))
+    case, target = case_of(name), mtp_target_of(case_of(name))
     inner = json.loads((case / "config.json").read_text())
     model_type = "qwen3_5_mtp" if name.startswith("qwen") else f"{name}_mtp"
     (tmp_path / "config.json").write_text(
@@ -150,18 +145,19 @@ def test_a_folder_of_its_own_is_read_as_mlx_vlm_writes_it(
 
 def test_norms_that_lack_one_are_told_from_those_that_have_it(tmp_path: Path) -> None:
     case = case_of("qwen3_5")
-    target = target_of(case)
+    target = mtp_target_of(case)
     original: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
     norms = {name for name, value in original.items() if value.ndim == 1 and name.startswith("mtp.")}
     assert len(norms) == 7
     model = load_mtp(case, target)
-    assert mx.array_equal(model.output_norm.weight, original["mtp.norm.weight"] + 1)
-    assert mx.array_equal(model.layers[0].self_attn.q_norm.weight, original["mtp.layers.0.self_attn.q_norm.weight"] + 1)
+    [layer] = model.depths
+    assert mx.array_equal(layer.output_norm.weight, original["mtp.norm.weight"] + 1)
+    assert mx.array_equal(layer.layers[0].self_attn.q_norm.weight, original["mtp.layers.0.self_attn.q_norm.weight"] + 1)
 
 
 def test_experts_one_by_one_are_read_where_the_class_expects_them_together(tmp_path: Path) -> None:
     case = case_of("qwen3_5_moe")
-    target = target_of(case)
+    target = mtp_target_of(case)
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
     before = "mtp.layers.0.mlp.experts."
     gate_up, down = weights.pop(before + "gate_up_proj"), weights.pop(before + "down_proj")
@@ -189,13 +185,13 @@ async def test_another_target_is_refused_with_what_differs(changes: dict[str, An
     case = case_of("mimo")
     folder = write_mtp(tmp_path, case, **changes)
     with pytest.raises(ModelError, match=said):
-        async with runtime.open((target_of(case), None), folder):
+        async with runtime.open((mtp_target_of(case), None), folder):
             raise AssertionError("should not be reached")
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     case = case_of("mimo")
-    target = target_of(case)
+    target = mtp_target_of(case)
     weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
     norm = "model.mtp_layers.0.hidden_layernorm.weight"
     with pytest.raises(ModelError, match="width of 16, and those of this target have 32"):
@@ -212,6 +208,25 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_mtp(case, build("llama"))
 
 
+@sweep(
+    ("name", "first", "second"),
+    [("mimo", "model.mtp_layers.0.", "model.mtp_layers.1."), ("qwen3_5", "mtp.layers.0.", "mtp.layers.1.")],
+)
+def test_further_layers_that_nobody_chains_are_left_out_or_refused(
+    name: str, first: str, second: str, tmp_path: Path
+) -> None:
+    case = case_of(name)
+    target = mtp_target_of(case)
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    more = {key.replace(first, second): value for key, value in weights.items() if key.startswith(first)}
+    folder = write_mtp(tmp_path, case, weights | more)
+    if name == "mimo":
+        assert len(load_mtp(folder, target).depths) == 1
+    else:
+        with pytest.raises(ModelError, match=r"has 2 layers behind one projection, .* one with 1 is supported"):
+            load_mtp(folder, target)
+
+
 # --- a runtime ------------------------------------------------------------------------------------
 
 
@@ -219,39 +234,42 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ("name", "lookahead"),
     [
         ("deepseek_v3", 2),
+        ("deepseek_v3_deep", 4),
+        ("glm4_moe_deep", 3),
         ("mimo", 3),
         ("nemotron_h", 2),
         ("qwen3_5_moe", 1),
         ("qwen3_next", "auto"),
         ("step3p5", 2),
+        ("step3p5_deep", 5),
     ],
 )
 async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
     case = case_of(name)
-    target = draw_weights(target_of(case), 3)
+    target = draw_weights(mtp_target_of(case), 3)
     async with drafted(write_mtp(tmp_path, case), target) as rt:
         await check_greedy(rt, target, lookahead)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe_lite", "qwen3_5"])
+@pytest.mark.parametrize("name", ["glm4_moe_deep", "glm4_moe_lite", "qwen3_5"])
 async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Path) -> None:
     case = case_of(name)
-    target = draw_weights(target_of(case), 3)
+    target = draw_weights(mtp_target_of(case), 3)
     async with drafted(write_mtp(tmp_path, case), target, max_batch=8) as rt:
         await check_seeded(rt, lookahead=2)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "nemotron_h", "qwen3_next", "step3p5"])
+@pytest.mark.parametrize("name", ["glm4_moe", "nemotron_h", "qwen3_next", "step3p5", "step3p5_deep"])
 async def test_a_text_may_go_on_from_an_earlier_one(name: str, tmp_path: Path) -> None:
     case = case_of(name)
-    target = draw_weights(target_of(case), 3)
+    target = draw_weights(mtp_target_of(case), 3)
     async with drafted(write_mtp(tmp_path, case), target) as rt:
         await check_reuse(rt, target)
 
 
 async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> None:
     case = case_of("mimo")
-    target = draw_weights(target_of(case), 3)
+    target = draw_weights(mtp_target_of(case), 3)
     folder = Path(save(tmp_path / "target", target))
     shutil.copy(case / "model.safetensors", folder / "mtp.safetensors")
     async with runtime.open(folder, "mtp") as rt:
@@ -268,27 +286,31 @@ async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> 
 @sweep("case", CASES)
 def test_a_layer_is_found_by_the_names_of_weights(case: Path) -> None:
     names = list(mx.load(str(case / "model.safetensors")))
-    assert names_a_layer(names, case.name)
+    family = case.name.removesuffix("_deep")
+    assert names_a_layer(names, family)
     assert not names_a_layer(names, "llama")
-    assert not names_a_layer((name for name, _ in tree_flatten(mtp_target(case).parameters())), case.name)
+    assert not names_a_layer((name for name, _ in tree_flatten(mtp_target_of(case).parameters())), family)
 
 
 async def test_a_target_without_files_has_no_layer_in_them() -> None:
     with pytest.raises(ModelError, match="the target was given as a model; give the folder"):
-        async with runtime.open((target_of(case_of("mimo")), None), "mtp"):
+        async with runtime.open((mtp_target_of(case_of("mimo")), None), "mtp"):
             raise AssertionError("should not be reached")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "nemotron_h", "qwen3_next", "step3p5"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "glm4_moe_deep", "glm4_moe_lite", "nemotron_h", "qwen3_next", "step3p5_deep"]
+)
 async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(name: str, tmp_path: Path) -> None:
     case = case_of(name)
-    target = draw_weights(target_of(case), 3)
+    target = draw_weights(mtp_target_of(case), 3)
     text, proposals = await fresh_proposals(write_mtp(tmp_path, case), target, lookahead=3)
-    features, reader = features_of(target, text), reader_of(case, target)
+    features, readers = features_of(target, text), mtp_readers(case, target)
     for position, tokens in proposals:
-        cache = reader.make_cache()
-        hidden = reader.project(features[: position - 1])
-        hidden, logits = reader.read(hidden, mx.array(text[1:position]), cache)
+        sequence = DepthSequence(readers)
+        sequence.give(0, features[: position - 1])
+        logits = sequence.feed(text[:position], 1)
         for token in tokens:
+            assert logits is not None
             assert token == mx.argmax(logits[-1]).item()
-            hidden, logits = reader.read(hidden[-1:], mx.array([token]), cache)
+            logits = sequence.feed((token,), 1)

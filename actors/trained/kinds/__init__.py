@@ -2,8 +2,8 @@
 
 * `recognition`: which kind a folder has, by its configuration.
 * `attach`: the registry, which loads a drafter and attaches it to its target. `attached` is what comes of it.
-* `eagle3`: a layer on hidden states of several of the target's.
-* `mtp`: the layer that a target's own files bring.
+* `eagle3`: a layer on hidden states of several of the target's; P-EAGLE, too.
+* `mtp`: the layers that a target's own files bring.
 * `medusa`: heads on the target's last hidden state, one for each position.
 * `dflash`: a block of tokens in one pass. `block_heads` is what DFlash 2 and DSpark add.
 * `gemma4_assistant`: layers that attend to keys and values of the target.

@@ -21,6 +21,7 @@ from protocol.errors import ModelError
 # By what `kind_of` calls a kind: loads one from its files, and attaches it to mlx-lm's model with logits of a width.
 _KINDS: dict[str, Callable[[DrafterFiles, Module, int], Attached]] = {
     "EAGLE-3": attach_eagle3,
+    "P-EAGLE": attach_eagle3,
     "MTP": attach_mtp,
     "Medusa": attach_medusa,
     "DFlash": attach_dflash,

@@ -1,6 +1,7 @@
 """What later kinds add to DFlash's blocks: a look at the token before, and a convolution over the block.
 
 * DSpark (`MarkovHead`): the logits of each position depend on the token before it, by a matrix of low rank.
+  (`AcceptanceHead`): how likely it is that what is drafted at a position is accepted, whichever token that is.
 * DFlash 2 (`CandidateSelector`, `BlockConvolution`): each position proposes its likeliest tokens, and how well they
   follow the token before decides between them; sublayers read and give a mix of neighbouring positions.
 
@@ -47,6 +48,11 @@ class MarkovHead(Module):
         elif config.form == "rnn":
             self.joint_proj = Linear(2 * rank + hidden_size, 3 * rank)
 
+    def embedded(self, tokens: Sequence[int]) -> mx.array:
+        """(n,) ids to (n, rank)."""
+        result: mx.array = self.markov_w1(_ids(tokens, self.markov_w1))
+        return result
+
     def __call__(self, logits: mx.array, hidden: mx.array, before: Sequence[int], num_rows: int) -> mx.array:
         """The logits of the last positions.
 
@@ -58,7 +64,7 @@ class MarkovHead(Module):
         Returns: (num_rows, V), lazy.
         """
         rows = len(before) if self._form == "rnn" else num_rows
-        embedded, hidden = self.markov_w1(_ids(before[-rows:], self.markov_w1)), hidden[-rows:]
+        embedded, hidden = self.embedded(before[-rows:]), hidden[-rows:]
         if self._form == "gated":
             embedded = mx.sigmoid(self.gate_proj(mx.concatenate([hidden, embedded], axis=-1))) * embedded
         elif self._form == "rnn":
@@ -73,6 +79,21 @@ class MarkovHead(Module):
             embedded = mx.concatenate(given[-num_rows:])
         result: mx.array = logits[-num_rows:] + self.markov_w2(embedded)
         return result
+
+
+class AcceptanceHead(Module):
+    """DSpark's estimate of its own acceptance: one minus the total variation from the target's distribution."""
+
+    def __init__(self, num_inputs: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.proj = Linear(num_inputs, 1)
+
+    def __call__(self, *inputs: mx.array) -> mx.array:
+        """Hidden states of n positions, and what is embedded of the tokens before if that is read, too.
+
+        Returns: (n,) in [0, 1], lazy.
+        """
+        return mx.sigmoid(self.proj(mx.concatenate([*inputs], axis=-1))[:, 0].astype(mx.float32))
 
 
 @attrs.frozen

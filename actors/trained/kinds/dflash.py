@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import mlx.core as mx
@@ -29,6 +29,7 @@ from actors.trained.block_sequence import Block, BlockSequence
 from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import (
+    AcceptanceHead,
     BlockConvolution,
     CandidateSelector,
     ConvolutionConfig,
@@ -43,7 +44,6 @@ from protocol.errors import ModelError
 
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "embed_tokens.", "t2d")
-# DSpark's estimate of its own acceptance, for servers that choose by it how much to verify.
 _CONFIDENCE = "confidence_head."
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
@@ -94,6 +94,8 @@ class DFlashConfig:
         logit_scale: factor of the logits.
         logit_cap: bound of the logits after that, by a tangent; None for none.
         markov, selector, convolution: what DSpark and DFlash 2 add; None for none.
+        estimates_acceptance: whether DSpark does, from "hidden" states alone, or from the "token" before, too; None if
+            it does not.
     """
 
     hidden_size: int
@@ -112,6 +114,7 @@ class DFlashConfig:
     markov: MarkovConfig | None = None
     selector: SelectorConfig | None = None
     convolution: ConvolutionConfig | None = None
+    estimates_acceptance: Literal["hidden", "token"] | None = None
 
     @property
     def num_foreseen(self) -> int:
@@ -167,6 +170,7 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
             markov=_markov(flags) if kind == "DSpark" else None,
             selector=SelectorConfig(*_sizes(flags, "selector_rank", "selector_top_k")) if is_second else None,
             convolution=ConvolutionConfig(*_sizes(flags, "conv_kernel_size", "conv_group_size")) if is_second else None,
+            estimates_acceptance=_acceptance(flags, of_speculators) if kind == "DSpark" else None,
         )
     except KeyError as missing:
         raise ModelError(f"the drafter's configuration has no {missing}") from missing
@@ -215,6 +219,12 @@ def _markov(flags: Mapping[str, Any]) -> MarkovConfig | None:
         )
     rank = int(flags.get("markov_rank", 0))
     return MarkovConfig(rank, form) if rank > 0 else None
+
+
+def _acceptance(flags: Mapping[str, Any], of_speculators: bool) -> Literal["hidden", "token"] | None:
+    if not flags.get("enable_confidence_head", of_speculators):
+        return None
+    return "token" if flags.get("confidence_head_with_markov", True) and _markov(flags) else "hidden"
 
 
 def _layer_types(layer: Mapping[str, Any]) -> list[str]:
@@ -353,6 +363,9 @@ class DFlash(Module):
             self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
         if config.markov is not None:
             self.markov_head = MarkovHead(config.markov, config.vocab_size, config.draft_vocab_size, hidden_size)
+        if config.estimates_acceptance is not None:
+            rank = config.markov.rank if config.markov and config.estimates_acceptance == "token" else 0
+            self.confidence_head = AcceptanceHead(hidden_size + rank)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(config.selector, config.vocab_size, hidden_size)
 
@@ -428,6 +441,15 @@ class DFlashReader:
             logits = mx.tanh(logits / config.logit_cap) * config.logit_cap
         return Block(position, anchor, logits, hidden)
 
+    def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
+        if (head := self._model.get("confidence_head")) is None:
+            return None
+        inputs = [block.hidden[: len(tokens)][-num_rows:]]
+        if self._model.config.estimates_acceptance == "token":
+            inputs.append(self._model.markov_head.embedded(tokens[-num_rows:]))
+        given: mx.array = head(*inputs)
+        return given
+
     def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
         length = len(tokens)
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
@@ -447,11 +469,12 @@ def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
     named = {
         f"{name}.weight" if name in _CODEBOOKS else name: value
         for name, value in named.items()
-        if not name.startswith((*_OF_TARGET, _CONFIDENCE))
+        if not name.startswith(_OF_TARGET)
     }
     target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, files.folder)
-    if target_ids is None:
-        named = {name: value for name, value in named.items() if not name.startswith("lm_head.")}  # the target's
+    # The head is the target's, and an estimate that the configuration does not have is not read.
+    left_out = [*(["lm_head."] if target_ids is None else []), *([] if config.estimates_acceptance else [_CONFIDENCE])]
+    named = {name: value for name, value in named.items() if not name.startswith(tuple(left_out))}
     model = DFlash(config)
     files.fill(model, named)
     return model, target_ids

@@ -5,10 +5,13 @@ hidden states that enter three of the target's layers, side by side, or what the
 token at position i + 2. Where the target has not computed a position yet, the drafter's own hidden state stands for the
 features.
 
-Source: Li, Wei, Zhang and Zhang 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
-Training-Time Test", arXiv 2503.01840. Files: those of the authors (https://github.com/SafeAILab/EAGLE), of SpecForge
-(https://github.com/sgl-project/SpecForge), of NVIDIA, and of Speculators
-(https://github.com/vllm-project/speculators).
+P-EAGLE foresees several tokens in one pass: rows of a mask token, beside a hidden state of its own, come after the
+last position with features, and each predicts one token further on.
+
+Sources: Li, Wei, Zhang and Zhang 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+Training-Time Test", arXiv 2503.01840; for P-EAGLE, Speculators' `models/peagle`. Files: those of the authors
+(https://github.com/SafeAILab/EAGLE), of SpecForge (https://github.com/sgl-project/SpecForge), of NVIDIA, and of
+Speculators (https://github.com/vllm-project/speculators).
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
 from actors.trained.feature_sequence import FeatureSequence
 from actors.trained.kinds.attached import Attached, check_target
+from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
 from protocol.errors import ModelError
 
@@ -44,6 +49,8 @@ _AUTHORS_LAYER, _LAYER = "midlayer.", "layers.0."
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "t2d")
 _EMBEDDING = "embed_tokens."
+# Tokens that P-EAGLE foresees, where the files do not say: Speculators' default.
+_NUM_DEPTHS = 8
 
 
 @attrs.frozen
@@ -63,6 +70,8 @@ class Eagle3Config:
         normalizes_features: "whole" for all features of a position together, "each" for each layer's, None for neither.
         normalizes_output: whether the hidden state that goes on is the normalised one.
         target: name or path of the target, if the file names one.
+        mask_token_id: the target's id of the tokens that P-EAGLE puts after the text.
+        num_parallel: how many of them; 0 for EAGLE-3.
     """
 
     architecture: Literal["llama", "qwen3"]
@@ -76,6 +85,8 @@ class Eagle3Config:
     normalizes_features: Literal["whole", "each"] | None = None
     normalizes_output: bool = False
     target: str | None = None
+    mask_token_id: int = 0
+    num_parallel: int = 0
 
     @property
     def hidden_size(self) -> int:
@@ -129,7 +140,11 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     except KeyError as missing:
         raise ModelError(f"the drafter's configuration has no {missing}") from missing
     flatten_rope(layer)
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    of_speculators = config.get("speculators_config") or {}
+    verifier = of_speculators.get("verifier") or {}
+    mask_token_id, num_parallel = 0, 0
+    if kind_of(config) == "P-EAGLE":
+        mask_token_id, num_parallel = _masks(config, of_speculators)
     found = Eagle3Config(
         architecture=architecture,
         layer=layer,
@@ -142,6 +157,8 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
         normalizes_features="whole" if flags.get("norm_before_fc") else "each" if flags.get("fc_norm") else None,
         normalizes_output=bool(flags.get("norm_output", False)),
         target=verifier.get("name_or_path"),
+        mask_token_id=mask_token_id,
+        num_parallel=num_parallel,
     )
     if found.reads_output and found.target_hidden_size != hidden_size:
         raise ModelError(
@@ -149,6 +166,18 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
             f"(use_aux_hidden_state is false), which has {found.target_hidden_size}; the two must be the same"
         )
     return found
+
+
+def _masks(config: Mapping[str, Any], of_speculators: Mapping[str, Any]) -> tuple[int, int]:
+    """The id of P-EAGLE's mask token, and how many of them come after the text."""
+    mask_token_id = config.get("mask_token_id", config.get("ptd_token_id"))
+    methods = of_speculators.get("proposal_methods") or [{}]
+    num_depths = methods[0].get("speculative_tokens", _NUM_DEPTHS)
+    if not isinstance(mask_token_id, int):
+        raise ModelError(f"a P-EAGLE drafter must say which token its mask is (mask_token_id), got {mask_token_id}")
+    if not isinstance(num_depths, int) or num_depths < 2:
+        raise ModelError(f"a P-EAGLE drafter must foresee 2 tokens or more (speculative_tokens), got {num_depths}")
+    return mask_token_id, num_depths - 1
 
 
 def _entered(ids: Any, *, is_of_speculators: bool) -> tuple[int, ...] | None:
@@ -170,7 +199,10 @@ class Eagle3(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
         arguments, block = _ARCHITECTURES[config.architecture]
-        args = arguments.from_dict(dict(config.layer))
+        try:
+            args = arguments.from_dict({"model_type": config.architecture, **config.layer})
+        except TypeError as error:
+            raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
         hidden_size = config.hidden_size
         if not config.reads_output:
             self.fc = Linear(config.num_feature_layers * config.target_hidden_size, hidden_size, bias=False)
@@ -179,6 +211,8 @@ class Eagle3(Module):
         self.hidden_norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
         self.norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
         self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
+        if config.num_parallel > 0:
+            self.mask_hidden = mx.zeros((1, 1, config.num_feature_layers * config.target_hidden_size))
         if config.normalizes_features == "whole":
             self.input_norm = RMSNorm(config.num_feature_layers * config.target_hidden_size, eps=args.rms_norm_eps)
         elif config.normalizes_features == "each":
@@ -301,6 +335,13 @@ class Eagle3Reader:
         return self._loaded.model.make_cache()
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        """P-EAGLE's logits have a row more for each of the masks, which leave no keys and values."""
+        num_tokens, config = tokens.shape[0], self._loaded.model.config
+        if config.num_parallel > 0:
+            masked = self._loaded.model.project(self._loaded.model.mask_hidden[0]).astype(hidden.dtype)
+            hidden = mx.concatenate([hidden, mx.repeat(masked, config.num_parallel, axis=0)])
+            masks = mx.full(config.num_parallel, config.mask_token_id, tokens.dtype)
+            tokens = mx.concatenate([tokens, masks])
         embedding: Any = self._loaded.embedding
         if embedding is not None:
             # An index out of bounds would read other memory.
@@ -310,7 +351,9 @@ class Eagle3Reader:
             embedded = self._embed(tokens)
         # The embedding may be of another type than the drafter: the target's, or one that was not cast with it.
         given, logits = self._loaded.model(hidden[None], embedded[None].astype(hidden.dtype), cache)
-        return given[0], widened(logits[0], self._loaded.target_ids, self.vocab_size)
+        for layer in cache if config.num_parallel > 0 else ():
+            layer.trim(config.num_parallel)
+        return given[0, :num_tokens], widened(logits[0], self._loaded.target_ids, self.vocab_size)
 
 
 def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
@@ -344,16 +387,18 @@ def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -
     config = loaded.model.config
     feature_layers = config.feature_layers_of(len(target.layers))
     embed = None if loaded.embedding is not None else embedding_of(target, files.named)
-    check_target(files, target, target_vocab_size, hidden_size=config.target_hidden_size, vocab_size=config.vocab_size)
+    known = max(config.vocab_size, config.mask_token_id + 1)
+    check_target(files, target, target_vocab_size, hidden_size=config.target_hidden_size, vocab_size=known)
     final_norm = final_norm_of(target, files.named) if config.reads_output else None
     arrays = [] if loaded.target_ids is None else [loaded.target_ids]
     if loaded.embedding is not None:
         arrays += [cast(mx.array, pair[1]) for pair in tree_flatten(loaded.embedding.parameters())]
     reader = Eagle3Reader(loaded, embed, final_norm)
+    parallel = partial(DepthSequence, [reader], config.num_parallel)
     return Attached(
         feature_layers,
         config.vocab_size,
-        partial(FeatureSequence, reader),
+        parallel if config.num_parallel > 0 else partial(FeatureSequence, reader),
         loaded.model,
         config.draft_vocab_size,
         tuple(arrays),

@@ -4,12 +4,17 @@ Position t of the layer reads the hidden state that the target's head reads at p
 token at position t + 1. It predicts the token at position t + 2. Where the target has not computed a position yet, the
 layer's own hidden state stands for the target's. Embedding and head are the target's, or the layer's own.
 
+Where there are several layers, layer k reads at position t the hidden state that the layer before it gave there, and
+the token at position t + 1 + k. So the first drafts the first token after what the target has committed, the second the
+one after it, and the last one all further ones.
+
 The weights lie in the target's own files, where mlx-lm drops them, or in a folder of their own: under the same names,
 or as mlx-vlm writes them, which leaves the beginnings of the names out and adds to norms what Qwen's files lack.
 
 Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2; for what lies around the
 decoder layer in each family, vLLM (https://github.com/vllm-project/vllm, `vllm/model_executor/models/*_mtp.py`); for
-folders of their own, mlx-vlm (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`).
+several layers, the report, and SGLang's pull request 18564 (https://github.com/sgl-project/sglang), which does the same
+for Step 3.5; for folders of their own, mlx-vlm (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`).
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import MODEL_REMAPPING
 
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.feature_sequence import FeatureSequence
 from actors.trained.kinds.attached import Attached
@@ -65,6 +71,7 @@ class _Family:
         renamed: patterns in names, and what the rest of the family has in their place.
         brings_own: whether an embedding and a head beside the layer are its own, and not the target's once more.
         inner: where the class has its layers.
+        is_chain: whether a layer after the first reads what the one before it gives; else the first one alone is used.
     """
 
     module: Any
@@ -81,6 +88,7 @@ class _Family:
     renamed: tuple[tuple[str, str], ...] = ()
     brings_own: bool = False
     inner: str = "model"
+    is_chain: bool = True
 
 
 def _one_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
@@ -158,6 +166,8 @@ _FAMILIES: dict[str, _Family] = {
         "final_layernorm",
         _one_layer,
         hidden_first=True,
+        # Its published files have one, and its successors do not chain theirs.
+        is_chain=False,
     ),
     "nemotron_h": _Family(
         nemotron_h,
@@ -273,14 +283,20 @@ class MTPReader:
         return given[0], self._head(normalized[0])
 
 
-def load_mtp(files: DrafterFiles, target: Module) -> MTP:
-    """Load the MTP layer in a folder with safetensors: the target's own folder, or one with the layer alone.
+class MTPLayers(Module):
+    """The layers of a drafter, that of the first token first."""
 
-    If there are several layers, the first is taken for every position.
+    def __init__(self, depths: list[MTP]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.depths = depths
+
+
+def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
+    """Load the MTP layers in a folder with safetensors: the target's own folder, or one with the layers alone.
 
     Args:
         files: the folder's.
-        target: mlx-lm's model, whose arguments are the layer's, too.
+        target: mlx-lm's model, whose arguments are the layers', too.
 
     Raises: ModelError: the target's family has no such layer, or the files do not; or the layer is another target's.
     """
@@ -295,14 +311,34 @@ def load_mtp(files: DrafterFiles, target: Module) -> MTP:
     args = vars(text_model.args)
     config = files.config.get("text_config") or files.config
     _check_target(config, model_type, args, named)
-    number, weights, is_converted = _weights(files, family)
-    hidden_size = int(args["hidden_size"])
+    return MTPLayers([_layer(files, target, family, args, config, *found) for found in _weights(files, family)])
+
+
+def _layer(
+    files: DrafterFiles,
+    target: Any,
+    family: _Family,
+    args: Mapping[str, Any],
+    config: Mapping[str, Any],
+    number: int,
+    weights: dict[str, mx.array],
+    is_converted: bool,
+) -> MTP:
+    """One of the layers, from what `_weights` has found of it."""
+    named, hidden_size = files.named, int(args["hidden_size"])
     norm = weights[f"{family.hidden_norm}.weight"] if f"{family.hidden_norm}.weight" in weights else mx.zeros(0)
     if norm.size not in (0, hidden_size):
         raise ModelError(
             f"{named} reads hidden states of a width of {norm.size}, and those of this target have {hidden_size}"
         )
     small = _small_model(family.module, target.args, family.changes(args, config, number))
+    layer = re.compile(family.layers)
+    behind_one = {int(found[1]) for name in weights if layer.groups and (found := layer.match(name))}
+    if len(behind_one) > len(small.layers):
+        raise ModelError(
+            f"{named} has {len(behind_one)} layers behind one projection, and implementations disagree on how to use "
+            f"them; one with {len(small.layers)} is supported"
+        )
     model = MTP(family, small, args)
     for name, own in (("embedding", _EMBEDDING), ("head", _HEAD)):
         if family.brings_own and f"{own}weight" in weights:
@@ -324,10 +360,9 @@ def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> A
     """
     model = load_mtp(files, target)
     parts = final_norm_of(target, files.named), embedding_of(target, files.named), head_of(target, files.named)
-    reader = MTPReader(model, *parts, target_vocab_size)
-    return Attached(
-        (len(target.layers),), target_vocab_size, partial(FeatureSequence, reader), model, target_vocab_size
-    )
+    readers = [MTPReader(layer, *parts, target_vocab_size) for layer in model.depths]
+    open_sequence = partial(DepthSequence, readers) if len(readers) > 1 else partial(FeatureSequence, readers[0])
+    return Attached((len(target.layers),), target_vocab_size, open_sequence, model, target_vocab_size)
 
 
 def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str, Any], named: str) -> None:
@@ -341,8 +376,8 @@ def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str,
             raise ModelError(f"{named} was made for a target with {name} {found}, and this one has {args[name]}")
 
 
-def _weights(files: DrafterFiles, family: _Family) -> tuple[int, dict[str, mx.array], bool]:
-    """The number of the first MTP layer, its weights by their names after the prefix, and whether they are converted.
+def _weights(files: DrafterFiles, family: _Family) -> list[tuple[int, dict[str, mx.array], bool]]:
+    """The numbers of the MTP layers, their weights by their names after the prefix, and whether they are converted.
 
     Raises: ModelError: there are none.
     """
@@ -358,15 +393,17 @@ def _weights(files: DrafterFiles, family: _Family) -> tuple[int, dict[str, mx.ar
             f"there are no weights of an MTP layer in {files.folder}: many conversions of a model leave it out; give "
             "the folder of the original model, or one with the layer alone, as draft"
         )
-    first = min(found, key=_number)
-    prefix = first[1]
-    weights = {
-        name.removeprefix(prefix or "model."): value for name, value in loaded.items() if name.startswith(prefix)
-    }
-    is_converted = formats[first[0]] == "mlx" or not prefix or any(name.endswith(_CONVERTED) for name in weights)
     left_out = ("lm_head.",) if family.brings_own else _OF_TARGET
-    kept = {name: value for name, value in weights.items() if not name.startswith(left_out)}
-    return _number(first), kept, is_converted
+    layers = []
+    for projection_of in sorted(found, key=_number)[: None if family.is_chain else 1]:
+        prefix = projection_of[1]
+        weights = {
+            name.removeprefix(prefix or "model."): value for name, value in loaded.items() if name.startswith(prefix)
+        }
+        is_converted = not prefix or any(name.endswith(_CONVERTED) for name in weights)
+        kept = {name: value for name, value in weights.items() if not name.startswith(left_out)}
+        layers.append((_number(projection_of), kept, is_converted or formats[projection_of[0]] == "mlx"))
+    return layers
 
 
 def _renamed(family: _Family, name: str) -> str:

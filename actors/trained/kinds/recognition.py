@@ -43,7 +43,6 @@ _REFINED = {"EAGLE-3": {"P-EAGLE"}, "DFlash": {"DSpark", "DFlash 2"}}
 # What is nearest to a kind that cannot be used.
 _NEAREST = {
     "EAGLE": "an EAGLE-3 drafter of the same target",
-    "P-EAGLE": "an EAGLE-3 drafter of the same target",
     "Hydra": "Medusa's heads for the same target",
     "MLP speculator": "Medusa's heads for the same target",
     "Muse Glimmer's assistant": "a DFlash drafter of the same target",

@@ -1,0 +1,344 @@
+"""What a trained drafter has read of a text comes back, from files and between turns: it drafts as if never away."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import trio
+from architectures import build
+from drafted_runtime import PROMPTS, drafted
+from models import greedy, prompt_of
+from polling import until_in_trio
+from scripted import ids
+from sweeps import sweep
+from trained_drafters import KINDS, make, write_eagle3
+
+import runtime
+from actors.drafters.drafter import policy_by_settings
+from actors.mlx import sequence_state
+from actors.persistence import saved_sequence
+from actors.target.drafter_link import DrafterLink
+from protocol.tensor import Tensor
+from runtime.engine import sessions
+from runtime.engine.events import Events
+from runtime.persistence import session_file
+from runtime.persistence.session_file import Contents
+
+NUM_TOKENS = 30
+ASKED: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 3, "ignore_eos": True}
+Proposals = list[tuple[int, ...]]
+
+
+@pytest.fixture(autouse=True)
+def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the models finish a short text before its first token is read."""
+    monkeypatch.setattr(sessions, "BUFFERED_ROUNDS", 1)
+
+
+@asynccontextmanager
+async def noted(folder: Path, target: Any, **options: Any) -> AsyncIterator[tuple[Any, Proposals]]:
+    """A runtime, and what its drafter proposes; each time on fresh features."""
+    events, proposals = Events(), Proposals()
+
+    def note(event: runtime.Event) -> None:
+        if isinstance(event, runtime.Instant) and event.kind == "proposal":
+            proposals.append(event.tokens)
+
+    events.listen(note)
+    make_policy = partial(policy_by_settings, work_ahead="never")
+    async with drafted(folder, target, events=events, make_policy=make_policy, **options) as rt:
+        yield rt, proposals
+
+
+async def save(
+    folder: Path, file: Path, *, kind: str = "eagle3", cut: int = 9, **asked: Any
+) -> tuple[Any, list[int], Proposals]:
+    """Save a stream after some tokens. Returns: the target, the text, and all proposals, those after it included."""
+    target = make(kind, folder)
+    async with noted(folder, target) as (rt, proposals), rt.stream(PROMPTS[1], **ASKED | asked) as stream:
+        text = [(await anext(stream)).id for _ in range(cut)]
+        await stream.save(file)
+        text += [token.id async for token in stream]
+    return target, text, proposals
+
+
+async def resume(
+    folder: Path, file: Path, target: Any, **options: Any
+) -> tuple[list[int], Proposals, runtime.Statistics]:
+    """The rest of a saved stream, what was proposed in it, and its statistics."""
+    async with noted(folder, target) as (rt, proposals):
+        resumed = await rt.load_stream(file, **options)
+        text = [token.id async for token in resumed]
+        return text, proposals, resumed.statistics()
+
+
+def rewritten(file: Path, change: Callable[[Any], None]) -> None:
+    contents = session_file.read(file)
+    change(contents.content)
+    session_file.write(file, Contents(contents.content, contents.tensors))
+
+
+# --- saved streams --------------------------------------------------------------------------------
+
+
+@sweep("kind", KINDS)
+@sweep("temperature", [0.0, 1.0])
+async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
+    kind: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
+    folder, file = tmp_path / "drafter", tmp_path / "stream"
+    target, text, expected = await save(folder, file, kind=kind, temperature=temperature, seed=3)
+    rest, found, statistics = await resume(folder, file, target)
+    assert rest == text[9:]
+    assert len(found) > 3
+    assert found == expected[-len(found) :]
+    assert statistics.draft_failures == 0
+    # Without that part of the file, the drafter misses what came before, and the target does not wait for it.
+    monkeypatch.undo()
+    rewritten(file, lambda content: content.update(draft=None))
+    rest, without, _ = await resume(folder, file, target)
+    assert rest == text[9:]
+    assert without != found
+
+
+@sweep("kind", ["eagle3", "medusa", "dflash", "gemma4"])
+async def test_a_stream_can_be_saved_again_and_again(kind: str, tmp_path: Path) -> None:
+    folder, file = tmp_path / "drafter", tmp_path / "stream"
+    target, text, expected = await save(folder, file, kind=kind, cut=4)
+    got = text[:4]
+    while len(got) < NUM_TOKENS:
+        async with noted(folder, target) as (rt, proposals), await rt.load_stream(file) as resumed:
+            got += [(await anext(resumed)).id for _ in range(min(3, NUM_TOKENS - len(got)))]
+            await resumed.save(file)
+            assert not proposals or proposals[0] in expected
+    assert got == text
+
+
+async def test_what_is_saved_is_bounded_and_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
+    monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
+    folder, file = tmp_path / "drafter", tmp_path / "stream"
+    target, text, expected = await save(folder, file, cut=20)
+    contents = session_file.read(file)
+    described = contents.content["draft"]["line"]
+    tensors = {name: tensor.shape for name, tensor in contents.tensors.items() if name.startswith("draft.")}
+    num_tokens = contents.tensors[described["tokens"]["tensor"]].shape[0]
+    # One layer, whose first token is in no cache.
+    assert sorted(tensors.values()) == [(1, 2, num_tokens - 1, 8)] * 2 + [(4, 32), (num_tokens,)]
+    assert described["features"]["start"] + 4 == num_tokens
+    rest, found, _ = await resume(folder, file, target)
+    assert (rest, found) == (text[20:], expected[-len(found) :])
+
+
+async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, file = tmp_path / "drafter", tmp_path / "stream"
+    target, text, _ = await save(folder, file)
+    others = {
+        "its weights differ": lambda place: write_eagle3(place, target),
+        "its architecture is Medusa, not Eagle3": lambda place: make("medusa", place) and place,
+        "its configuration differs": lambda place: write_eagle3(place, target, norm_before_residual=True),
+    }
+    for index, (why, write) in enumerate(others.items()):
+        other = write(tmp_path / str(index))
+        if why == "its weights differ":
+            weights = mx.load(str(other / "model.safetensors"))
+            assert isinstance(weights, dict)
+            weights["lm_head.weight"] = 2 * weights["lm_head.weight"]
+            mx.save_safetensors(str(other / "model.safetensors"), weights)
+        async with drafted(other, target) as rt:
+            with pytest.raises(runtime.SessionFileError, match="another draft model") as refused:
+                await rt.load_stream(file)
+            assert why in str(refused.value)
+            assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache)) == (0, 0)
+            with caplog.at_level(logging.INFO, "outrider"):
+                resumed = await rt.load_stream(file, any_draft=True)
+            assert "what another draft model had cached" in caplog.text
+            assert [token.id async for token in resumed] == text[9:]
+            assert resumed.statistics().draft_failures == 0
+
+
+async def test_a_drafter_of_another_target_is_another_drafter(tmp_path: Path) -> None:
+    target, found = make("mtp", tmp_path), []
+    for of_target in (target, target, make("mtp", tmp_path)):
+        async with drafted(tmp_path, of_target) as rt:
+            found.append(await saved_sequence.identify(rt._draft))
+    assert found[0] == found[1] == found[2]
+    projection = target.model.layers[0].self_attn.o_proj
+    projection.weight = 2 * projection.weight
+    mx.eval(projection.weight)
+    async with drafted(tmp_path, target) as rt:
+        assert found[0].difference(await saved_sequence.identify(rt._draft)) == "its configuration differs"
+
+
+def _features(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda line: line.update(features=change(line["features"]))
+
+
+BROKEN: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "no features": ("eagle3", _features(lambda _: None)),
+    "features of another form": ("eagle3", _features(lambda _: [])),
+    "features of nothing": ("eagle3", _features(lambda old: {"start": 0})),
+    "a start that is none": ("eagle3", _features(lambda old: old | {"start": "0"})),
+    "features before the text": ("eagle3", _features(lambda old: old | {"start": -1})),
+    "features after it": ("eagle3", _features(lambda old: old | {"start": 10**6})),
+    "too few features": ("eagle3", lambda line: line["features"].update(start=-5 + line["features"]["start"])),
+    "features that are tokens": ("eagle3", lambda line: line["features"].update(values=line["tokens"])),
+    "a tensor that is not there": ("eagle3", lambda line: line["features"].update(values={"tensor": "x"})),
+    "a layer more": ("eagle3", lambda line: line["layers"].append(line["layers"][0])),
+    "no layer": ("eagle3", lambda line: line["layers"].clear()),
+    "fewer rows": ("eagle3", lambda line: line["layers"][0]["state"].__setitem__(2, 1)),
+    "more rows": ("eagle3", lambda line: line["layers"][0]["state"].__setitem__(2, 10**6)),
+    "another class": ("eagle3", lambda line: line["layers"][0].update(kind="ArraysCache")),
+    "a prefix checkpoint": ("eagle3", lambda line: line.update(pins=[{"length": 3, "layers": line["layers"]}])),
+    "no tokens": ("eagle3", lambda line: line.pop("tokens")),
+    "heads without features": ("medusa", _features(lambda _: None)),
+    "heads with layers": ("medusa", lambda line: line["layers"].append({"kind": "KVCache", "state": [None]})),
+    "heads before the text": ("medusa", _features(lambda old: old | {"start": -1})),
+    "blocks with features": (
+        "dflash",
+        lambda line: line.update(features={"start": 0, "values": line["layers"][0]["state"][0]}),
+    ),
+    "blocks of different lengths": ("dflash", lambda line: line["layers"][0]["state"].__setitem__(2, 1)),
+    "blocks of no layer": ("dflash", lambda line: line["layers"].clear()),
+    "depths of no layer": ("mtp_deep", lambda line: line["layers"].clear()),
+    "depths before features": ("mtp_deep", _features(lambda old: old | {"start": 10**6})),
+    "depths without features": ("mtp_deep", _features(lambda _: None)),
+}
+
+
+async def test_a_file_that_is_broken_in_this_part_changes_nothing(tmp_path: Path) -> None:
+    for kind in ("eagle3", "medusa", "dflash", "mtp_deep"):
+        folder, file = tmp_path / kind, tmp_path / f"{kind}.stream"
+        target, text, _ = await save(folder, file, kind=kind)
+        async with drafted(folder, target) as rt:
+            for name, (of_kind, change) in BROKEN.items():
+                if of_kind != kind:
+                    continue
+                broken = tmp_path / "broken"
+                broken.write_bytes(file.read_bytes())
+                rewritten(broken, lambda content, change=change: change(content["draft"]["line"]))  # type: ignore[misc]
+                with pytest.raises(runtime.SessionFileError, match="does not fit"):
+                    await rt.load_stream(broken)
+                assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache)) == (0, 0), name
+            assert [token.id async for token in await rt.load_stream(file)] == text[9:]
+
+
+async def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
+    folder, file = tmp_path / "drafter", tmp_path / "stream"
+    target, *_ = await save(folder, file)
+    contents = session_file.read(file)
+    name = contents.content["draft"]["line"]["features"]["values"]["tensor"]
+    narrow = contents.tensors[name].array()[:, 1:]
+    session_file.write(file, Contents(contents.content, {**contents.tensors, name: Tensor.of(narrow)}))
+    async with drafted(folder, target) as rt:
+        with pytest.raises(runtime.SessionFileError, match="not rows of a width of 32"):
+            await rt.load_stream(file)
+
+
+# --- from turn to turn ----------------------------------------------------------------------------
+
+
+@sweep("kind", KINDS)
+async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
+    folder, disk = tmp_path / "drafter", tmp_path / "disk"
+    target, prompt = make(kind, folder), prompt_of(50, vocab_size=48)
+    asked = ASKED | {"reuse_prefix": True}
+    text = greedy(target, prompt, NUM_TOKENS)
+    longer = [*prompt, *text, *prompt_of(5, seed=3, vocab_size=48)]
+    expected = greedy(target, longer, NUM_TOKENS)
+
+    async def proposed(rt: Any, proposals: Proposals, asked_for: list[int]) -> tuple[Proposals, int]:
+        proposals.clear()
+        completion = await rt.generate(asked_for, **asked)
+        assert ids(completion.tokens) == (text if asked_for is prompt else expected)
+        assert completion.statistics.draft_failures == 0
+        return [*proposals], completion.statistics.cached_tokens
+
+    async with noted(folder, target) as (rt, proposals):
+        anew = await proposed(rt, proposals, longer)
+    async with noted(folder, target, prefix_cache_dir=disk) as (rt, proposals):
+        await proposed(rt, proposals, prompt)
+        in_memory = await proposed(rt, proposals, longer)
+    async with noted(folder, target, prefix_cache_dir=disk) as (rt, proposals):
+        for actor in (rt._target, rt._draft):
+            await until_in_trio(lambda actor=actor: actor.prefix_cache.store._stored != {})  # type: ignore[misc]
+        # The beginning of what is stored.
+        from_disk = await proposed(rt, proposals, longer)
+    num_cached = len(prompt) + NUM_TOKENS - 1
+    assert (anew[1], in_memory[1]) == (0, num_cached)
+    assert from_disk[1] > num_cached
+    assert anew[0] == in_memory[0] == from_disk[0]
+
+
+async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
+    folder, disk = tmp_path / "drafter", tmp_path / "disk"
+    target, prompt = make("eagle3", folder), prompt_of(60, vocab_size=48)
+    asked = ASKED | {"reuse_prefix": True}
+    async with noted(folder, target, prefix_cache_dir=disk) as (rt, _):
+        await rt.generate(prompt, **asked)
+    async with noted(folder, target, prefix_cache_dir=disk) as (rt, _):
+        await until_in_trio(lambda: rt._draft.prefix_cache.store._stored != {})
+        [stored] = rt._draft.prefix_cache.store._stored.values()
+        assert not stored.can_be_cut
+        assert stored.lengths == tuple(range(len(stored.tokens) - 4, len(stored.tokens) + 1))
+        other = [*prompt[:50], *prompt_of(20, seed=8, vocab_size=48)]
+        completion = await rt.generate(other, **asked)
+        assert ids(completion.tokens) == greedy(target, other, NUM_TOKENS)
+        assert (completion.statistics.draft_failures, completion.statistics.cached_tokens) == (0, 50)
+        assert completion.statistics.proposed > 0
+
+
+async def test_acceptance_is_the_same_in_a_saved_conversation(tmp_path: Path) -> None:
+    found, path = [], tmp_path / "conversation"
+
+    async def ask(conversation: runtime.Conversation, text: str) -> None:
+        completion = await conversation.generate(text)
+        statistics = completion.statistics
+        found.append((completion.text, statistics.proposed, statistics.accepted, statistics.cached_tokens > 0))
+
+    options: dict[str, Any] = {"work_ahead": "never"}
+    first, second = "def add(a, b):", "\n\ndef sub(a, b):"
+    for cache_bytes in ({}, {}, {"prefix_cache_bytes": 0}):
+        async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_TRAINED_DRAFT, **options, **cache_bytes) as rt:
+            if path.exists() and not cache_bytes:
+                conversation = await rt.load(path)
+            else:
+                conversation = rt.conversation(max_tokens=24, lookahead=2)
+                await conversation.generate(first)
+                if not cache_bytes:
+                    await conversation.save(path)
+            await ask(conversation, second)
+    in_memory, loaded, anew = found
+    assert in_memory == loaded
+    assert in_memory == (*anew[:3], True)
+    assert in_memory[2] > 10
+
+
+async def test_a_detached_drafter_is_freed_and_its_texts_are_on_disk(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "drafter", tmp_path / "disk"
+    target = build("llama")
+    write_eagle3(folder, target)
+    prompt = prompt_of(60, vocab_size=48)
+    async with runtime.open((target, None), folder, prefix_cache_dir=disk) as rt:
+        await rt.generate(prompt, **ASKED | {"reuse_prefix": True})
+        assert list(disk.glob("*.outrider-prefix")) == []
+        actor = rt._draft
+        await rt.detach_draft()
+        with trio.fail_after(20):
+            await until_in_trio(lambda: len(list(disk.glob("*.outrider-prefix"))) == 1)
+            await until_in_trio(lambda: actor.prefix_cache.store is None)
