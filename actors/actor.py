@@ -134,7 +134,9 @@ class Actor(ABC, Generic[S]):
             try:
                 async for message in self._inbox:
                     self._hand_over(message)
-                    self._hand_over_all()
+                    with suppress(trio.WouldBlock):  # all that have come, in one turn of the event loop
+                        while True:
+                            self._hand_over(self._inbox.receive_nowait())
             finally:
                 self._take_no_more_sessions()
 
@@ -169,12 +171,6 @@ class Actor(ABC, Generic[S]):
         self._nursery = None
         for call in self._when_over:
             call()
-
-    def _hand_over_all(self) -> None:
-        """Take in all messages that have come."""
-        with suppress(trio.WouldBlock):
-            while True:
-                self._hand_over(self._inbox.receive_nowait())
 
     def _hand_over(self, message: Message) -> None:
         # The other actor may still send messages for a session that is over here.

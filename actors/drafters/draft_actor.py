@@ -114,9 +114,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return DraftSession(shared, self.model.context_length, policy, self._receive)
 
     def close_session(self, message: Close) -> None:
-        """The last verdict may still lie in the mailbox, with features that the next text needs."""
-        self._hand_over_all()
-        super().close_session(message)
+        """See `Actor.close_session`. What has come before is taken in first: a verdict may bring what is kept."""
+        if self.is_serving and self._inbox.statistics().tasks_waiting_receive == 0:
+            # The task that serves may hold a message already, so all that has come is taken in there, in order.
+            self.mailbox.send_nowait(message)
+        else:
+            super().close_session(message)
 
     # --- what there is to do ----------------------------------------------------------------------
 

@@ -385,7 +385,7 @@ class RoundJobs:
             session = part.session
             session.shared.counts.wait(job.began - part.since_s)
             session.last_pass_s = job.seconds / num_parts
-            session.num_drafting = num_drafting
+            session.drafting_share = num_drafting / num_parts
             if num_drafting > 0:
                 # What drafted tokens have added to the pass is theirs who had some.
                 session.last_pass_s = plain_s / num_parts
@@ -429,7 +429,7 @@ class RoundJobs:
         busy_s = self._worker.busy_seconds - session.busy_before_s
         idle_s = max(0.0, self._worker.clock() - session.round_began_s - busy_s)
         # So is the time between, in which plain decoding would be a pass ahead.
-        return session.last_pass_s + idle_s / (session.num_drafting or len(self.texts))
+        return session.last_pass_s + idle_s / (len(self.texts) * (session.drafting_share or 1.0))
 
     def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
         # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.

@@ -101,7 +101,7 @@ class TargetSession(ActorSession):
         untold: tokens that were committed in a rest, and that the drafter has not been told of.
         round_began_s, busy_before_s: when the round began, and what the worker had worked by then, in seconds.
         last_pass_s: its share of the seconds of the last pass.
-        num_drafting: how many of the texts in that pass had drafted tokens.
+        drafting_share: of the texts in that pass, how many had drafted tokens; in [0, 1].
         pass_s, pass_rounds, pass_rows: of the last pass that others could share: its seconds, rounds and rows.
         ended_s: when the last shared pass ended, until the next round is ready.
         last_ready: the round that had a part in it.
@@ -134,7 +134,7 @@ class TargetSession(ActorSession):
         self.untold: tuple[int, ...] = ()
         self.round_began_s = self.busy_before_s = 0.0
         self.last_pass_s = self.pass_s = 0.0
-        self.num_drafting = 0
+        self.drafting_share = 0.0
         self.pass_rounds = self.pass_rows = 0
         self.ended_s: float | None = None
         self.last_ready = ReadyRound(1)

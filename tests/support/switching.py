@@ -33,7 +33,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512}
 # What the caches of each model may keep of texts that are over.
 PREFIX_CACHE_BYTES = 2**20
 
-_LOAD_LINE = re.compile(r"outrider: (loading model \w+|model \w+ is unloaded)")
+_LOAD_LINE = re.compile(r"outrider: (loading model \w+|model \w+ is unloaded|\S+ decodes without a drafter; .*)")
 
 
 @attrs.frozen
