@@ -150,9 +150,9 @@ class PlainRows:
         Args:
             rows, shares: the texts, and their parts in the first step.
             num_tokens: of each, >= 1. Beyond the first, no text may have processors that depend on its tokens.
-            goes_ahead: as in `step`, for the last of these tokens.
+            goes_ahead: whether each text goes on with one more token after these, whatever they are.
         """
-        results = self.step(rows, goes_ahead=goes_ahead or num_tokens > 1)
+        results = self._step(rows, goes_ahead=goes_ahead or num_tokens > 1)
         if num_tokens == 1 or any(
             isinstance(each.token, Exception) or each.token in row.opened.stop_tokens
             for row, each in zip(rows, results, strict=True)
@@ -164,7 +164,7 @@ class PlainRows:
         following = partial(self.steps, rows, shares, num_tokens - 1, goes_ahead=goes_ahead)
         return Step(results, following, len(rows), shares if len(shares) > 1 else ())
 
-    def step(self, rows: Sequence[PlainRow], *, goes_ahead: bool) -> list[PlainResult]:
+    def _step(self, rows: Sequence[PlainRow], *, goes_ahead: bool) -> list[PlainResult]:
         """The next token of each text.
 
         Args:

@@ -374,22 +374,21 @@ class RoundJobs:
     def _judged(self, parts: Sequence[Part], job: Job[Any]) -> None:
         """Apply the verdicts of a pass."""
         num_parts = len(parts)
-        num_rows = self._num_rows([part.session for part in parts]) * max([part.num_tokens for part in parts])
+        num_computed = self._num_rows([part.session for part in parts])
+        num_rows = num_computed * max([part.num_tokens for part in parts])
         # A text's cache is copied when it shares a pass for the first time.
         is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         num_drafting = sum([bool(part.proposal.tokens) for part in parts])
-        plain_s = min(job.seconds, self._prices.verify(self._num_rows([part.session for part in parts])))
+        # What drafted tokens have added to the pass is theirs who had some.
+        plain_s = min(job.seconds, self._prices.verify(num_computed)) if num_drafting > 0 else job.seconds
+        added_s = (job.seconds - plain_s) / max(1, num_drafting)
         for part in parts:
             session = part.session
             session.shared.counts.wait(job.began - part.since_s)
-            session.last_pass_s = job.seconds / num_parts
+            session.last_pass_s = plain_s / num_parts + (added_s if part.proposal.tokens else 0.0)
             session.drafting_share = num_drafting / num_parts
-            if num_drafting > 0:
-                # What drafted tokens have added to the pass is theirs who had some.
-                session.last_pass_s = plain_s / num_parts
-                session.last_pass_s += (job.seconds - plain_s) / num_drafting if part.proposal.tokens else 0.0
             session.pass_rounds, session.pass_rows = num_parts, num_rows
             session.pass_s = job.seconds
             session.ended_s, session.last_ready = job.ended, part.ready
