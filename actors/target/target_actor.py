@@ -270,8 +270,12 @@ class TargetActor(ModelActor[TargetSession]):
     # --- passes -----------------------------------------------------------------------------------
 
     async def _read_prompts(self) -> None:
-        for session in await self._reading.run_pass():
-            self._look_at(session)
+        self._target_queue.begin_reading()
+        try:
+            for session in await self._reading.run_pass():
+                self._look_at(session)
+        finally:
+            self._target_queue.end_reading(self.worker.clock())
         # Each text that is ready now has one turn before another chunk is read.
         self._take_in()
         for session, turn in self._ready.items():
