@@ -19,7 +19,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
@@ -136,7 +136,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if session.rests_unread and not session.is_ready:
                 if not session.is_indexed:
                     return Need.READ
-                self._get_ready(session)
+                assert isinstance(session.policy, AutoPolicy)
+                session.policy.only_copies = True
+                session.copy()
+                self._say_ready(session)
+                self._rest(session)
             if session.is_ready and self._is_left_alone(session):
                 return None
             return Need.OPEN if self._may_open(session) else None
@@ -176,7 +180,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         # Texts that begin together: the target has not counted them yet.
         num_texts = min(len(self._sessions), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
-        return session.policy.should_rest()
+        return self.prices.num_texts > 1 or session.policy.should_rest()
 
     def _reads_first(self, session: DraftSession) -> bool:
         """Whether drafting would pay, but much of the text must be read first, in a longer rest."""
@@ -471,11 +475,17 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         rests = session.only_copies or session.policy.should_rest()
         if isinstance(session.policy, AutoPolicy):
             session.policy.only_copies = rests
-        session.only_copies = rests and session.num_idle_rounds <= self._max_idle_rounds
+        session.only_copies = rests and self._stays_for_copies(session)
         if rests and not session.only_copies:
             self._rest(session)
         else:
             self._propose(session)
+
+    def _stays_for_copies(self, session: DraftSession) -> bool:
+        # Passes of several texts without proposals are started ahead, which one text that may have some prevents.
+        if self.prices.num_texts > 1:
+            return session.has_worthwhile_copy(self.worker.clock())
+        return session.num_idle_rounds <= MAX_IDLE_ROUNDS
 
     def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()
