@@ -30,8 +30,8 @@ REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 CATCH_UP_HORIZON = 100.0
 # A rest begins after this many proposals in a row with nothing in them.
 MAX_EMPTY_PROPOSALS = 8
-# Where texts share passes, what one of them copies must bring so many times what it costs. It makes all of them wait, but
-# brings only this text to its end sooner, after which passes are hardly faster without it.
+# Where texts share passes, what one of them copies must bring so many times what it costs: it makes all of them wait,
+# and brings only this text to its end sooner, after which passes are hardly faster without it.
 MARGIN_OF_SHARED_COPIES = 1.5
 # The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
 # later, in plainly decoded tokens.

@@ -290,8 +290,8 @@ class RoundJobs:
     def _price_plain_pass(
         self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool, was_ahead: bool
     ) -> None:
-        """Learn from a pass without drafts. One that was started ahead has worked before its job began, and so does each
-        of several texts that nobody drafts for.
+        """Learn from a pass without drafts. One that was started ahead has worked before its job began, as nearly all
+        passes over several such texts have.
         """
         if is_typical and len(self.texts) > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
