@@ -49,6 +49,8 @@ MAX_BEHIND_WHEN_READY = 8
 MAX_UNREAD = 128
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
+# Rounds that are left to the target where a drafter has no features to read the prompt with.
+ROUNDS_WITHOUT_FEATURES = 2
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
@@ -146,6 +148,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return Need.OPEN if self._may_open(session) else None
         if not session.has_read_prompt:
             if session.awaits_features:
+                if session.was_prompt_cached and not session.is_ready:
+                    # The next verdicts bring features, which the target must not be kept from.
+                    self._say_ready(session)
+                    self._rest(session, ROUNDS_WITHOUT_FEATURES)
                 return None
             session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
         if not session.has_read_prompt or session.reading is not None or not session.is_indexed:

@@ -32,6 +32,7 @@ class DraftSession(DrafterSession):
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
         catches_up: whether it is to be read in a rest what the target has committed.
+        was_prompt_cached: whether the target has cached the whole prompt, and so has no features of it.
         rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
         num_uncounted: rounds of a rest that the policy was not asked about, whether to catch up.
         node: the node to draft after next, as of the last look.
@@ -54,6 +55,7 @@ class DraftSession(DrafterSession):
         self.verdict_due_s = 0.0
         self.has_read_prompt = self.reads_again = self.catches_up = False
         self.only_copies = False
+        self.was_prompt_cached = False
         self.rests_unread: bool | None = None
         self.num_uncounted = 0
         self.node: Node | None = None
@@ -68,7 +70,9 @@ class DraftSession(DrafterSession):
         if isinstance(message, Verdict | PromptFeatures) and message.features is not None:
             self._given.append(message.features)
             self.hand_over_features()
-        if not isinstance(message, PromptFeatures):
+        if isinstance(message, PromptFeatures):
+            self.was_prompt_cached = message.features is None
+        else:
             super().receive(message)
 
     def hand_over_features(self) -> None:

@@ -412,10 +412,10 @@ class Drafter(Actor[S]):
     def _max_idle_rounds(self) -> int:
         return MAX_IDLE_ROUNDS * FEW_TEXTS // max(FEW_TEXTS, self.prices.num_texts)
 
-    def _rest(self, session: S) -> None:
-        """Leave some rounds to the target; in a rest, prolong it by more."""
+    def _rest(self, session: S, num_rounds: int | None = None) -> None:
+        """Leave some rounds to the target, `rest_rounds` if not told otherwise; in a rest, prolong it by more."""
         was_resting = session.state.phase is SessionPhase.RESTING
-        num_rounds = self.rest_rounds
+        num_rounds = num_rounds or self.rest_rounds
         if was_resting:
             num_rounds = max(num_rounds, min(2 * session.num_rested, self.max_rest_rounds))
         rest = Rest(session.id, session.state.round + num_rounds)
