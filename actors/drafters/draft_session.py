@@ -112,8 +112,8 @@ class DraftSession(DrafterSession):
         if not self.can_look_ahead:
             return 1
         depth = MAX_LOOKAHEAD * 2 + 1
-        if self.state.remaining is not None:
-            depth = min(depth, self.state.remaining)
+        if (remaining := self.state.remaining) is not None:
+            depth = min(depth, remaining)
         if self.context_length is not None:
             depth = min(depth, self.context_length - self.state.next_position + 1)
         if self._reader is not None and (foreseen := self._reader.foreseen) is not None:
