@@ -373,7 +373,7 @@ class TargetActor(ModelActor[TargetSession]):
         if (features := session.sequence.features) is not None and features.arrays():
             call = partial(features.take, len(session.cached_tokens))
             session.prompt_features = await self.worker.run(Job("prefill", call, session.id))
-        if features is not None or session.prompt_features is not None:
+        if session.prompt_features is not None or (features is not None and self.drafter.has_model):
             self.drafter.send(PromptFeatures(session.id, session.prompt_features))
 
     async def _let_go(self, session: TargetSession) -> None:
