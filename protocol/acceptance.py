@@ -239,10 +239,11 @@ def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_si
 
     Args: see `choices`.
     """
-    return _scores(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
+    return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
 
 
-def _scores(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
+def scores_together(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
+    """As `scores`, for rows of several texts."""
     if temperature == 0:
         return logits
     noise = _gumbel(keys_for(Purpose.NOISE, decisions), noise_size)
@@ -267,7 +268,7 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
     Returns: (n,) ids, lazy; each is what it is for its text alone.
     """
     if rule == "match":
-        return mx.argmax(_scores(logits, temperature, decisions, logits.shape[1]), axis=-1)
+        return mx.argmax(scores_together(logits, temperature, decisions, logits.shape[1]), axis=-1)
     # As `draw`: the largest sum of log-probability and noise.
     noise = _gumbel(keys_for(Purpose.RECOVER, decisions), logits.shape[1])
     return mx.argmax(mx.log(distribution(logits, temperature)) + noise, axis=-1)

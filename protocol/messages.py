@@ -331,10 +331,14 @@ class Withdraw:
 
 @attrs.frozen
 class PromptFeatures:
-    """The target has read the prompt, and gives the drafter the features of its tokens."""
+    """The target has read the prompt, and gives the drafter the features of its tokens.
+
+    Attributes:
+        features: None if the target had cached the whole prompt, so that it has none.
+    """
 
     session: int = attrs.field(validator=ge(0))
-    features: Features = attrs.field(eq=False, repr=False)
+    features: Features | None = attrs.field(eq=False, repr=False)
 
 
 @attrs.frozen

@@ -154,9 +154,8 @@ class Prices:
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
     _num_rounds: int = 0  # speculative ones
-    # Tokens and seconds of speculative rounds, weighted alike.
-    _speculative_tokens: float = 0.0
-    _speculative_s: float = 0.0
+    # Tokens and seconds of speculative rounds, weighted alike, by the order of magnitude of the number of texts.
+    _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
     _draft_steps: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))  # (began, ended)
     _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
 
@@ -209,15 +208,15 @@ class Prices:
         self._tell(Measurement("round", num_tokens, seconds))
         self._num_rounds += 1
         keep = 1.0 - 1.0 / RATE_MEMORY_ROUNDS
-        self._speculative_tokens = keep * self._speculative_tokens + num_tokens
-        self._speculative_s = keep * self._speculative_s + seconds
+        total_tokens, total_s = self._speculated
+        self._speculative[self.num_texts.bit_length()] = keep * total_tokens + num_tokens, keep * total_s + seconds
 
     def reset_speculative_rate(self) -> None:
         """Replace the measured speculative rate by the modelled one, with the weight of a few rounds."""
         self._tell(Measurement("rate"))
-        rounds = 3.0
-        self._speculative_s = rounds * self.verify(2)
-        self._speculative_tokens = self._speculative_s * self.modelled_rate(self._last_calibration.mean_acceptance)
+        seconds = 3.0 * self.verify(2)
+        rate = self.modelled_rate(self._last_calibration.mean_acceptance)
+        self._speculative[self.num_texts.bit_length()] = seconds * rate, seconds
 
     def _tell(self, measurement: Measurement) -> None:
         if self.tell is not None:
@@ -273,7 +272,7 @@ class Prices:
         self.hit_rate = Mean(memory=30.0)
         self._calibrations.clear()
         self._last_calibration = Calibration()
-        self._speculative_tokens = self._speculative_s = 0.0
+        self._speculative.clear()
         self._draft_steps.clear()
 
     def calibration(self, rule: object) -> Calibration:
@@ -337,8 +336,13 @@ class Prices:
 
     @property
     def speculative_rate(self) -> float:
-        """Tokens per second, recently, while speculating; 0 before the first round."""
-        return self._speculative_tokens / self._speculative_s if self._speculative_s > 0 else 0.0
+        """Tokens per second, recently, of about as many texts while speculating; 0 before the first round."""
+        tokens, seconds = self._speculated
+        return tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def _speculated(self) -> tuple[float, float]:
+        return self._speculative.get(self.num_texts.bit_length(), (0.0, 0.0))
 
     @property
     def rate(self) -> float:
@@ -376,6 +380,8 @@ class Prices:
                 num_steps * (hit_rate * hidden_step_s + (1.0 - hit_rate) * step_s), num_steps * step_s - verify_s
             )
             if (seconds := verify_s + drafting_s) > 0.0:
+                # Plain passes of several texts are started ahead.
+                seconds += self.gap_s.value if num_texts > 1 else 0.0
                 best = max(best, num_texts * tokens / seconds)
         return best
 

@@ -8,6 +8,7 @@ The rounds that wait share the next pass (see `protocol.pass_plan`), as many as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -27,6 +28,7 @@ class TargetQueue:
     _waiting: dict[int, int] = attrs.field(factory=dict, init=False)  # by session: tokens to feed
     _running: dict[int, int] = attrs.field(factory=dict, init=False)
     _began_s: float = attrs.field(default=0.0, init=False)  # when the running pass began, or the last one ended
+    _read_until_s: float = attrs.field(default=-math.inf, init=False)  # when the last prompt was read; inf: is read
 
     def enter(self, session: int, num_tokens: int) -> None:
         """Add a round that waits.
@@ -58,6 +60,20 @@ class TargetQueue:
         """Remove a session's round, which is done or was taken back; does nothing where there is none."""
         if (self._running if session in self._running else self._waiting).pop(session, None) is not None:
             self._began_s = now_s
+
+    def begin_reading(self) -> None:
+        """Begin a pass over prompts."""
+        self._read_until_s = math.inf
+
+    def end_reading(self, now_s: float) -> None:
+        """End it."""
+        self._read_until_s = now_s
+
+    def has_read_since(self, moment_s: float) -> bool:
+        """Whether the target has read prompts at any time since a moment. A draft step beside that says nothing of what
+        one costs beside a pass.
+        """
+        return self._read_until_s > moment_s
 
     @property
     def is_busy(self) -> bool:

@@ -19,11 +19,12 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
 from actors.session import Session
+from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
@@ -48,6 +49,8 @@ MAX_BEHIND_WHEN_READY = 8
 MAX_UNREAD = 128
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
+# Rounds that are left to the target where a drafter has no features to read the prompt with.
+ROUNDS_WITHOUT_FEATURES = 2
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
@@ -99,6 +102,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._max_drawn_from = max_drawn_from
         self._steps = SharedSteps(model, max_batch)
         self._limit = SharingLimit()
+        prices.drafts_together = self._steps.num_shared > 1
         self._under_way: Steps[PartResults] | None = None
 
     @property
@@ -129,9 +133,25 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._leave(session)
             return Need.CLOSE if session.has_left else None
         if sequence is None:
+            if session.rests_unread is None:
+                session.rests_unread = self._rests_unread(session)
+            if session.rests_unread and not session.is_ready:
+                if not session.is_indexed:
+                    return Need.READ
+                assert isinstance(session.policy, AutoPolicy)
+                session.policy.only_copies = True
+                session.copy()
+                self._say_ready(session)
+                self._rest(session)
+            if session.is_ready and self._is_left_alone(session):
+                return None
             return Need.OPEN if self._may_open(session) else None
         if not session.has_read_prompt:
             if session.awaits_features:
+                if session.was_prompt_cached and not session.is_ready:
+                    # The next verdicts bring features, which the target must not be kept from.
+                    self._say_ready(session)
+                    self._rest(session, ROUNDS_WITHOUT_FEATURES)
                 return None
             session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
         if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
@@ -139,10 +159,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready:
             if session.num_behind > MAX_BEHIND_WHEN_READY:
                 return Need.READ
-            if session.copies:
-                session.copy()
-            self._say_ready(session)
-            self._begin_turn(session)
+            self._get_ready(session)
         if sequence.length < len(session.cached_tokens):
             # A pass that it shared has failed.
             session.cached_tokens.rewind(sequence.length)
@@ -150,17 +167,42 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.reads_again = session.reads_again and session.num_behind > MAX_BEHIND_WHEN_READY
         if session.reads_again:
             return Need.READ
-        if session.only_copies or session.state.phase is SessionPhase.RESTING:
-            # Asked once: the answer has its price.
-            if not session.catches_up:
-                num_rounds, session.num_uncounted = session.num_uncounted, 0
-                session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
-            return Need.READ if session.catches_up else None
-        session.catches_up = False
+        if self._is_left_alone(session):
+            return None
+        if session.catches_up:
+            return Need.READ
         if session.num_behind > MAX_UNREAD:
             return Need.READ
         session.node = self._next_expansion(session)
         return None if session.node is None else Need.DRAFT
+
+    def _rests_unread(self, session: DraftSession) -> bool:
+        """Whether drafting does not pay when the text begins, so that its prompt need not be read.
+
+        Features of the target come with the prompt, and are read as they come.
+        """
+        if not isinstance(session.policy, AutoPolicy) or isinstance(self.model, TrainedDrafter):
+            return False
+        # Texts that begin together: the target has not counted them yet.
+        num_texts = min(len(self._sessions), self._steps.num_shared)
+        self.prices.num_texts = max(self.prices.num_texts, num_texts)
+        return self.prices.num_texts > 1 or session.policy.should_rest()
+
+    def _reads_first(self, session: DraftSession) -> bool:
+        """Whether drafting would pay, but much of the text must be read first, in a longer rest."""
+        session.catches_up = session.num_behind > MAX_UNREAD
+        return session.catches_up
+
+    def _is_left_alone(self, session: DraftSession) -> bool:
+        """Whether a session rests, and the drafter does not catch up with it meanwhile."""
+        if not session.only_copies and session.state.phase is not SessionPhase.RESTING:
+            session.catches_up = False
+            return False
+        # Asked once: the answer has its price.
+        if not session.catches_up:
+            num_rounds, session.num_uncounted = session.num_uncounted, 0
+            session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
+        return not session.catches_up
 
     @property
     def _limits(self) -> tuple[int, int]:
@@ -170,7 +212,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     async def _prepare(self, session: DraftSession, need: Need) -> None:
         sequence = session.sequence
-        if sequence is None:
+        if sequence is None and need is Need.READ:
+            await self._index(session)
+        elif sequence is None:
             await self._open_sequence(session)
             session.hand_over_features()
         elif not session.has_read_prompt and isinstance(sequence, FeatureInput):
@@ -301,7 +345,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Drafted():
                 # Asked at the end of the step, since a pass may have begun while the step waited or ran.
                 beside_target = part.overlaps_target or self._target_queue.was_busy_since(job.began)
-                if is_first:
+                if is_first and not self._target_queue.has_read_since(job.began):
                     self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
                 session.can_look_ahead = step.can_look_ahead
                 session.cached_tokens.follow(step.fed)
@@ -352,6 +396,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self.worker.watch()
 
     # --- turns and messages -----------------------------------------------------------------------
+
+    def _get_ready(self, session: DraftSession) -> None:
+        if session.copies:
+            session.copy()
+        self._say_ready(session)
+        self._begin_turn(session)
 
     def _say_ready(self, session: DraftSession) -> None:
         session.is_ready = True
@@ -431,11 +481,17 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         rests = session.only_copies or session.policy.should_rest()
         if isinstance(session.policy, AutoPolicy):
             session.policy.only_copies = rests
-        session.only_copies = rests and session.num_idle_rounds <= self._max_idle_rounds
+        session.only_copies = rests and self._stays_for_copies(session)
         if rests and not session.only_copies:
             self._rest(session)
         else:
             self._propose(session)
+
+    def _stays_for_copies(self, session: DraftSession) -> bool:
+        # Passes of several texts without proposals are started ahead, which one text that may have some prevents.
+        if self.prices.num_texts > 1:
+            return session.has_worthwhile_copy(self.worker.clock())
+        return session.num_idle_rounds <= MAX_IDLE_ROUNDS
 
     def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()
@@ -489,12 +545,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if is_near_end:
                 if session.has_worthwhile_copy(self.worker.clock()):
                     session.only_copies, session.num_idle_rounds = True, 0
-                elif session.policy.should_rest_on(session.num_behind):
+                elif session.policy.should_rest_on(session.num_behind) or self._reads_first(session):
                     self._rest(session)
         elif session.only_copies:
             session.num_uncounted += 1
             if session.state.round % self.rest_rounds == 0:
-                session.only_copies = session.policy.should_rest_on(session.num_behind)
+                session.only_copies = session.policy.should_rest_on(session.num_behind) or self._reads_first(session)
         else:
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))

@@ -32,6 +32,8 @@ class DraftSession(DrafterSession):
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
         catches_up: whether it is to be read in a rest what the target has committed.
+        was_prompt_cached: whether the target has cached the whole prompt, and so has no features of it.
+        rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
         num_uncounted: rounds of a rest that the policy was not asked about, whether to catch up.
         node: the node to draft after next, as of the last look.
         part: its part in the draft steps under way; None between them.
@@ -53,6 +55,8 @@ class DraftSession(DrafterSession):
         self.verdict_due_s = 0.0
         self.has_read_prompt = self.reads_again = self.catches_up = False
         self.only_copies = False
+        self.was_prompt_cached = False
+        self.rests_unread: bool | None = None
         self.num_uncounted = 0
         self.node: Node | None = None
         self.part: DraftPart | None = None
@@ -66,7 +70,9 @@ class DraftSession(DrafterSession):
         if isinstance(message, Verdict | PromptFeatures) and message.features is not None:
             self._given.append(message.features)
             self.hand_over_features()
-        if not isinstance(message, PromptFeatures):
+        if isinstance(message, PromptFeatures):
+            self.was_prompt_cached = message.features is None
+        else:
             super().receive(message)
 
     def hand_over_features(self) -> None:
@@ -106,8 +112,8 @@ class DraftSession(DrafterSession):
         if not self.can_look_ahead:
             return 1
         depth = MAX_LOOKAHEAD * 2 + 1
-        if self.state.remaining is not None:
-            depth = min(depth, self.state.remaining)
+        if (remaining := self.state.remaining) is not None:
+            depth = min(depth, remaining)
         if self.context_length is not None:
             depth = min(depth, self.context_length - self.state.next_position + 1)
         if self._reader is not None and (foreseen := self._reader.foreseen) is not None:

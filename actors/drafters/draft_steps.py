@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
 from typing import cast
 
 import attrs
@@ -16,12 +16,13 @@ from actors.sampling.logits_pipeline import TokenHistory, pad
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.worker import Step
-from protocol.acceptance import distribution, draw, likeliest, likeliest_only, scores
+from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores, scores_together
 from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
 from protocol.messages import Distribution, Open, Sparse
 from protocol.randomness import Purpose, further, key_for
+from protocol.settings import Settings
 
 
 @attrs.frozen
@@ -145,7 +146,7 @@ class DraftSteps:
             drafted, following = self.conclude(fed, lazy, trail, history, draft_budget)
             return Step(drafted, None if following is None else following.of(self))
         drafted_guesses = lazy.read()
-        lazy.logit_check.check(0, position, "draft")
+        lazy.check(position)
         token = drafted_guesses[0].token
         self.sequence.check(position + 1)
         # The launched step has fed the choice, whether or not its guesses will be read.
@@ -168,7 +169,7 @@ class DraftSteps:
         position = fed.keep + len(fed.feed)
         drafted_guesses = lazy.read()
         # The choice is lost if these fail, which does not depend on what it is.
-        lazy.logit_check.check(0, position, "draft")
+        lazy.check(position)
         self.sequence.check(position)
         drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)
         token = drafted_guesses[0].token
@@ -198,6 +199,15 @@ class DraftSteps:
         estimate = acceptance_of(self.sequence)
         return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs, acceptance=estimate)
 
+    @property
+    def kind(self) -> Hashable | None:
+        """What texts must have in common to be drafted for together; None for one that is drafted for by itself."""
+        shared = self.shared
+        settings, kind = shared.opened.settings, shared.logits_pipeline.kind
+        if kind is None or settings.rule != "match" or isinstance(self.sequence, FeatureInput):
+            return None
+        return kind, settings.drafting_temperature, self.num_guesses
+
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
 
@@ -212,13 +222,38 @@ class DraftSteps:
 
 
 @attrs.frozen
+class LikeliestTokens:
+    """The likeliest tokens of several texts, which may not be computed yet.
+
+    Attributes:
+        tokens, confidences: (n, k) ids, and the drafter's confidence in each, in descending order.
+    """
+
+    tokens: mx.array
+    confidences: mx.array
+
+    @cached_property
+    def rows(self) -> list[list[tuple[int, float]]]:
+        """Both, read back."""
+        tokens, confidences = (
+            cast(list[list[int]], self.tokens.tolist()),
+            cast(list[list[float]], self.confidences.tolist()),
+        )
+        return [
+            list(zip(row, map(_zero_if_nan, row_confidences), strict=True))
+            for row, row_confidences in zip(tokens, confidences, strict=True)
+        ]
+
+
+@attrs.frozen
 class LazyGuesses:
     """Guesses that may not be computed yet.
 
     Attributes:
-        choice: (1,) the drafter's choice.
-        logit_check: of the draft model's own row.
-        likeliest_tokens: (1, k) ids, and (1, k) the drafter's confidence in each, in descending order.
+        choice: (n,) the drafter's choice.
+        logit_check: of the draft model's own rows.
+        likeliest_tokens: of each row.
+        row: that of this text, in [0, n).
         confidence: () the drafter's confidence in the choice. None if the choice is the first of the likeliest tokens:
             always so under the match rule, unless a user's sampler made the choice.
         probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule.
@@ -229,7 +264,8 @@ class LazyGuesses:
 
     choice: mx.array
     logit_check: LogitCheck
-    likeliest_tokens: tuple[mx.array, mx.array]
+    likeliest_tokens: LikeliestTokens
+    row: int = 0
     confidence: mx.array | None = None
     probs: Distribution | None = None
     staleness: int = 0
@@ -238,8 +274,13 @@ class LazyGuesses:
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
         probs = (self.probs.tokens, self.probs.values) if isinstance(self.probs, Sparse) else (self.probs,)
-        arrays = (self.choice, *self.logit_check.arrays(), *self.likeliest_tokens, self.confidence, self.acceptance)
+        likeliest_tokens = self.likeliest_tokens.tokens, self.likeliest_tokens.confidences
+        arrays = (self.choice, *self.logit_check.arrays(), *likeliest_tokens, self.confidence, self.acceptance)
         return [array for array in (*arrays, *probs) if array is not None]
+
+    def check(self, position: int) -> None:
+        """Raise NotANumberError if no token can be chosen for a position from the draft model's own row."""
+        self.logit_check.check(self.row, position, "draft")
 
     def read(self) -> tuple[Guess, ...]:
         """The guesses, the choice first."""
@@ -253,11 +294,22 @@ class LazyGuesses:
 
     def _read(self) -> tuple[Guess, ...]:
         if self.confidence is None:
-            return _ranked(self.likeliest_tokens, self.staleness)
+            return self._ranked()
         token, confidence = cast(int, self.choice.item()), _zero_if_nan(cast(float, self.confidence.item()))
-        others = [guess for guess in _ranked(self.likeliest_tokens, self.staleness, 1) if guess.token != token]
-        num_others = self.likeliest_tokens[0].shape[1] - 1
+        others = [guess for guess in self._ranked(1) if guess.token != token]
+        num_others = self.likeliest_tokens.tokens.shape[1] - 1
         return Guess(token, confidence, self.probs, raw=confidence, staleness=self.staleness), *others[:num_others]
+
+    def _ranked(self, first_rank: int = 0) -> tuple[Guess, ...]:
+        """The likeliest tokens as guesses with ranks from `first_rank` on."""
+        return tuple(
+            [
+                Guess(token, confidence, rank=rank, raw=confidence, staleness=self.staleness)
+                for rank, (token, confidence) in enumerate(self.likeliest_tokens.rows[self.row], start=first_rank)
+                # A token that a filter removed is no guess, unless there is no other.
+                if confidence > 0.0 or rank == 0
+            ]
+        )
 
 
 def staleness_of(sequence: CachedSequence) -> int:
@@ -295,35 +347,48 @@ def guesses(
     settings, seed = opened.settings, opened.seed
     if chosen is not None:
         confidence = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
-        return LazyGuesses(chosen, logit_check, likeliest(logits, num_guesses), confidence)
+        return LazyGuesses(chosen, logit_check, LikeliestTokens(*likeliest(logits, num_guesses)), confidence=confidence)
     if settings.rule == "match":
-        found = likeliest(scores(logits, settings.drafting_temperature, seed, position, vocab_size), num_guesses)
-        # The sum has a buffer of its own. A view of `found` would share it, and on CUDA reading `found` back moves its
-        # buffer, which the next step may still be reading, since it is launched before.
-        return LazyGuesses(found[0][:, 0] + 0, logit_check, found)
+        return _guesses_by_match(logits, logit_check, settings, [(seed, position)], vocab_size, num_guesses)
     # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So the confidence is
     # the expectation over all draws from this distribution, not the probability of this draw.
     probs = distribution(logits[0], settings.drafting_temperature)
     drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
-    return LazyGuesses(
-        drawn[None], logit_check, likeliest(mx.log(probs)[None], num_guesses), (probs * probs).sum(), probs
-    )
+    found = LikeliestTokens(*likeliest(mx.log(probs)[None], num_guesses))
+    return LazyGuesses(drawn[None], logit_check, found, confidence=(probs * probs).sum(), probs=probs)
 
 
-def _ranked(likeliest_tokens: tuple[mx.array, mx.array], staleness: int, first_rank: int = 0) -> tuple[Guess, ...]:
-    """One row of `likeliest`, evaluated, as guesses with ranks from `first_rank` on."""
-    tokens, confidences = likeliest_tokens
-    (token_row,), (confidence_row,) = cast(
-        tuple[list[list[int]], list[list[float]]], (tokens.tolist(), confidences.tolist())
-    )
-    return tuple(
-        Guess(token, confidence, rank=rank, raw=confidence, staleness=staleness)
-        for rank, (token, confidence) in enumerate(
-            zip(token_row, map(_zero_if_nan, confidence_row), strict=True), start=first_rank
-        )
-        # A token that a filter removed is no guess, unless there is no other.
-        if confidence > 0.0 or rank == 0
-    )
+def _guesses_by_match(
+    logits: mx.array,
+    logit_check: LogitCheck,
+    settings: Settings,
+    decisions: Decisions,
+    vocab_size: int,
+    num_guesses: int,
+) -> LazyGuesses:
+    found = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size), num_guesses)
+    # The sum has a buffer of its own. A view of `found` would share it, and on CUDA reading `found` back moves its
+    # buffer, which the next step may still be reading, since it is launched before.
+    return LazyGuesses(found[0][:, 0] + 0, logit_check, LikeliestTokens(*found))
+
+
+def guesses_together(
+    steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]
+) -> list[LazyGuesses]:
+    """Guesses for texts of one kind (`DraftSteps.kind`), as one set of array operations; each is what it is alone.
+
+    Args:
+        steps: of the texts.
+        logits: (1, V) of the draft model after each.
+        positions: of the tokens that come next.
+    """
+    first, shared = steps[0], steps[0].shared
+    rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
+    decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
+    filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
+    settings, num_guesses = shared.opened.settings, first.num_guesses
+    lazy = _guesses_by_match(filtered, LogitCheck.of(rows, rows), settings, decisions, first.vocab_size, num_guesses)
+    return [attrs.evolve(lazy, row=row) for row in range(len(steps))]
 
 
 def _zero_if_nan(confidence: float) -> float:

@@ -35,10 +35,9 @@ logger = logging.getLogger("outrider")
 # Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
 # looking at other sessions.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
-# A drafter that has nothing to offer but copies rests after this many rounds in a row without one, after fewer where
-# more than a few texts share passes. In a rest, the target does not wait for an answer before it goes on, which saves a
-# little time to each text of the pass. In return, the next proposal may come a little late.
-MAX_IDLE_ROUNDS, FEW_TEXTS = 8, 4
+# A drafter that has nothing to offer but copies rests after this many rounds in a row without one. In a rest, the
+# target does not wait for an answer before it goes on. In return, the next proposal may come a little late.
+MAX_IDLE_ROUNDS = 8
 # A text has something to copy if the first token of it is at least so likely.
 LIKELY = 0.5
 
@@ -214,7 +213,8 @@ class DrafterSession(ActorSession):
     @property
     def max_proposed_tokens(self) -> int:
         """Largest useful proposal. The verdict brings a token of its own, so the last one need not be proposed."""
-        return MAX_LOOKAHEAD if self.state.remaining is None else min(MAX_LOOKAHEAD, self.state.remaining - 1)
+        remaining = self.state.remaining
+        return MAX_LOOKAHEAD if remaining is None else min(MAX_LOOKAHEAD, remaining - 1)
 
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of a chain of nodes."""
@@ -408,14 +408,10 @@ class Drafter(Actor[S]):
             self._withdraw(session, at_once=True)
             self._look_at(session)
 
-    @property
-    def _max_idle_rounds(self) -> int:
-        return MAX_IDLE_ROUNDS * FEW_TEXTS // max(FEW_TEXTS, self.prices.num_texts)
-
-    def _rest(self, session: S) -> None:
-        """Leave some rounds to the target; in a rest, prolong it by more."""
+    def _rest(self, session: S, num_rounds: int | None = None) -> None:
+        """Leave some rounds to the target, `rest_rounds` if not told otherwise; in a rest, prolong it by more."""
         was_resting = session.state.phase is SessionPhase.RESTING
-        num_rounds = self.rest_rounds
+        num_rounds = num_rounds or self.rest_rounds
         if was_resting:
             num_rounds = max(num_rounds, min(2 * session.num_rested, self.max_rest_rounds))
         rest = Rest(session.id, session.state.round + num_rounds)

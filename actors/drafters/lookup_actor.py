@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from actors.actor import Mailbox
 from actors.drafters.drafter import (
+    MAX_IDLE_ROUNDS,
     Drafter,
     DrafterSession,
     FromTarget,
@@ -21,6 +22,9 @@ from protocol.messages import Due, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.trace import Event
+
+# So many texts wait for one another without much loss.
+FEW_TEXTS = 4
 
 
 class LookupSession(DrafterSession):
@@ -116,7 +120,9 @@ class LookupActor(Drafter[LookupSession]):
     def _answer(self, session: LookupSession) -> None:
         """Propose the found tokens; or rest, if nothing has been found for a while."""
         nodes = session.worth_proposing(self._clock())
-        if not nodes and isinstance(session.policy, AutoPolicy) and session.num_idle_rounds >= self._max_idle_rounds:
+        # Sooner where more than a few texts share passes, since each of them waits.
+        max_idle_rounds = MAX_IDLE_ROUNDS * FEW_TEXTS // max(FEW_TEXTS, self.prices.num_texts)
+        if not nodes and isinstance(session.policy, AutoPolicy) and session.num_idle_rounds >= max_idle_rounds:
             self._rest(session)
         elif session.state.phase is SessionPhase.PROPOSING:
             self._send_proposal(session, session.proposal(nodes))

@@ -5,7 +5,7 @@ A text takes part until its draft budget is spent, or it is interrupted; the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from actors.drafters.draft_steps import (
     LazyGuesses,
     RewoundToCheckpoint,
     StepOutcome,
+    guesses_together,
 )
 from actors.model import Feed, Model, feed_each
 from actors.workers.worker import Job, Step
@@ -53,6 +54,11 @@ class DraftPart:
     expected_end_s: float = 0.0
     overlaps_target: bool = False
     is_interrupted: bool = attrs.field(default=False, init=False)
+
+    @property
+    def position(self) -> int:
+        """Of the token that the next step guesses."""
+        return self.step.plan.keep + len(self.step.plan.feed)
 
     @property
     def share(self) -> Share:
@@ -138,9 +144,7 @@ class SharedSteps:
             if any(part.draft_steps.shared.logits_pipeline.runs_user_code for part in parts):
                 # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
                 mx.eval(logits)
-            lazies: dict[DraftPart, outcome.Outcome[LazyGuesses]] = {
-                part: outcome.capture(_guess, part, rows) for part, rows in zip(parts, logits, strict=True)
-            }
+            lazies = _lazies(parts, logits)
             mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
         except BaseException:
             # What is in the caches now is not known. Nobody has seen what was drawn from these logits, if anything was:
@@ -161,9 +165,26 @@ def _prepare(part: DraftPart) -> RewoundToCheckpoint | CannotLookAhead | None:
     return part.draft_steps.prepare(part.step.plan)
 
 
+def _lazies(parts: Sequence[DraftPart], logits: Sequence[mx.array]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
+    """The guesses of texts of one kind by one set of array operations, and those of others each by itself."""
+    kinds: dict[Hashable, list[int]] = {}
+    for index, part in enumerate(parts):
+        kinds.setdefault(part.draft_steps.kind or index, []).append(index)
+    lazies: dict[DraftPart, outcome.Outcome[LazyGuesses]] = {}
+    for kind, indices in kinds.items():
+        if isinstance(kind, int):
+            lazies[parts[kind]] = outcome.capture(_guess, parts[kind], logits[kind])
+            continue
+        together = [parts[index] for index in indices]
+        steps, positions = [part.draft_steps for part in together], [part.position for part in together]
+        found = guesses_together(steps, [logits[index] for index in indices], positions)
+        lazies.update((part, outcome.Value(lazy)) for part, lazy in zip(together, found, strict=True))
+    return lazies
+
+
 def _guess(part: DraftPart, rows: mx.array) -> LazyGuesses:
     step = part.step
-    return part.draft_steps.guess(rows, step.plan.keep + len(step.plan.feed), step.trail, step.history)
+    return part.draft_steps.guess(rows, part.position, step.trail, step.history)
 
 
 def _conclude(part: DraftPart, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:

@@ -252,7 +252,8 @@ class RoundJobs:
         # A text's cache is copied when it shares a pass for the first time.
         is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in run.sessions))
         width = max([share.num_tokens for share in run.shares]) if run.is_first else 1
-        self._price_plain_pass(job, num_texts, self._num_rows(run.sessions) * width, is_typical=is_typical)
+        num_rows = self._num_rows(run.sessions) * width
+        self._price_plain_pass(job, num_texts, num_rows, is_typical=is_typical, was_ahead=was_ahead)
         run.is_first = False
         run.going_on = []
         for session, result in zip(run.sessions, results, strict=False):
@@ -286,12 +287,16 @@ class RoundJobs:
             return len(sessions)
         return len({*sessions, *(session for session in self.texts.values() if session.is_row)})
 
-    def _price_plain_pass(self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool) -> None:
-        """Learn from a pass without drafts. One that was started ahead has worked before its job began."""
+    def _price_plain_pass(
+        self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool, was_ahead: bool
+    ) -> None:
+        """Learn from a pass without drafts. One that was started ahead has worked before its job began, as nearly all
+        passes over several such texts have.
+        """
         if is_typical and len(self.texts) > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
-        if last is not None and num_rows == num_texts:
+        if last is not None and num_rows == num_texts and (was_ahead or num_texts == 1):
             ended_s, busy_s = last
             # Without the time that went into other jobs.
             idle_s = max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))

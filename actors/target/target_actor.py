@@ -270,8 +270,12 @@ class TargetActor(ModelActor[TargetSession]):
     # --- passes -----------------------------------------------------------------------------------
 
     async def _read_prompts(self) -> None:
-        for session in await self._reading.run_pass():
-            self._look_at(session)
+        self._target_queue.begin_reading()
+        try:
+            for session in await self._reading.run_pass():
+                self._look_at(session)
+        finally:
+            self._target_queue.end_reading(self.worker.clock())
         # Each text that is ready now has one turn before another chunk is read.
         self._take_in()
         for session, turn in self._ready.items():
@@ -369,7 +373,7 @@ class TargetActor(ModelActor[TargetSession]):
         if (features := session.sequence.features) is not None and features.arrays():
             call = partial(features.take, len(session.cached_tokens))
             session.prompt_features = await self.worker.run(Job("prefill", call, session.id))
-        if session.prompt_features is not None:
+        if session.prompt_features is not None or (features is not None and self.drafter.has_model):
             self.drafter.send(PromptFeatures(session.id, session.prompt_features))
 
     async def _let_go(self, session: TargetSession) -> None:

@@ -37,7 +37,7 @@ def test_the_choice_that_the_next_step_reads_is_not_a_view_of_what_is_read_back(
     logits = mx.random.normal((1, 64), key=mx.random.key(3))
     lazy = guesses(logits, LogitCheck.of(logits, logits), OPENED, 5, 0, 64, num_guesses)
     mx.eval(*lazy.arrays())
-    for array in lazy.likeliest_tokens:
+    for array in (lazy.likeliest_tokens.tokens, lazy.likeliest_tokens.confidences):
         assert not overlap(extent(lazy.choice), extent(array))
     assert lazy.choice.item() == lazy.read()[0].token
 

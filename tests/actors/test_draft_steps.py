@@ -41,11 +41,13 @@ from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.draft_steps import CannotLookAhead, Drafted, DraftSteps, RewoundToCheckpoint
+from actors.drafters.draft_steps import CannotLookAhead, Drafted, DraftSteps, RewoundToCheckpoint, guesses_together
+from actors.sampling.logits_pipeline import NO_HISTORY
 from actors.session import Session
 from protocol.acceptance import likeliest
 from protocol.cached_tokens import CachedTokens
 from protocol.draft_budget import DraftBudget
+from protocol.errors import NotANumberError
 from protocol.messages import Open, Proposal, Sparse
 from protocol.settings import Settings
 
@@ -500,3 +502,31 @@ async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(c
         completion = await rt.generate(prompt, max_tokens=30, lookahead=4)
         assert [token.id for token in completion.tokens] == expected
         assert completion.statistics.draft_failures == 0
+
+
+# --- several texts --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"temperature": 0.8, "acceptance": "match"}, {"temperature": 0.8, "acceptance": "match", "top_k": 5}]
+)
+@pytest.mark.parametrize("width", [VOCAB_SIZE, VOCAB_SIZE - 3, VOCAB_SIZE + 8])
+def test_guesses_of_several_texts_are_those_of_each_alone(asked: dict[str, Any], width: int) -> None:
+    steps = []
+    for seed in range(4):
+        opened = Open(seed, tuple(TEXT), Settings(**asked), seed, frozenset())
+        sequence: Any = object()
+        session = Session(opened, trio.open_memory_channel(0)[0])
+        steps.append(DraftSteps(sequence, 1, session, VOCAB_SIZE, 3, lambda: 0.0, False))
+    assert len({each.kind for each in steps}) == 1
+    logits = [3 * mx.random.normal((1, width), key=mx.random.key(seed)) for seed in range(4)]
+    together = guesses_together(steps, logits, [9, 5, 7, 20])
+    for each, row, position, lazy in zip(steps, logits, [9, 5, 7, 20], together, strict=True):
+        assert lazy.read() == each.guess(row, position, 0, NO_HISTORY).read()
+    logits[2][0, 1] = mx.nan
+    for number, lazy in enumerate(guesses_together(steps, logits, [9, 5, 7, 20])):
+        if number == 2:
+            with pytest.raises(NotANumberError, match="position 7"):
+                lazy.check(7)
+        else:
+            lazy.check(0)

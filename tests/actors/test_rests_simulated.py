@@ -42,3 +42,34 @@ async def test_a_text_that_is_closed_in_a_rest_leaves_the_drafter_nothing(at: fl
         await stream.aclose()
         assert await text_of(simulation, PROMPT, max_tokens=60, reuse_prefix=True) == continuation(PROMPT, 60)
         assert simulation.runtime.statistics().draft_failures == 0
+
+
+async def test_a_drafter_that_does_not_pay_reads_no_prompt(autojump_clock: Any) -> None:
+    drafts_badly = ScriptedModel(agreeing(0.0))
+    async with simulated(ScriptedModel(truthful), drafts_badly, price=PRICE) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=NUM_TOKENS)  # finds out
+        before = drafts_badly.num_calls["feed"]
+        assert await text_of(simulation, [*range(2, 62)], max_tokens=5) == continuation([*range(2, 62)], 5)
+        assert drafts_badly.num_calls["feed"] == before
+
+
+async def test_texts_that_begin_together_have_their_first_tokens_before_the_drafter_reads(autojump_clock: Any) -> None:
+    draft = ScriptedModel(agreeing(0.9))
+    texts: dict[int, list[int]] = {}
+    async with simulated(ScriptedModel(truthful), draft, price=PRICE) as simulation:
+        first_fed: list[int] = []
+        num_probed = draft.num_calls["feed"]
+
+        async def read(number: int) -> None:
+            stream = simulation.runtime.stream([number, *PROMPT], max_tokens=60)
+            async with stream:
+                texts[number] = [(await anext(stream)).id]
+                first_fed.append(draft.num_calls["feed"] - num_probed)
+                texts[number] += [token.id async for token in stream]
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(read, number)
+    assert first_fed == [0] * 4
+    assert draft.num_calls["feed"] > num_probed
+    assert all(text == continuation([number, *PROMPT], 60) for number, text in texts.items())

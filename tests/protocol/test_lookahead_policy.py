@@ -343,3 +343,15 @@ def test_where_speculating_is_faster_no_rest_is_taken_nor_prolonged():
 
 def test_before_anything_was_measured_nobody_rests():
     assert not auto(Prices()).should_rest()
+
+
+def test_a_copy_that_many_texts_wait_for_must_bring_more():
+    def num_proposed(num_texts: int) -> int:
+        prices = prices_of(slope=0.1, step=0.1)
+        prices.num_texts, prices.num_copying = num_texts, num_texts
+        policy = auto(prices)
+        policy.only_copies = True
+        return len(policy.worth_proposing(view_of(chain_of(3))))
+
+    assert num_proposed(1) == 3
+    assert num_proposed(8) < 3

@@ -374,3 +374,15 @@ def test_what_few_texts_copy_bears_all_of_the_width_and_the_gap_before_the_pass(
     assert prices.verify_extra_s(1) == pytest.approx(0.1)
     prices.num_copying = 20  # some of them wait for another pass
     assert prices.verify_extra_s(1, only_copies=True) == pytest.approx((0.8 + 0.4) / 8)
+
+
+def test_the_speculative_rate_of_many_texts_says_nothing_of_one() -> None:
+    prices = Prices(num_texts=8)
+    prices.observe_round(4, 0.01)
+    assert prices.speculative_rate == pytest.approx(400.0)
+    prices.num_texts = 1
+    assert prices.speculative_rate == 0.0
+    prices.observe_round(2, 0.02)
+    assert prices.speculative_rate == pytest.approx(100.0)
+    prices.num_texts = 9
+    assert prices.speculative_rate == pytest.approx(400.0)
