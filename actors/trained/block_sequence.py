@@ -44,14 +44,7 @@ class BlockReader(ContextReader, Protocol):
     num_foreseen: int
 
     def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
-        """Run the pass of a block.
-
-        Args:
-            anchor: its id.
-            position: its position.
-            cache: see `read_context`.
-            num_context: how many of the positions in the caches come before the anchor, >= 1.
-        """
+        """Run the pass of a block whose anchor, an id, is at a position, on the first `num_context` in the caches."""
         ...
 
     def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
@@ -75,7 +68,6 @@ class BlockSequence(ContextSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, reader: BlockReader) -> None:
-        """Make an empty sequence."""
         super().__init__(reader)
         self._reader = reader
         self._block: Block | None = None

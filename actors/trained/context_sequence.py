@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.trained_sequence import LedgerSequence, check_state, put_layers, taken_layers
+from actors.trained.trained_sequence import TrainedSequence, check_state, put_layers, taken_layers
 
 
 class ContextReader(Protocol):
@@ -38,11 +38,10 @@ class ContextReader(Protocol):
         ...
 
 
-class ContextSequence(LedgerSequence):
+class ContextSequence(TrainedSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, reader: ContextReader) -> None:
-        """Make an empty sequence."""
         super().__init__(reader.feature_width)
         self._context_reader = reader
         # What is made of the features of positions from `_begin` to `_end`.
@@ -50,9 +49,8 @@ class ContextSequence(LedgerSequence):
         self._begin = self._end = 0
 
     @property
-    def staleness(self) -> int:
-        """What is drafted lacks the features of the positions after the first one without."""
-        return max(0, len(self._tokens) - 1 - self._end)
+    def _num_known(self) -> int:
+        return self._end
 
     def _drop_drafts(self) -> None:
         """Drop what was drafted on the context as it was."""

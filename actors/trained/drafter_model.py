@@ -40,10 +40,7 @@ class TrainedDrafter(FeedsEach):
         is_targets_own: bool = False,
         quantize: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load a drafter.
-
-        Args, Raises: as `attach`.
-        """
+        """See `attach`."""
         self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
         self._attached = attach(
             folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize
@@ -68,7 +65,6 @@ class TrainedDrafter(FeedsEach):
 
     @property
     def module(self) -> Module:
-        """Its weights."""
         return self._attached.module
 
     @property
@@ -83,6 +79,5 @@ class TrainedDrafter(FeedsEach):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
         return sum(array.nbytes for array in [*weights, *self.arrays])

@@ -6,14 +6,12 @@ tokens between.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
 from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
-from protocol.errors import RewindError
 from protocol.messages import Features
 
 # Positions whose features are kept: a drafter that catches up reads no more at a time.
@@ -42,21 +40,12 @@ class HeadSequence(TrainedSequence):
         self._project = project
         self._heads = heads
         self._vocab_size = vocab_size
-        self._length = 0
         self._num_kept = NUM_KEPT
-        self._arrived: deque[tuple[int, mx.array]] = deque()
         # What the heads read of the last positions, the first of which is `_begin`.
         self._begin = 0
         self._hidden: mx.array | None = None
         # By head, at the last position: siblings in the tree have the same.
         self._rows: dict[int, mx.array] = {}
-        # Tokens that the next text shares with this one, if it reuses it.
-        self._num_common = 0
-
-    def give(self, start: int, features: mx.array) -> None:
-        self._awaits_features = False
-        self._arrived.append((start, features))
-        self._num_given = start + features.shape[0]
 
     def give_nothing(self, num_tokens: int) -> None:
         """All are kept, so that each pass reads a head."""
@@ -64,46 +53,21 @@ class HeadSequence(TrainedSequence):
         super().give_nothing(num_tokens)
 
     @property
-    def staleness(self) -> int:
-        """What a head lacks are the features of the positions that it passes over."""
-        return max(0, self._length - 1 - self._end)
+    def _num_known(self) -> int:
+        return self._begin + (0 if self._hidden is None else self._hidden.shape[0])
 
     @property
     def foreseen(self) -> int:
         return self._num_given + 1 + len(self._heads)
 
-    @property
-    def length(self) -> int:
-        return self._length
-
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """The logits where nothing is foreseen are all zero."""
-        self._length += len(tokens)
-        return None if num_logits == 0 else self._logits(self._length - num_logits, self._length)
-
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """Does not look at the token."""
-        self._length += 1
-        return self._logits(self._length - 1, self._length)
-
-    def rewind(self, length: int) -> int:
-        if length > self._length:
-            raise RewindError(f"asked to rewind to {length} tokens a text of {self._length}")
-        self._length = length
-        return length
-
-    def check(self, length: int) -> None:
-        if self._length != length:
-            raise RewindError(f"the text should have {length} tokens, it has {self._length}")
-
-    def forget(self) -> None:
-        """Features stay."""
-        self._length = 0
+        """Does not look at the token, on which nothing depends."""
+        logits = self.feed((0,), 1)
+        assert logits is not None
+        return logits
 
     def close(self) -> None:
-        self._length = self._num_given = 0
-        self._awaits_features = True
-        self._arrived.clear()
+        super().close()
         self._hidden = None
         self._rows.clear()
 
@@ -113,17 +77,12 @@ class HeadSequence(TrainedSequence):
     def num_bytes(self) -> int:
         return 0 if self._hidden is None else int(self._hidden.nbytes)
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
-        self._num_common = num_common
-        return min(num_common, self._length)
-
     def reuse(self, length: int) -> None:
         """Features of what the texts do not share were of the other text."""
-        self._look_at_arrived()
-        self._length, self._awaits_features = length, True
-        num_kept = min(self._num_common, self._end) - self._begin
+        super().reuse(length)
+        num_kept = min(self._num_common, self._num_known) - self._begin
         self._hidden = None if self._hidden is None or num_kept <= 0 else self._hidden[:num_kept]
-        self._num_given = self._end if self._hidden is not None else 0
+        self._num_given = 0 if self._hidden is None else self._num_known
         self._rows.clear()
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
@@ -138,59 +97,35 @@ class HeadSequence(TrainedSequence):
         assert state.features is not None
         check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
-        self._length, self._num_given = len(state.tokens), self._end
+        self._tokens, self._num_given = [*state.tokens], self._num_known
 
     # --- logits -----------------------------------------------------------------------------------
 
-    @property
-    def _end(self) -> int:
-        """The position after the last one whose features are known."""
-        return self._begin + (0 if self._hidden is None else self._hidden.shape[0])
-
-    def _logits(self, begin: int, end: int) -> mx.array:
-        """(end - begin, V) logits after the tokens at positions from `begin` to `end`."""
-        self._look_at_arrived()
+    def _logits(self, position: int) -> mx.array:
+        if position <= self._begin or self._hidden is None:
+            return mx.zeros((1, self._vocab_size))
         # The token at position p + 1 is foreseen by the first head on the features of position p - 1.
-        known_end = self._end
-        parts: list[mx.array] = []
-        position = begin
-        while position < end:
-            if position <= self._begin or self._hidden is None:
-                parts.append(mx.zeros((1, self._vocab_size)))
-                position += 1
-            elif position < known_end and position < end - 1:
-                last = min(end, known_end + 1)
-                parts.append(self._heads[0](self._hidden[position - 1 - self._begin : last - 1 - self._begin]))
-                position = last
-            elif position <= known_end:
-                parts.append(self._row(0, position - 1 - self._begin))
-                position += 1
-            else:
-                parts.append(self._row(position - known_end, self._hidden.shape[0] - 1))
-                position += 1
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-    def _row(self, head: int, index: int) -> mx.array:
-        """(1, V) logits of a head at one of the positions whose features are kept."""
-        assert self._hidden is not None
+        first, end = position - 1 - self._begin, min(len(self._tokens), self._num_known + 1) - 1 - self._begin
+        if first + 1 < end:
+            return self._heads[0](self._hidden[first:end])
+        last = self._hidden.shape[0] - 1
+        if first < last:
+            return self._heads[0](self._hidden[first : first + 1])
+        head = first - last
         if head >= len(self._heads):
             return mx.zeros((1, self._vocab_size))
-        if index < self._hidden.shape[0] - 1:
-            return self._heads[head](self._hidden[index : index + 1])
         if head not in self._rows:
-            self._rows[head] = self._heads[head](self._hidden[index:])
+            self._rows[head] = self._heads[head](self._hidden[last:])
         return self._rows[head]
 
-    def _look_at_arrived(self) -> None:
-        while self._arrived:
-            start, features = self._arrived.popleft()
-            start, features = max(start, start + features.shape[0] - self._num_kept), features[-self._num_kept :]
-            hidden = self._project(features)
-            if self._hidden is not None and self._begin <= start <= self._begin + self._hidden.shape[0]:
-                # Some may come a second time, if the target has lost its cache.
-                hidden = mx.concatenate([self._hidden[: start - self._begin], hidden])[-self._num_kept :]
-            end = start + features.shape[0]
-            # A copy: a slice would keep the features of a whole prompt.
-            self._hidden, self._begin = mx.contiguous(hidden), end - hidden.shape[0]
-            mx.eval(self._hidden)
-            self._rows.clear()
+    def _look_at(self, start: int, features: mx.array) -> None:
+        start, features = max(start, start + features.shape[0] - self._num_kept), features[-self._num_kept :]
+        hidden = self._project(features)
+        if self._hidden is not None and self._begin <= start <= self._num_known:
+            # Some may come a second time, if the target has lost its cache.
+            hidden = mx.concatenate([self._hidden[: start - self._begin], hidden])[-self._num_kept :]
+        end = start + features.shape[0]
+        # A copy: a slice would keep the features of a whole prompt.
+        self._hidden, self._begin = mx.contiguous(hidden), end - hidden.shape[0]
+        mx.eval(self._hidden)
+        self._rows.clear()

@@ -23,17 +23,9 @@ class PositionedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the rows."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def copy(self) -> PositionedRows:
-        """The same rows; what is added to either does not show in the other."""
-        copied = PositionedRows()
-        copied.begin, copied.end, copied.pieces = self.begin, self.end, [*self.pieces]
-        return copied
-
     def clear(self) -> None:
-        """Drop all."""
         self.begin = self.end = 0
         self.pieces = []
 
@@ -54,27 +46,24 @@ class PositionedRows:
 
     def between(self, begin: int, end: int) -> mx.array:
         """(end - begin, width) rows of some of the positions, lazy."""
+        found = self._pieces_between(begin, end)
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _pieces_between(self, begin: int, end: int) -> list[mx.array]:
         found, start = [], self.begin
         for piece in self.pieces:
             found.append(piece[max(0, begin - start) : max(0, end - start)])
             start += piece.shape[0]
-        found = [part for part in found if part.shape[0] > 0]
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+        return [part for part in found if part.shape[0] > 0]
 
     def drop_from(self, position: int) -> None:
-        """Drop the rows of positions from `position` on."""
         if position < self.end:
             self._keep(self.begin, position)
 
     def drop_before(self, position: int) -> None:
-        """Drop the rows of positions before `position`."""
         if position > self.begin:
             self._keep(position, self.end)
 
     def _keep(self, begin: int, end: int) -> None:
-        kept, start = [], self.begin
-        for piece in self.pieces:
-            kept.append(piece[max(0, begin - start) : max(0, end - start)])
-            start += piece.shape[0]
-        self.pieces = [piece for piece in kept if piece.shape[0] > 0]
+        self.pieces = self._pieces_between(begin, end)
         self.begin, self.end = begin, max(begin, end)

@@ -27,12 +27,7 @@ class TranslatedModel:
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
-        """Translate for a model.
-
-        Args:
-            model: with its own vocabulary.
-            vocabulary_map: to that vocabulary.
-        """
+        """Translate for a model with its own vocabulary, to which a map leads."""
         self._model = model
         self.vocabulary_map = vocabulary_map
         self.vocab_size = len(vocabulary_map.readings)
@@ -40,12 +35,10 @@ class TranslatedModel:
 
     @property
     def module(self) -> Module:
-        """mlx-lm's model."""
         return self._model.module
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights."""
         return self._model.num_bytes
 
     @property
@@ -54,7 +47,6 @@ class TranslatedModel:
         return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """See `MLXModel.evaluating_layers`."""
         return self._model.evaluating_layers()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:

@@ -35,7 +35,6 @@ class TokenTables:
 
     @classmethod
     def of(cls, vocabulary_map: VocabularyMap) -> TokenTables:
-        """The tables of a map."""
         proposed = {own: token for token, own in vocabulary_map.shared.items()} | dict(vocabulary_map.beginnings)
         tables = cls(
             mx.array(list(proposed)),
@@ -93,14 +92,7 @@ class TranslatedSequence(ReusableSequence):
         tables: TokenTables,
         context_length: int | None,
     ) -> None:
-        """Make an empty sequence.
-
-        Args:
-            own: an empty sequence of the model.
-            vocabulary_map: how it reads the target's tokens.
-            tables: of that map.
-            context_length: the model's, in its own tokens; None for no bound.
-        """
+        """Make an empty sequence of an empty one of the model's; `context_length` is in the model's own tokens."""
         self.own = own
         self._map = vocabulary_map
         self._tables = tables
@@ -129,10 +121,7 @@ class TranslatedSequence(ReusableSequence):
         return self._tables.translated(rows)
 
     def read(self, tokens: tuple[int, ...], num_logits: int) -> Reading:
-        """What to feed the model for tokens after the cached ones.
-
-        Args, Raises: as `feed`.
-        """
+        """What to feed the model for tokens after the cached ones; see `feed`."""
         self._follow_own()
         begin = self._own_lengths[-1]
         readings = [self._map.read(token, is_first=begin == 0 and i == 0) for i, token in enumerate(tokens)]

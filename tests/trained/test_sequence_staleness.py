@@ -6,19 +6,19 @@ from typing import Any
 
 import mlx.core as mx
 
-from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.depth_sequence import DepthSequence
 from actors.trained.head_sequence import HeadSequence
 
 WIDTH, VOCAB = 3, 5
 
 
 class Counting:
-    """A reader that counts the tokens it has read."""
+    """A reader that counts the tokens of its passes."""
 
     vocab_size, feature_width = VOCAB, WIDTH
 
     def __init__(self) -> None:
-        self.num_read = 0
+        self.passes: list[int] = []
 
     def project(self, features: mx.array) -> mx.array:
         return features
@@ -27,7 +27,7 @@ class Counting:
         return []
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        self.num_read += tokens.shape[0]
+        self.passes.append(tokens.shape[0])
         return hidden, mx.ones((tokens.shape[0], VOCAB))
 
 
@@ -36,31 +36,34 @@ def features(num: int) -> mx.array:
 
 
 def test_each_token_ahead_of_the_features_adds_one_until_they_come():
-    sequence = FeatureSequence(Counting())
+    reader = Counting()
+    sequence = DepthSequence([reader])
     sequence.give(0, features(4))
-    sequence.rewind(0)
     sequence.feed((1, 1, 1, 1, 1), 1)  # the last one is read with the features of the one before
     assert (sequence.num_given, sequence.staleness) == (4, 0)
     for staleness in (1, 2, 3):
         sequence.feed((2,), 1)
         assert sequence.staleness == staleness
-    assert sequence.rewind(6) == 6
+    assert reader.passes == [4, 1, 1, 1]
+    sequence.rewind(6)
     assert sequence.staleness == 1
-    sequence.give(4, features(2))
-    # The stale token is read again.
-    assert sequence.length == 5
-    assert sequence.rewind(6) == 5
+    sequence.give(4, features(1))
     sequence.feed((2, 3), 1)
-    assert (sequence.num_given, sequence.staleness) == (6, 0)
+    assert (sequence.num_given, sequence.staleness) == (5, 2)
+    sequence.give(5, features(2))
+    sequence.feed((4,), 1)
+    assert (sequence.num_given, sequence.staleness) == (7, 1)
+    # What is stale is read again, in one pass, with the drafter's own hidden states where features are missing.
+    assert reader.passes[4:] == [2, 1, 3]
 
 
 def test_a_pass_that_is_timed_computes_something():
     reader = Counting()
-    sequence = FeatureSequence(reader)
+    sequence = DepthSequence([reader])
     sequence.give_nothing(20)
     sequence.feed((0,) * 8, 0)
     rows = sequence.feed((0, 0), 2)
-    assert reader.num_read == 9  # all but the first, which nothing comes before
+    assert sum(reader.passes) == 9  # all but the first, which nothing comes before
     assert rows is not None
     assert rows.tolist() == [[1.0] * VOCAB] * 2
 

@@ -44,14 +44,12 @@ class MedusaConfig:
         num_layers: residual blocks of each head.
         hidden_size: width of the target's hidden states.
         vocab_size: width of the logits.
-        target: name or path of the target, if the file names one.
     """
 
     num_heads: int
     num_layers: int
     hidden_size: int
     vocab_size: int
-    target: str | None = None
 
 
 class MedusaBlock(Module):
@@ -62,7 +60,6 @@ class MedusaBlock(Module):
         self.linear = Linear(hidden_size, hidden_size)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """(…, hidden size) to the same shape; lazy."""
         result: mx.array = hidden + silu(self.linear(hidden))
         return result
 
@@ -101,8 +98,6 @@ def load_medusa(files: DrafterFiles) -> Medusa:
     Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads.
     """
     weights = _weights(files)
-    if not weights:
-        raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
     found = _config_of(files.config, weights, files.folder)
     model = Medusa(found)
     files.fill(model, {_renamed(name, found.num_layers): value for name, value in weights.items()})
@@ -110,10 +105,7 @@ def load_medusa(files: DrafterFiles) -> Medusa:
 
 
 def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """Load heads and attach them to their target.
-
-    Raises: ModelError: they cannot be loaded, or were made for another target.
-    """
+    """See `attach`."""
     model = load_medusa(files)
     config = model.config
     check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
@@ -124,7 +116,6 @@ def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -
 
 
 def _weights(files: DrafterFiles) -> dict[str, mx.array]:
-    """The weights of heads in a folder."""
     safe, other = (files.folder / name for name in _FILES)
     try:
         loaded = load_torch_file(other) if other.exists() and not safe.exists() else None
@@ -132,7 +123,10 @@ def _weights(files: DrafterFiles) -> dict[str, mx.array]:
         raise ModelError(f"{files.named} in {files.folder} cannot be read: {error}") from error
     if loaded is None:
         loaded = files.weights(safe.name if safe.exists() else "*.safetensors")
-    return {name: value for name, value in loaded.items() if _WEIGHT.fullmatch(name)}
+    weights = {name: value for name, value in loaded.items() if _WEIGHT.fullmatch(name)}
+    if not weights:
+        raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
+    return weights
 
 
 def _config_of(config: Mapping[str, Any], weights: Mapping[str, mx.array], folder: Path) -> MedusaConfig:
@@ -145,17 +139,13 @@ def _config_of(config: Mapping[str, Any], weights: Mapping[str, mx.array], folde
             f"the configuration in {folder} asks for {wanted_heads} heads of {wanted_layers} blocks, and the weights "
             f"have {num_heads} of {num_layers}"
         )
-    output = next((value for name, value in weights.items() if _renamed(name, num_layers) == _FIRST_OUTPUT), None)
-    norm = next((value for name, value in weights.items() if _renamed(name, num_layers) == _FIRST_BIAS), output)
-    if output is None or norm is None or output.ndim != 2:
+    named = {_renamed(name, num_layers): value for name, value in weights.items()}
+    output = named.get("heads.0.output.weight")
+    if output is None or output.ndim != 2:
         raise ModelError(f"the Medusa heads in {folder} are damaged: the first one has no output")
     # A quantised output has another width; the blocks have biases of the width of what they read.
-    vocab_size, hidden_size = output.shape[0], norm.shape[-1]
-    target = config.get("base_model_name_or_path")
-    return MedusaConfig(num_heads, num_layers, hidden_size, vocab_size, target if isinstance(target, str) else None)
-
-
-_FIRST_OUTPUT, _FIRST_BIAS = "heads.0.output.weight", "heads.0.blocks.0.linear.bias"
+    hidden_size = named.get("heads.0.blocks.0.linear.bias", output).shape[-1]
+    return MedusaConfig(num_heads, num_layers, hidden_size, output.shape[0])
 
 
 def _renamed(name: str, num_layers: int) -> str:
