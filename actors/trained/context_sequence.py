@@ -11,30 +11,14 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.trained_sequence import TrainedSequence, check_state, put_layers, taken_layers
+from actors.trained.trained_sequence import DrafterReader, TrainedSequence, check_state, put_layers, taken_layers
 
 
-class ContextReader(Protocol):
-    """What makes the context.
-
-    Attributes:
-        vocab_size: width of its logits: the target's.
-        feature_width: width of a position's features.
-    """
-
-    vocab_size: int
-    feature_width: int
-
-    def make_cache(self) -> list[Any]:
-        """Empty caches of mlx-lm's `KVCache`, for what is made of features."""
-        ...
+class ContextReader(DrafterReader, Protocol):
+    """What makes the context."""
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        """Add features to the caches.
-
-        Args:
-            features: (n, width) of the positions from `position` on, which come after those in the caches.
-        """
+        """Add features to the caches: (n, width) of the positions from `position` on, which come after those there."""
         ...
 
 

@@ -21,7 +21,14 @@ import mlx.core as mx
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.sequence_state import SequenceState
 from actors.trained.positioned_rows import PositionedRows
-from actors.trained.trained_sequence import TrainedSequence, check_features, check_state, put_layers, taken_layers
+from actors.trained.trained_sequence import (
+    DrafterReader,
+    TrainedSequence,
+    check_features,
+    check_state,
+    put_layers,
+    taken_layers,
+)
 from protocol.errors import RewindError
 from protocol.messages import Features
 
@@ -29,23 +36,11 @@ from protocol.messages import Features
 MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
 
 
-class FeatureReader(Protocol):
-    """The forward pass of a module.
-
-    Attributes:
-        vocab_size: width of its logits: the target's.
-        feature_width: width of a position's features.
-    """
-
-    vocab_size: int
-    feature_width: int
+class FeatureReader(DrafterReader, Protocol):
+    """The forward pass of a module."""
 
     def project(self, features: mx.array) -> mx.array:
         """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
-        ...
-
-    def make_cache(self) -> list[Any]:
-        """Empty caches of mlx-lm's `KVCache`."""
         ...
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:

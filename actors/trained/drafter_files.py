@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,17 @@ def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str
         if value.shape != weights[name].shape:
             return f"{name} is {weights[name].shape}, and should be {value.shape}"
     return ""
+
+
+@contextmanager
+def reading_config() -> Iterator[None]:
+    """Raises: ModelError: what is read inside of a drafter's configuration is missing, or of another type."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ModelError(f"the drafter's configuration has no {missing}") from missing
+    except TypeError as error:
+        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
 
 
 def flatten_rope(layer: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -20,6 +20,22 @@ from protocol.messages import Features
 
 # Tokens that are read in one pass once a text is over.
 _TOKENS_PER_PASS = 512
+
+
+class DrafterReader(Protocol):
+    """A drafter's forward pass.
+
+    Attributes:
+        vocab_size: width of its logits: the target's.
+        feature_width: width of a position's features.
+    """
+
+    vocab_size: int
+    feature_width: int
+
+    def make_cache(self) -> list[Any]:
+        """Empty caches of mlx-lm's `KVCache`."""
+        ...
 
 
 class TrainedSequence(StatefulSequence, FeatureInput):

@@ -16,8 +16,7 @@ from sweeps import sweep
 from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.features import FeatureRecorder, recording
-from actors.trained.head_sequence import HeadSequence
-from actors.trained.kinds.medusa import Medusa, load_medusa
+from actors.trained.kinds.medusa import HeadSequence, Medusa, load_medusa
 from actors.trained.kinds.target_parts import final_norm_of, head_of, width_of
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError, RewindError

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from actors.trained.depth_sequence import DepthSequence
-from actors.trained.head_sequence import HeadSequence
+from actors.trained.kinds.medusa import HeadSequence
 
 WIDTH, VOCAB = 3, 5
 

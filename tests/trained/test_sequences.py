@@ -13,13 +13,11 @@ from trained_drafters import mtp_readers, mtp_target_of
 
 from actors.prefix_cache import common_length, pack
 from actors.trained import depth_sequence
-from actors.trained.block_sequence import BlockSequence
 from actors.trained.depth_sequence import DepthSequence, FeatureReader
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.head_sequence import HeadSequence
-from actors.trained.kinds.dflash import DFlashReader, load_dflash
+from actors.trained.kinds.dflash import BlockSequence, DFlashReader, load_dflash
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
-from actors.trained.kinds.medusa import load_medusa
+from actors.trained.kinds.medusa import HeadSequence, load_medusa
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError
 from protocol.messages import Features

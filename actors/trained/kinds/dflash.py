@@ -25,8 +25,15 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from actors.trained.block_sequence import Block, BlockSequence
-from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
+from actors.trained.context_sequence import ContextSequence
+from actors.trained.drafter_files import (
+    DrafterFiles,
+    check_feature_layers,
+    flatten_rope,
+    reading_config,
+    target_ids_of,
+    widened,
+)
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import (
     AcceptanceHead,
@@ -131,7 +138,7 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
     layer = dict(config["transformer_layer_config"] if of_speculators else flags)
     of_authors: Mapping[str, Any] = {} if of_speculators else flags
     flatten_rope(layer)
-    try:
+    with reading_config():
         hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
         layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
         if of_speculators:
@@ -168,10 +175,6 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
             estimates_acceptance=kind == "DSpark" and bool(flags.get("enable_confidence_head", of_speculators)),
             estimates_by_token=markov is not None and bool(flags.get("confidence_head_with_markov", True)),
         )
-    except KeyError as missing:
-        raise ModelError(f"the drafter's configuration has no {missing}") from missing
-    except TypeError as error:
-        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
     if (activation := layer.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"a DFlash drafter with the activation {activation!r} is not supported; one with 'silu' is")
     num_layers = found.num_target_layers
@@ -330,8 +333,24 @@ class DFlash(Module):
             self.candidate_selector = CandidateSelector(*config.selector, config.vocab_size, hidden_size)
 
 
+@attrs.frozen
+class Block:
+    """What the pass of a block gave.
+
+    Attributes:
+        position, anchor: the anchor's position and id.
+        logits: (num_foreseen, its vocabulary), lazy.
+        hidden: (num_foreseen, width), lazy.
+    """
+
+    position: int
+    anchor: int
+    logits: mx.array
+    hidden: mx.array
+
+
 class DFlashReader:
-    """A drafter with its target's embedding and head; see `BlockReader`."""
+    """A drafter with its target's embedding and head; see `ContextReader`."""
 
     def __init__(
         self, model: DFlash, target_ids: mx.array | None, target_vocab_size: int, embed: Layer, head: Layer
@@ -357,6 +376,7 @@ class DFlashReader:
             of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
 
     def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
+        """Run the pass of a block whose anchor, an id, is at a position, on the first `num_context` in the caches."""
         config = self._model.config
         tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
         hidden = self._embed(mx.array(tokens)) * config.embedding_scale
@@ -370,6 +390,7 @@ class DFlashReader:
         return Block(position, anchor, logits, hidden)
 
     def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
+        """See `FeatureInput.acceptance`; of the tokens of `read_after`."""
         if (head := self._model.get("confidence_head")) is None:
             return None
         inputs = [block.hidden[: len(tokens)][-num_rows:]]
@@ -379,10 +400,67 @@ class DFlashReader:
         return given
 
     def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
+        """(num_rows, V) logits after the last of `tokens`, which are the anchor and those after it; lazy."""
         length = len(tokens)
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
         given = logits[-num_rows:] if head is None else head(logits, block.hidden[:length], tokens, num_rows)
         return widened(given, self._target_ids, self.vocab_size)
+
+
+class BlockSequence(ContextSequence):
+    """See `TrainedSequence`.
+
+    The tokens after a text are drafted by the pass of one block, whose anchor is the last token that the target has
+    committed, and read one by one: what the pass computes for a position does not depend on the tokens between.
+    """
+
+    def __init__(self, reader: DFlashReader) -> None:
+        super().__init__(reader)
+        self._reader = reader
+        self._block: Block | None = None
+        # By part of the logits of a feed: its number of rows, and the estimates for them.
+        self._estimates: list[tuple[int, mx.array | None]] = []
+
+    @property
+    def foreseen(self) -> int:
+        return self._num_given + 1 + self._reader.num_foreseen
+
+    def _drop_drafts(self) -> None:
+        self._block = None
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        self._estimates.clear()
+        logits = super().feed(tokens, num_logits)
+        has_estimates = any(estimate is not None for _, estimate in self._estimates)
+        of_rows = [mx.zeros(num_rows) if given is None else given for num_rows, given in self._estimates]
+        self.acceptance = mx.concatenate(of_rows) if has_estimates else None
+        return logits
+
+    def _logits(self, position: int) -> mx.array:
+        block = self._block_for(position)
+        index = 0 if block is None else position - block.position
+        if block is None or index >= self._reader.num_foreseen:
+            self._estimates.append((1, None))
+            return mx.zeros((1, self._reader.vocab_size))
+        end = min(index + len(self._tokens) - position, self._reader.num_foreseen)
+        read = block, self._tokens[block.position : block.position + end], end - index
+        self._estimates.append((end - index, self._reader.acceptance_after(*read)))
+        return self._reader.read_after(*read)
+
+    def _block_for(self, position: int) -> Block | None:
+        """The block that predicts the token after that at a position; None if no features come before it."""
+        begin = min(position, self._end)
+        if begin <= self._begin:
+            return None
+        last = self._block
+        if last is not None and self._tokens[last.position : last.position + 1] == [last.anchor]:
+            # Before the last position with features, blocks follow each other without overlap, as in drafting: a block
+            # is used for all tokens that it predicts. After that position, a block must begin there.
+            follows = 0 <= position - last.position < self._reader.num_foreseen
+            if last.position == begin or (begin < self._end and follows):
+                return last
+        self._block = self._reader.read_block(self._tokens[begin], begin, self._cache, begin - self._begin)
+        return self._block
 
 
 def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:

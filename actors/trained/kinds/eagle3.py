@@ -32,7 +32,14 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from actors.trained.depth_sequence import DepthSequence
-from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
+from actors.trained.drafter_files import (
+    DrafterFiles,
+    check_feature_layers,
+    flatten_rope,
+    reading_config,
+    target_ids_of,
+    widened,
+)
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
@@ -127,11 +134,9 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     flags = {**config, **(config.get("eagle_config") or {})}
     if flags.get("norm_before_fc") and flags.get("fc_norm"):
         raise ModelError("the drafter's configuration has both norm_before_fc and fc_norm, which exclude each other")
-    try:
+    with reading_config():
         hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
         layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
-    except KeyError as missing:
-        raise ModelError(f"the drafter's configuration has no {missing}") from missing
     flatten_rope(layer)
     mask_token_id, num_parallel = _masks(config) if kind_of(config) == "P-EAGLE" else (0, 0)
     found = Eagle3Config(
@@ -187,10 +192,8 @@ class Eagle3(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
         arguments, block = _ARCHITECTURES[config.architecture]
-        try:
+        with reading_config():
             args = arguments.from_dict({"model_type": config.architecture, **config.layer})
-        except TypeError as error:
-            raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
         hidden_size = config.hidden_size
         if not config.reads_output:
             self.fc = Linear(config.num_feature_layers * config.target_hidden_size, hidden_size, bias=False)

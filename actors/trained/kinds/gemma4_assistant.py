@@ -31,7 +31,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 from actors.trained.context_sequence import ContextSequence
-from actors.trained.drafter_files import DrafterFiles
+from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
 from protocol.errors import ModelError
@@ -65,7 +65,7 @@ def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
 
     Raises: ModelError: something is missing, or is not supported.
     """
-    try:
+    with reading_config():
         text = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False} | config["text_config"]
         vocab_size = int(text["vocab_size"])
         ordered = None
@@ -77,10 +77,6 @@ def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
             ordered=ordered,
             ties_head=bool(config.get("tie_word_embeddings", True)),
         )
-    except KeyError as missing:
-        raise ModelError(f"the drafter's configuration has no {missing}") from missing
-    except TypeError as error:
-        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
     if ordered is not None:
         num_groups, num_chosen = ordered
         if not 1 <= num_chosen <= num_groups or vocab_size % num_groups != 0:
