@@ -91,7 +91,10 @@ class Connection:
         Raises: as `receive`.
         """
         self._read()
-        return [*iter(self._take, None)]
+        messages = []
+        while (message := self._take()) is not None:
+            messages.append(message)
+        return messages
 
     def _read(self) -> None:
         data = self._socket.recv(1 << 16)
