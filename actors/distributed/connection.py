@@ -27,6 +27,7 @@ class Connection:
         self._frames = Frames()
 
     def fileno(self) -> int:
+        """Of the socket, for `select`."""
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float) -> None:

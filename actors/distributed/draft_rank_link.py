@@ -56,6 +56,7 @@ class DraftRankLink:
 
     @property
     def error(self) -> RankError | None:
+        """Why the drafter is lost; None while it is not."""
         return self._error
 
     def send(self, data: bytes) -> None:

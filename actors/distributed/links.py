@@ -44,6 +44,7 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Times:
+        """The times of some repetitions, at least one."""
         return cls(statistics.median(seconds), min(seconds), max(seconds))
 
 

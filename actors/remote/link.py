@@ -35,9 +35,11 @@ class Frames:
 
     @staticmethod
     def framed(message: bytes) -> bytes:
+        """A message as it is sent."""
         return _LENGTH.pack(len(message)) + message
 
     def add(self, data: bytes) -> None:
+        """Take bytes that were received."""
         self._received += data
 
     def take(self, max_bytes: int) -> bytes | None:

@@ -116,6 +116,7 @@ class RemoteDrafter:
 
     @property
     def mailbox(self) -> Mailbox:
+        """Where the target sends its messages."""
         return self
 
     @trio.lowlevel.enable_ki_protection

@@ -63,5 +63,6 @@ class TrainedDrafter(FeedsEach):
 
     @property
     def num_bytes(self) -> int:
+        """Memory of the weights."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
         return sum(array.nbytes for array in [*weights, *self.arrays])

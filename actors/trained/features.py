@@ -46,6 +46,7 @@ class RecordedFeatures:
             self.clear()
 
     def clear(self) -> None:
+        """Drop all."""
         self._rows.clear()
 
     def add(self, begin: int, features: mx.array | None) -> None:

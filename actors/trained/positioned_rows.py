@@ -23,9 +23,11 @@ class PositionedRows:
 
     @property
     def num_bytes(self) -> int:
+        """Memory of the rows."""
         return sum(piece.nbytes for piece in self.pieces)
 
     def clear(self) -> None:
+        """Drop all."""
         self.begin = self.end = 0
         self.pieces = []
 
@@ -57,10 +59,12 @@ class PositionedRows:
         return [part for part in found if part.shape[0] > 0]
 
     def drop_from(self, position: int) -> None:
+        """Drop the rows of positions from `position` on."""
         if position < self.end:
             self._keep(self.begin, position)
 
     def drop_before(self, position: int) -> None:
+        """Drop the rows of positions before `position`."""
         if position > self.begin:
             self._keep(position, self.end)
 

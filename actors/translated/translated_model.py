@@ -39,6 +39,7 @@ class TranslatedModel:
 
     @property
     def num_bytes(self) -> int:
+        """Memory of the weights."""
         return self._model.num_bytes
 
     @property
@@ -47,6 +48,7 @@ class TranslatedModel:
         return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
+        """See `MLXModel.evaluating_layers`."""
         return self._model.evaluating_layers()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:

@@ -35,6 +35,7 @@ class TokenTables:
 
     @classmethod
     def of(cls, vocabulary_map: VocabularyMap) -> TokenTables:
+        """The tables of a map."""
         proposed = {own: token for token, own in vocabulary_map.shared.items()} | dict(vocabulary_map.beginnings)
         tables = cls(
             mx.array(list(proposed)),
