@@ -112,15 +112,6 @@ def test_the_path_and_its_logits_are_those_of_mlx_vlm(case: Path) -> None:
         check_acceptance(reader, expected, index, anchor, tokens, cache)
 
 
-def test_features_may_come_in_pieces() -> None:
-    case = case_of("sliding")
-    expected, reader = expected_of(case), reader_of(case)
-    cache = reader.make_cache()
-    for begin, end in ((0, 3), (3, 4), (4, 9)):
-        reader.read_context(expected["features"][begin:end], begin, cache)
-    assert close(after(reader, expected["tokens"].tolist(), 9, cache), expected["logits"][9])  # type: ignore[arg-type]
-
-
 def test_one_that_reads_what_the_targets_last_layer_gives_is_refused() -> None:
     authors = json.loads((case_of("authors") / "config.json").read_text())
     with pytest.raises(ModelError, match="normalised output"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -309,3 +310,62 @@ def test_what_was_committed_last_is_read_once_the_text_is_over(subject: Subject)
     logits = sequence.feed(TOKENS[12:24], 1)
     assert logits is not None
     assert close(logits[-1], subject.expected(TOKENS[:24], subject.features[:23]))
+
+
+# --- passes ---------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A reader that counts the tokens of its passes."""
+
+    vocab_size, feature_width = 5, 3
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+
+    def project(self, features: mx.array) -> mx.array:
+        return features
+
+    def make_cache(self) -> list[Any]:
+        return []
+
+    def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        self.passes.append(tokens.shape[0])
+        return hidden, mx.ones((tokens.shape[0], self.vocab_size))
+
+
+def ones(num_positions: int) -> mx.array:
+    return mx.ones((num_positions, Counting.feature_width))
+
+
+def test_each_token_ahead_of_the_features_adds_one_until_they_come() -> None:
+    reader = Counting()
+    sequence = DepthSequence([reader])
+    sequence.give(0, ones(4))
+    sequence.feed((1, 1, 1, 1, 1), 1)  # the last one is read with the features of the one before
+    assert (sequence.num_given, sequence.staleness) == (4, 0)
+    for staleness in (1, 2, 3):
+        sequence.feed((2,), 1)
+        assert sequence.staleness == staleness
+    assert reader.passes == [4, 1, 1, 1]
+    sequence.rewind(6)
+    assert sequence.staleness == 1
+    sequence.give(4, ones(1))
+    sequence.feed((2, 3), 1)
+    assert (sequence.num_given, sequence.staleness) == (5, 2)
+    sequence.give(5, ones(2))
+    sequence.feed((4,), 1)
+    assert (sequence.num_given, sequence.staleness) == (7, 1)
+    # What is stale is read again, in one pass, with the drafter's own hidden states where features are missing.
+    assert reader.passes[4:] == [2, 1, 3]
+
+
+def test_a_pass_that_is_timed_computes_something() -> None:
+    reader = Counting()
+    sequence = DepthSequence([reader])
+    sequence.give_nothing(20)
+    sequence.feed((0,) * 8, 0)
+    rows = sequence.feed((0, 0), 2)
+    assert sum(reader.passes) == 9  # all but the first, which nothing comes before
+    assert rows is not None
+    assert rows.tolist() == [[1.0] * reader.vocab_size] * 2
