@@ -411,7 +411,8 @@ class BlockSequence(ContextSequence):
     """See `TrainedSequence`.
 
     The tokens after a text are drafted by the pass of one block, whose anchor is the last token that the target has
-    committed, and read one by one: what the pass computes for a position does not depend on the tokens between.
+    committed, and read one by one: what the pass computes for a position does not depend on the tokens between. Some
+    kinds correct each by the token before it.
     """
 
     def __init__(self, reader: DFlashReader) -> None:
