@@ -37,8 +37,7 @@ class DraftRankLink:
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
         """Use a connection of the group's. To be called in trio's thread.
 
-        Args:
-            drop: called in any thread where the connection must not be used any more: part of a message was sent.
+        `drop` is called, in any thread, once part of a message was sent, and the connection must not be used any more.
         """
         self.rank = rank
         self.name = f"rank {rank}"

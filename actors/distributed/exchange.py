@@ -55,8 +55,7 @@ def _zeros(value: Any) -> Any:
 def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
     """Run a pass of `width` tokens, and then its collectives alone, some times. All ranks do so at the same time.
 
-    Args:
-        sequence: an empty one, which is fed and closed.
+    The sequence is an empty one, which is fed and closed.
     """
     with _recording() as collectives:
         mx.eval(sequence.feed((1,) * width, width))

@@ -92,10 +92,7 @@ def chosen_backend(group: RankGroup) -> str | None:
 
 
 def measure_links(group: RankGroup, description: dict[str, str]) -> Links:
-    """Have all ranks measure the links between them. The others call `take_part`.
-
-    Args:
-        description: of this rank, by name.
+    """Have all ranks measure the links between them. The others call `take_part`, with their own description.
 
     Raises:
         RankError: the group is broken.
@@ -157,7 +154,7 @@ def _lead_link(group: RankGroup, sender: int, receiver: int, num_bytes: int, rep
 
 
 def take_part(group: RankGroup, description: dict[str, str]) -> None:
-    """Take part in what rank 0 measures, until it has all; `description` is of this rank, by name.
+    """Take part in what rank 0 measures, until it has all.
 
     Raises:
         RankError: the group is broken, or rank 0 asks for something else.

@@ -100,10 +100,9 @@ class RankGroup:
             )
 
     def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Make MLX's group of the target's ranks, if it was not made before. All of them call this at the same time.
+        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before.
 
-        Args:
-            draft_rank: the rank that holds no part of the target; None if all do.
+        All of them call this at the same time.
 
         Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
@@ -140,10 +139,7 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others, or to one of them.
-
-        Args:
-            to_target: whether the drafting rank is left out.
+        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them.
 
         Raises: RankError: the group is broken.
         """

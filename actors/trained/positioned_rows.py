@@ -32,11 +32,9 @@ class PositionedRows:
         self.pieces = []
 
     def add(self, start: int, rows: mx.array) -> None:
-        """Add rows. Those before are dropped if some between are missing, or if they are of another width.
+        """Add the rows of positions from `start` on, (n, width), lazy or not.
 
-        Args:
-            start: position of the first.
-            rows: (n, width), lazy or not.
+        Those before are dropped if some between are missing, or if they are of another width.
         """
         if start != self.end or not self.pieces or self.pieces[-1].shape[1] != rows.shape[1]:
             self.begin, self.pieces = start, [rows]

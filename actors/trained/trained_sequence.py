@@ -183,8 +183,7 @@ def check_state(state: SequenceState, *, num_layers: int, has_features: bool) ->
 def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
     """New caches with the states in a sequence's state, and their number of rows.
 
-    Args:
-        grown: makes such caches that hold some rows, to compare shapes with.
+    Shapes are compared with those of such caches that `grown` makes, with some rows.
 
     Raises: MisfitError: these are not the states of such caches.
     """

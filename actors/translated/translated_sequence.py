@@ -46,12 +46,9 @@ class TokenTables:
         return tables
 
     def translated(self, rows: mx.array) -> mx.array:
-        """The logits of the target's tokens: the probabilities of all tokens of the model that stand for one are added.
+        """(n, own V) logits of the model's own tokens to (n, V) float32 ones of the target's; -inf for those it lacks.
 
-        Args:
-            rows: (n, own V) logits of the model's own tokens.
-
-        Returns: (n, V) float32; -inf for tokens that the model lacks.
+        The probabilities of all tokens of the model that stand for one are added.
         """
         rows = rows.astype(mx.float32)
         top = mx.max(rows, axis=-1, keepdims=True)

@@ -355,13 +355,7 @@ class DFlashReader:
     def __init__(
         self, model: DFlash, target_ids: mx.array | None, target_vocab_size: int, embed: Layer, head: Layer
     ) -> None:
-        """Make a reader.
-
-        Args:
-            target_ids: see `target_ids_of`.
-            embed: the target's embedding.
-            head: the target's head, or that of the reduced vocabulary.
-        """
+        """Make a reader. `head` is the target's, or that of the reduced vocabulary; see `target_ids_of`."""
         self._model, self._target_ids, self._embed, self._head = model, target_ids, embed, head
         config = model.config
         self.vocab_size, self.num_foreseen = target_vocab_size, config.num_foreseen

@@ -249,11 +249,7 @@ class Eagle3(Module):
     def step(
         self, hidden: mx.array, embedded: mx.array, attend: Callable[[int, mx.array], mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """As `__call__`, with attention as the caller has it.
-
-        Args:
-            attend: the attention of a layer, by its index, for (B, W, width) inputs.
-        """
+        """As `__call__`, with the attention of a layer, by its index, for (B, W, width) inputs as the caller has it."""
         normalized = self.hidden_norm(hidden)
         residual = normalized if self.config.normalizes_residual else hidden
         inputs = mx.concatenate([self.layers[0].input_layernorm(embedded), normalized], axis=-1)
@@ -284,11 +280,8 @@ class Eagle3Reader:
     """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`."""
 
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
-        """Make a reader.
-
-        Args:
-            embed: the target's embedding, for a drafter that has none of its own.
-            final_norm: the target's norm before the head, for a drafter that reads what the head reads.
+        """Make a reader, with the target's embedding for a drafter that has none of its own, and with the target's norm
+        before the head for one that reads what the head reads.
 
         Raises: ModelError: there is no embedding.
         """

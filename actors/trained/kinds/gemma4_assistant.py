@@ -172,12 +172,8 @@ class Gemma4AssistantReader:
     """An assistant with its target's embedding, final norm and projections; see `ContextReader`."""
 
     def __init__(self, model: Gemma4Assistant, sources: Mapping[str, Any], embed: Layer, final_norm: Layer) -> None:
-        """Make a reader.
-
-        Args:
-            sources: by type of layer, the target's layer whose keys and values it attends to.
-            embed: the target's embedding, scaled.
-            final_norm: the target's norm before the head.
+        """Make a reader. `sources` are, by type of layer, the target's layers whose keys and values it attends to;
+        `embed` is the target's embedding, scaled.
         """
         self._model, self._sources, self._embed, self._final_norm = model, sources, embed, final_norm
         self._dtype = model.norm.weight.dtype

@@ -97,14 +97,7 @@ class HeadSequence(TrainedSequence):
     """See `TrainedSequence`. What is predicted follows from the last features, and from the distance to them."""
 
     def __init__(self, project: Layer, heads: Sequence[Layer], feature_width: int, vocab_size: int) -> None:
-        """Make an empty sequence.
-
-        Args:
-            project: what the heads read, from features.
-            heads: the nearest position first.
-            feature_width: width of a position's features.
-            vocab_size: width of the logits.
-        """
+        """Make an empty sequence. `project` leads from features to what the heads read; the nearest head is first."""
         super().__init__(feature_width)
         self._project = project
         self._heads = heads

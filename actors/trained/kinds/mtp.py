@@ -251,11 +251,7 @@ class MTPLayers(Module):
 
 
 def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
-    """Load the MTP layers in a folder with safetensors: the target's own folder, or one with the layers alone.
-
-    Args:
-        files: the folder's.
-        target: mlx-lm's model, whose arguments are the layers', too.
+    """Load the MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments.
 
     Raises: ModelError: the target's family has no such layer, or the files do not; or the layer is another target's.
     """
