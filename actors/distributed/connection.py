@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import threading
 import time
 
+from actors.remote.link import Frames
 from protocol.errors import ProtocolError
 from protocol.rank_messages import MAX_MESSAGE_BYTES, RankMessage, decode, encode
 
 # Longest first message of a rank, before it is known to be one.
 MAX_FIRST_BYTES = 64 * 1024
 
-_LENGTH = struct.Struct("!I")
-
 
 class Connection:
     """One end. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
-        """Take over a connected socket.
-
-        Args:
-            sock: of the kind SOCK_STREAM.
-            timeout_s: longest time that a message may take to be sent, or its rest to be received.
-        """
+        """Take over a socket of the kind SOCK_STREAM; see `set_timeout`."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(timeout_s)
         self._socket = sock
         self._sends = threading.Lock()
-        self._received = bytearray()
+        self._frames = Frames()
 
     def fileno(self) -> int:
         """Of the socket, for `select`."""
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the longest time that a message may take."""
+        """Set the longest time that a message may take to be sent, or its rest to be received."""
         self._socket.settimeout(timeout_s)
 
     def send(self, message: RankMessage) -> None:
@@ -46,9 +39,9 @@ class Connection:
 
         Raises: OSError: the connection is lost, or the other end takes nothing.
         """
-        data = encode(message)
+        data = Frames.framed(encode(message))
         with self._sends:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(data)
 
     def send_unless_busy(self, message: RankMessage) -> bool:
         """Send a short message without waiting.
@@ -62,8 +55,7 @@ class Connection:
         try:
             _, writable, _ = select.select((), [self._socket], (), 0)
             if writable:
-                data = encode(message)
-                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+                self._socket.sendall(Frames.framed(encode(message)))
             return bool(writable)
         finally:
             self._sends.release()
@@ -75,9 +67,9 @@ class Connection:
             OSError: the connection is lost, or nothing came in time.
             ProtocolError: what came is no message.
         """
-        while not (messages := self._take(limit=1)):
+        while (message := self._take()) is None:
             self._read()
-        return messages[0]
+        return message
 
     def receive_first(self, deadline: float) -> RankMessage:
         """Wait for the first message of somebody who may be a stranger, and bound what that may take.
@@ -87,12 +79,12 @@ class Connection:
 
         Raises: as `receive`.
         """
-        while not (messages := self._take(limit=1, max_bytes=MAX_FIRST_BYTES)):
+        while (message := self._take(MAX_FIRST_BYTES)) is None:
             if (left_s := deadline - time.monotonic()) <= 0.0:
                 raise TimeoutError("the first message was not there in time")
             self._socket.settimeout(left_s)
             self._read()
-        return messages[0]
+        return message
 
     def receive_available(self) -> list[RankMessage]:
         """The messages that one read gives, which may be none. To be called once the socket is readable.
@@ -100,26 +92,23 @@ class Connection:
         Raises: as `receive`.
         """
         self._read()
-        return self._take()
+        messages = []
+        while (message := self._take()) is not None:
+            messages.append(message)
+        return messages
 
     def _read(self) -> None:
         data = self._socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the connection was closed by the other end")
-        self._received += data
+        self._frames.add(data)
 
-    def _take(self, limit: int | None = None, max_bytes: int = MAX_MESSAGE_BYTES) -> list[RankMessage]:
-        messages: list[RankMessage] = []
-        while len(self._received) >= _LENGTH.size and (limit is None or len(messages) < limit):
-            (length,) = _LENGTH.unpack_from(self._received)
-            if length > max_bytes:
-                raise ProtocolError(f"another rank announced a message of {length} bytes, at most {max_bytes}")
-            end = _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            messages.append(decode(bytes(self._received[_LENGTH.size : end])))
-            del self._received[:end]
-        return messages
+    def _take(self, max_bytes: int = MAX_MESSAGE_BYTES) -> RankMessage | None:
+        try:
+            data = self._frames.take(max_bytes)
+        except ProtocolError as error:
+            raise ProtocolError(f"another rank {error}") from error
+        return None if data is None else decode(data)
 
     def close(self) -> None:
         """Close the connection; harmless if it is closed."""

@@ -37,10 +37,7 @@ class DraftRankLink:
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
         """Use a connection of the group's. To be called in trio's thread.
 
-        Args:
-            rank: at the other end.
-            connection: to it.
-            drop: called in any thread where the connection must not be used any more: part of a message was sent.
+        `drop` is called, in any thread, once part of a message was sent, and the connection must not be used any more.
         """
         self.rank = rank
         self.name = f"rank {rank}"
@@ -106,10 +103,7 @@ class DraftRankLink:
     def lose(self, reason: str) -> RankError:
         """Give the drafter up, in any thread; harmless if it is lost.
 
-        Args:
-            reason: a clause that names the rank.
-
-        Returns: the error; another one if the drafter was lost before.
+        Returns: the error, which gives the reason of the first call.
         """
         with self._lock:
             is_first, error = self._error is None, self._error or RankError(reason)

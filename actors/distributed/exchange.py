@@ -33,7 +33,7 @@ class Exchange:
 
 @attrs.frozen
 class _Collective:
-    """A call, with zeros of the same shapes in place of its arrays: the values would hold memory, and do not matter."""
+    """A call, with zeros in place of its arrays: the values would hold memory, and do not matter."""
 
     name: str
     args: tuple[Any, ...]
@@ -53,12 +53,9 @@ def _zeros(value: Any) -> Any:
 
 
 def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
-    """Run a pass, and then its collectives alone, some times. All ranks do so at the same time.
+    """Run a pass of `width` tokens, and then its collectives alone, some times. All ranks do so at the same time.
 
-    Args:
-        sequence: an empty one, which is fed and closed.
-        width: tokens of the pass, >= 1.
-        repeats: >= 1.
+    The sequence is an empty one, which is fed and closed.
     """
     with _recording() as collectives:
         mx.eval(sequence.feed((1,) * width, width))

@@ -75,17 +75,13 @@ class FollowingModel:
                 mx.async_eval(self._model.feed_ahead([self._sequences[n] for n in numbers], shared))
                 for i, number in enumerate(numbers):
                     self._ledger.feed_later(number, shared[i : i + 1])
-            case "abandon_shared", ():
-                self._model.abandon_shared()
-            case "sharing_obstacle", ():
-                self._model.sharing_obstacle()
+            case "abandon_shared" | "sharing_obstacle" | "anatomy", ():
+                getattr(self._model, name)()
             case "record", (state, step):
                 self._record(state, is_first=step == 0)
             case "drop_state", (state,):
                 del self._states[state]
                 self._recorders.pop(state, None)
-            case "anatomy", ():
-                self._model.anatomy()
             case "time_exchange", (width, repeats):
                 time_exchange(self._model.open_sequence(beside_another=False), width, repeats)
             case "agree_on_sharing", (obstacle,):
@@ -108,12 +104,10 @@ class FollowingModel:
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
                 self._ledger.feed(number, tokens)
-            case "prepare", (num_tokens, settled):
-                sequence.prepare(num_tokens, settled)
+            case "prepare" | "leave_batch" | "add_prefix_checkpoint", _:
+                getattr(sequence, name)(*arguments)
             case "rewind", (length,):
                 self._ledger.cut(number, sequence.rewind(length))
-            case "leave_batch", ():
-                sequence.leave_batch()
             case "forget", ():
                 sequence.forget()
                 self._ledger.cut(number, 0)
@@ -121,8 +115,6 @@ class FollowingModel:
                 sequence.close()
                 del self._sequences[number]
                 self._ledger.close(number)
-            case "add_prefix_checkpoint", ():
-                sequence.add_prefix_checkpoint()
             case "reuse", (length,):
                 sequence.reuse(length)
                 self._ledger.cut(number, length)

@@ -49,7 +49,7 @@ def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that must be the same on all ranks, by name."""
+    """The versions of the packages that must be the same on all ranks."""
     found = {}
     for package in _PACKAGES:
         try:

@@ -33,8 +33,6 @@ class Announcer:
     """Sends the operations of one target to the other ranks. To be used on the model's thread.
 
     Attributes:
-        group: the ranks.
-        ledger: of the sequences.
         unused_states: numbers of states that the other ranks need not keep any more; any thread may add some.
     """
 
@@ -238,13 +236,7 @@ class LeadingModel(MLXModel):
         named: str = "the model",
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
-        """As `MLXModel`, which feeds the model some tokens: the other ranks must make theirs at the same time.
-
-        Args:
-            model: rank 0's part, from `actors.distributed.sharding`.
-            options, named, layer_evaluation: as for `MLXModel`.
-            group: the ranks.
-        """
+        """As `MLXModel`, which feeds rank 0's part some tokens: the other ranks must make theirs at the same time."""
         super().__init__(model, options, named, layer_evaluation)
         self._announcer = Announcer(group)
 
@@ -325,11 +317,7 @@ class LeadingModel(MLXModel):
 
 
 def shared_tokens(tokens: mx.array, group: RankGroup) -> mx.array:
-    """Rank 0's tokens, on every rank; lazy.
-
-    Args:
-        tokens: (n,) ids; those of other ranks than 0 are ignored.
-    """
+    """Rank 0's tokens, (n,) ids, on every rank, which gives some of the same shape; lazy."""
     assert group.mlx is not None
     given = tokens.astype(mx.int32) if group.rank == 0 else mx.zeros(tokens.shape, mx.int32)
     shared = mx.distributed.all_sum(given, group=group.mlx)

@@ -36,11 +36,7 @@ _BYTES_PER_NUMBER = 4  # of float32
 
 @attrs.frozen
 class Times:
-    """What something took that was repeated, in seconds.
-
-    Attributes:
-        median, fastest, slowest: of the repetitions.
-    """
+    """What something took that was repeated, in seconds."""
 
     median: float
     fastest: float
@@ -54,12 +50,7 @@ class Times:
 
 @attrs.frozen
 class SmallAndLarge:
-    """Times of the same exchange with few bytes, and with many.
-
-    Attributes:
-        small: with `SMALL_BYTES`.
-        large: with `LARGE_BYTES`.
-    """
+    """Times of the same exchange with `SMALL_BYTES`, and with `LARGE_BYTES`."""
 
     small: Times
     large: Times
@@ -101,26 +92,23 @@ def chosen_backend(group: RankGroup) -> str | None:
 
 
 def measure_links(group: RankGroup, description: dict[str, str]) -> Links:
-    """Have all ranks measure the links between them. The others call `take_part`.
-
-    Args:
-        group: the ranks.
-        description: of this rank, by name.
+    """Have all ranks measure the links between them. The others call `take_part`, with their own description.
 
     Raises:
         RankError: the group is broken.
         Whatever MLX raises.
     """
-    descriptions = {rank: answer.description for rank, answer in _ask(group, Measure("description")).items()}
+    others = range(1, group.size)
+    group.send(Measure("description"))
+    answers = dict(_answer(group) for _ in others)
     control = _time_control(group)
     all_sum = _small_and_large(partial(_lead_sums, group))
     links = [
         _small_and_large(partial(_lead_link, group, sender, (sender + 1) % group.size)) for sender in range(group.size)
     ]
     group.send(Measure("end"))
-    others = range(1, group.size)
     return Links(
-        descriptions=(description, *(descriptions[rank] for rank in others)),
+        descriptions=(description, *(answers[rank].description for rank in others)),
         control=tuple(Times.of(control[rank]) for rank in others),
         all_sum=all_sum,
         links=tuple(links),
@@ -128,29 +116,11 @@ def measure_links(group: RankGroup, description: dict[str, str]) -> Links:
 
 
 def _small_and_large(measure: Callable[[int, int], Sequence[float]]) -> SmallAndLarge:
-    """Measure with few bytes, and with many.
-
-    Args:
-        measure: called with a number of bytes and of repetitions, gives the seconds of each.
-    """
-    return SmallAndLarge(
-        Times.of(measure(SMALL_BYTES, NUM_SMALL)),
-        Times.of(measure(LARGE_BYTES, NUM_LARGE)),
-    )
-
-
-def _ask(group: RankGroup, question: Measure) -> dict[int, Measured]:
-    """Ask all other ranks, and wait for their answers."""
-    group.send(question)
-    answers: dict[int, Measured] = {}
-    while len(answers) < group.size - 1:
-        rank, answer = _answer(group)
-        answers[rank] = answer
-    return answers
+    """Measure by a function from a number of bytes, and one of repetitions, to the seconds of each."""
+    return SmallAndLarge(Times.of(measure(SMALL_BYTES, NUM_SMALL)), Times.of(measure(LARGE_BYTES, NUM_LARGE)))
 
 
 def _answer(group: RankGroup) -> tuple[int, Measured]:
-    """Wait for the next answer of any rank."""
     rank, answer = group.receive()
     if not isinstance(answer, Measured):
         raise RankError(f"rank {rank} was to take part in a measurement, and sent {type(answer).__name__}")
@@ -185,10 +155,6 @@ def _lead_link(group: RankGroup, sender: int, receiver: int, num_bytes: int, rep
 
 def take_part(group: RankGroup, description: dict[str, str]) -> None:
     """Take part in what rank 0 measures, until it has all.
-
-    Args:
-        group: the ranks.
-        description: of this rank, by name.
 
     Raises:
         RankError: the group is broken, or rank 0 asks for something else.

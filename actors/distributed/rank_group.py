@@ -68,7 +68,7 @@ class RankGroup:
         self._is_broken = threading.Event()
         self._others_are_told = threading.Event()
         self._callbacks: list[Callable[[RankError], None]] = []
-        self._is_hanging: Callable[[], bool] = _never
+        self._is_hanging: Callable[[], bool] | None = None
         # The operation that this rank is in, and since when; and what the others have said of theirs.
         self._at_work: tuple[str | None, float] = (None, time.monotonic())
         self._heard: dict[int, Beat] = {}
@@ -100,11 +100,9 @@ class RankGroup:
             )
 
     def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Make MLX's group of the target's ranks, if it was not made before. All of them call this at the same time.
+        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before.
 
-        Args:
-            draft_rank: the rank that holds no part of the target; None if all do.
-            timeout_s: longest time to wait for the others.
+        All of them call this at the same time.
 
         Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
@@ -141,12 +139,7 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others, or to one of them.
-
-        Args:
-            message: what to send.
-            to: the one rank to send it to; None for all.
-            to_target: whether the drafting rank is left out.
+        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them.
 
         Raises: RankError: the group is broken.
         """
@@ -162,12 +155,7 @@ class RankGroup:
                     raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Wait for the next message. To be called by one thread at a time.
-
-        Args:
-            timeout_s: longest time to wait; None for ever.
-
-        Returns: the rank that sent it, and the message, a `RankMessage`.
+        """Wait for the next `RankMessage`, and the rank that sent it. To be called by one thread at a time.
 
         Raises:
             RankError: the group is broken, and all messages from before are received.
@@ -185,12 +173,9 @@ class RankGroup:
 
     @contextmanager
     def drafted_by(self, rank: int | None) -> Iterator[None]:
-        """While in force, a rank drafts for rank 0; None for none. Both call this, in trio's thread.
+        """While in force, a rank drafts for rank 0; None for none. Each calls this with the other, in trio's thread.
 
         If one of them is lost to the other, it is missing afterwards, so the group is broken then.
-
-        Args:
-            rank: the other one of the two.
         """
         if rank is not None:
             self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
@@ -214,10 +199,7 @@ class RankGroup:
             raise _again(self._error)
 
     def fail(self, reason: str) -> RankError:
-        """Break the group on all ranks.
-
-        Args:
-            reason: a clause that names the rank whose doing it is.
+        """Break the group on all ranks, for a reason that names the rank whose doing it is.
 
         Returns: the error; another one if the group was broken before.
         """
@@ -246,11 +228,8 @@ class RankGroup:
 
         MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell, and if they are
         all right, this rank's own error is the reason: it has not finished its part of a pass, and the others wait.
-        An error that leaves the ranks in step, such as too little memory for sampling, is given back as it is.
-
-        Args:
-            error: what was raised.
-            is_out_of_step: whether it has ended an operation that the other ranks repeat.
+        An error that leaves the ranks in step, such as too little memory for sampling, is given back as it is, unless
+        it has ended an operation that the other ranks repeat (`is_out_of_step`).
         """
         if not isinstance(error, RuntimeError) or isinstance(error, OutriderError):
             return error
@@ -284,20 +263,17 @@ class RankGroup:
         try:
             yield
         finally:
-            self._is_hanging = _never
+            self._is_hanging = None
 
     def note(self, operation: str | None) -> None:
         """Note which operation this rank is in; None for none. The other ranks hear of it with the next heartbeat."""
         self._at_work = operation, time.monotonic()
 
     def _whereabouts(self) -> str:
-        """What the other ranks are at, as a clause."""
-        said = []
-        for rank, beat in sorted(self._heard.items()):
-            said.append(
-                f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
-            )
-        return "; ".join(said)
+        return "; ".join(
+            f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
+            for rank, beat in sorted(self._heard.items())
+        )
 
     def _lose(self, rank: int, how: str) -> RankError:
         reason, link = f"rank {rank} {how}", self._link_to(rank)
@@ -312,7 +288,7 @@ class RankGroup:
         return None if link is None or rank != link.rank or link.has_closed_target else link
 
     def _drop(self, rank: int) -> None:
-        """Use a connection no more."""
+        """Stop using a connection."""
         with self._lock:
             # A new mapping, since other threads may be going through the old one.
             connections = dict(self._connections)
@@ -339,7 +315,7 @@ class RankGroup:
                 elif silent_s[rank] > SILENCE_S:
                     self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
             looked = now
-            if self._is_hanging():
+            if (is_hanging := self._is_hanging) is not None and is_hanging():
                 self.fail(
                     f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({self._whereabouts()})"
                 )
@@ -396,10 +372,6 @@ def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:
     except OSError as error:
         logger.debug("a rank could not be told that %s: %s", reason, error)
     return True
-
-
-def _never() -> bool:
-    return False
 
 
 def _again(error: RankError) -> RankError:

@@ -29,7 +29,7 @@ _NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
 # Families whose `shard` repeats key-value heads where there are fewer than ranks.
 _REPEATS_HEADS = ("qwen3_5",)
 
-# Attribute of a model that was sharded in place: its `_Sharded`.
+# Attribute of a model that was sharded in place: digests of its weights from before, by name.
 _SHARDED = "_outrider_sharded"
 
 # Begins the names of classes whose calls submit their collectives.
@@ -63,8 +63,6 @@ def load_shard(
     """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline where it has only that.
 
     Args:
-        path_or_hub_id: where the model is.
-        group: the ranks.
         find_folder: where the files are, once they are loaded.
         **options: further options of `mlx_lm.utils.sharded_load`.
 
@@ -90,7 +88,8 @@ def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.
     """
     if (sharded := getattr(model, _SHARDED, None)) is None:
         # Before it is sharded: afterwards ranks have few weights in common.
-        sharded = _Sharded({name: _digest(weight) for name, weight in _weights(model)})
+        leaves = cast(list[tuple[str, Any]], tree_flatten(model.parameters()))
+        sharded = {name: _digest(weight) for name, weight in leaves if isinstance(weight, mx.array)}
         args = getattr(model, "args", None)
         if hasattr(model, "shard"):
             _check_heads(type(model).__module__, vars(args) if args is not None else {}, group.size())
@@ -102,20 +101,13 @@ def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.
                 f"{type(model).__module__} can neither be sharded nor run as a pipeline; run it on one rank"
             )
         mx.eval(model)
-        setattr(model, _SHARDED, sharded)
-    return Shard(_in_order(model), tokenizer, sharded.parts | _kinds(model))
+        object.__setattr__(model, _SHARDED, sharded)  # a module takes a dictionary for one of parameters
+    return Shard(_in_order(model), tokenizer, sharded | _kinds(model))
 
 
 def is_sharded_in_place(model: Module) -> bool:
     """Whether `shard_in_place` has changed the model. Its passes then need all ranks."""
     return hasattr(model, _SHARDED)
-
-
-@attrs.frozen
-class _Sharded:
-    """Digests of a model's weights from before it was sharded, by name."""
-
-    parts: dict[str, str]
 
 
 def difference(own: dict[str, str], other: dict[str, str]) -> str | None:
@@ -196,11 +188,6 @@ def never_computed() -> Iterator[None]:
 
 
 # --- what ranks compare ---------------------------------------------------------------------------
-
-
-def _weights(model: Module) -> list[tuple[str, mx.array]]:
-    leaves = cast(list[tuple[str, Any]], tree_flatten(model.parameters()))
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, mx.array)]
 
 
 def _kinds(model: Module) -> dict[str, str]:

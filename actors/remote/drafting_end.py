@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import attrs
 import trio
 
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy
 from actors.model import Model
-from actors.remote.link import BEAT_S, Link
+from actors.remote.link import BEAT_S, Link, aged
 from actors.session import Session
 from actors.workers.worker import Worker
 from protocol.drafter_wire import (
@@ -32,7 +31,7 @@ from protocol.messages import Close, Due, Message, Open, Overdue, PromptFeatures
 from protocol.prices import Measurement, Prices
 from protocol.session_state import Commit
 from protocol.target_queue import TargetQueue
-from protocol.trace import Event, Instant, Span
+from protocol.trace import Event
 
 # Most events, measurements and warnings that wait for the next news. It is sent with each message.
 MAX_NEWS = 1000
@@ -52,12 +51,7 @@ class DraftingEnd:
     """
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
-        """Make the end of a link over which nothing was said yet.
-
-        Args:
-            link: to the runtime.
-            clock: the drafter's worker's, in seconds.
-        """
+        """Make the end of a link to the runtime; `clock` is the drafter's worker's, in seconds."""
         self.prices = Prices(tell=self._note_measurement)
         self.wants_instants = False
         self._link = link
@@ -65,20 +59,17 @@ class DraftingEnd:
         self._queue = TargetQueue(self.prices.verify)
         self._actor: DraftActor | None = None
         self._proposed: dict[int, None] = {}
-        self._measured, self._events, self._warnings = (
-            deque[Measurement](maxlen=MAX_NEWS),
-            deque[Event](maxlen=MAX_NEWS),
-            deque[str](maxlen=MAX_NEWS),
-        )
+        self._measured = deque[Measurement](maxlen=MAX_NEWS)
+        self._events = deque[Event](maxlen=MAX_NEWS)
+        self._warnings = deque[str](maxlen=MAX_NEWS)
         self._sessions: dict[int, Session] = {}
         self._told: dict[int, tuple[int, ...]] = {}  # counts of these sessions
 
     async def receive(self) -> LinkMessage:
-        """Wait for a message. Raises: LinkLostError: there are no more. ProtocolError: it is none."""
+        """Raises: LinkLostError: there are no more messages. ProtocolError: what came is none."""
         return decode(await self._link.receive())
 
     def answer(self, message: DrafterLoaded | DrafterNotLoaded) -> None:
-        """Say whether the drafter is loaded."""
         self._link.send(encode(message))
 
     def warn(self, text: str) -> None:
@@ -86,7 +77,6 @@ class DraftingEnd:
         self._warnings.append(text)
 
     def __call__(self, event: Event) -> None:
-        """Tell of an event."""
         self._events.append(event)
 
     def send_nowait(self, message: Message, /) -> None:
@@ -121,11 +111,8 @@ class DraftingEnd:
     ) -> None:
         """Draft until the link is closed.
 
-        Args:
-            model, worker: see `ModelActor`.
-            vocab_size: width of the target's logits.
-            make_policy, max_batch: see `DraftActor`.
-            cache_bytes: size of the prefix cache.
+        Args: as of `DraftActor`; `vocab_size` is the width of the target's logits, `cache_bytes` the size of the prefix
+            cache.
 
         Raises: as `receive`.
 
@@ -159,7 +146,7 @@ class DraftingEnd:
         if isinstance(message, TargetNews):
             now_s, self.prices.num_texts = self._clock(), message.num_texts
             for measured in message.measured:
-                self.prices.take(attrs.evolve(measured, ended_s=now_s - measured.ended_s))
+                self.prices.take(aged(measured, now_s))
         elif isinstance(message, Open):
             if message.session in self._sessions:
                 raise ProtocolError(f"session {message.session} was opened twice")
@@ -197,8 +184,8 @@ class DraftingEnd:
     def _send_news(self, sessions: Iterable[int]) -> None:
         now_s, prices = self._clock(), self.prices
         news = DraftNews(
-            tuple(attrs.evolve(each, ended_s=now_s - each.ended_s) for each in self._measured),
-            tuple(_aged(event, now_s) for event in self._events),
+            tuple(aged(measured, now_s) for measured in self._measured),
+            tuple(aged(event, now_s) for event in self._events),
             tuple((session, *grown) for session in sessions if any(grown := self._grown(session))),
             prices.acceptance,
             prices.hit_rate.value if prices.hit_rate.is_known else None,
@@ -217,11 +204,3 @@ class DraftingEnd:
             return ()
         self._told[session] = counts = tuple(getattr(shared.counts, name) for name in COUNTED)
         return tuple(count - before for count, before in zip(counts, told, strict=True))
-
-
-def _aged(event: Event, now_s: float) -> Event:
-    """An event whose moments are seconds that have passed since."""
-    if isinstance(event, Span):
-        return attrs.evolve(event, began=now_s - event.began, ended=now_s - event.ended)
-    assert isinstance(event, Instant)
-    return attrs.evolve(event, at=now_s - event.at)

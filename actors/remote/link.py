@@ -6,11 +6,14 @@ import math
 import socket
 import struct
 from collections import deque
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import attrs
 import trio
 
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, ProtocolError
+from protocol.prices import Measurement
+from protocol.trace import Event, Instant, Span
 
 # Heartbeat interval, and the silence after which the other end counts as hanging: while it works, and before it has
 # loaded its model, when it may import packages for long without a pause. In seconds.
@@ -19,6 +22,47 @@ BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
 MAX_MESSAGE_BYTES = 2**30
 
 _LENGTH = struct.Struct("!I")
+_MOMENTS: dict[type, tuple[str, ...]] = {Measurement: ("ended_s",), Span: ("began", "ended"), Instant: ("at",)}
+
+T = TypeVar("T", bound=Measurement | Event)
+
+
+class Frames:
+    """Messages on a stream of bytes, each with its length in front."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    @staticmethod
+    def framed(message: bytes) -> bytes:
+        """A message as it is sent."""
+        return _LENGTH.pack(len(message)) + message
+
+    def add(self, data: bytes) -> None:
+        """Take bytes that were received."""
+        self._received += data
+
+    def take(self, max_bytes: int) -> bytes | None:
+        """The first of the messages that were received; None if there is none.
+
+        Raises: ProtocolError: a longer one than `max_bytes` is announced.
+        """
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if length > max_bytes:
+            raise ProtocolError(f"announced a message of {length} bytes, at most {max_bytes}")
+        end = _LENGTH.size + length
+        if len(self._received) < end:
+            return None
+        message = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return message
+
+
+def aged(told: T, now_s: float) -> T:
+    """What is told over a link, whose clocks differ: moments become seconds that have passed since, and back again."""
+    return attrs.evolve(told, **{name: now_s - getattr(told, name) for name in _MOMENTS[type(told)]})
 
 
 class LinkLostError(OutriderError):
@@ -77,13 +121,13 @@ class SocketLink:
         self.max_silence_s = max_silence_s
         self.is_silent = False
         self._socket = sock
-        self._received = bytearray()
+        self._frames = Frames()
         self._silent_s = 0.0
         self._unsent: deque[memoryview] = deque()
         self._has_unsent = trio.Event()
 
     def send(self, data: bytes) -> None:
-        left = memoryview(_LENGTH.pack(len(data)) + data)
+        left = memoryview(Frames.framed(data))
         if not self._unsent:
             left = left[self._sent(left) :]
         if left:
@@ -135,22 +179,14 @@ class SocketLink:
                 raise LinkLostError(f"{self.name} has ended, or cannot be reached any more ({error})") from error
             if not data:
                 raise LinkLostError(f"{self.name} has ended")
-            self._received += data
+            self._frames.add(data)
         return message
 
     def _take(self) -> bytes | None:
-        """The first of the messages that were received; None if there is none."""
-        if len(self._received) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._received)
-        if length > MAX_MESSAGE_BYTES:
-            raise LinkLostError(f"{self.name} announced a message of {length} bytes, at most {MAX_MESSAGE_BYTES}")
-        end = _LENGTH.size + length
-        if len(self._received) < end:
-            return None
-        message = bytes(self._received[_LENGTH.size : end])
-        del self._received[:end]
-        return message
+        try:
+            return self._frames.take(MAX_MESSAGE_BYTES)
+        except ProtocolError as error:
+            raise LinkLostError(f"{self.name} {error}") from error
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:

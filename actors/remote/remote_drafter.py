@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from actors.actor import Mailbox
-from actors.remote.link import BEAT_S, Link, LinkLostError
+from actors.remote.link import BEAT_S, Link, LinkLostError, aged
 from actors.session import Session
 from protocol.drafter_wire import (
     COUNTED,
@@ -29,7 +29,7 @@ from protocol.prices import Measurement, Prices
 from protocol.session_state import SessionPhase, SessionState
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Actor as ActorName
-from protocol.trace import Event, Instant, Span
+from protocol.trace import Event, Span
 
 logger = logging.getLogger("outrider")
 
@@ -107,7 +107,6 @@ class RemoteDrafter:
 
     @property
     def is_serving(self) -> bool:
-        """Whether sessions can begin."""
         return self._is_serving
 
     @property
@@ -169,7 +168,6 @@ class RemoteDrafter:
             await trio.sleep(BEAT_S)
 
     def open_session(self, shared: Session) -> None:
-        """Begin a session. Never waits."""
         session = _Relayed(shared, SessionState(shared.opened))
         self._sessions[shared.opened.session] = session
         shared.join()
@@ -177,7 +175,6 @@ class RemoteDrafter:
         self._send_copy(session)
 
     def close_session(self, message: Close) -> None:
-        """End a session. Never waits."""
         self.send_nowait(message)
 
     def withdraw_from_all(self) -> None:
@@ -237,14 +234,14 @@ class RemoteDrafter:
 
     def _send_news(self) -> None:
         now_s = self._clock()
-        measured = tuple(attrs.evolve(each, ended_s=now_s - each.ended_s) for each in self._measured)
+        measured = tuple(aged(each, now_s) for each in self._measured)
         self._measured.clear()
         self._link.send(encode(TargetNews(measured, self._prices.num_texts)))
 
     # --- from the drafter -------------------------------------------------------------------------
 
     def _take(self, message: LinkMessage) -> None:
-        """Take what has come. Raises: ProtocolError: it is nonsense."""
+        """Raises: ProtocolError: it is nonsense."""
         if isinstance(message, DraftNews):
             self._take_news(message, self._clock())
             return
@@ -283,7 +280,7 @@ class RemoteDrafter:
     def _take_news(self, news: DraftNews, now_s: float) -> None:
         self._is_alive = news.is_alive
         for measured in news.measured:
-            self._prices.take(attrs.evolve(measured, ended_s=now_s - measured.ended_s))
+            self._prices.take(aged(measured, now_s))
         self._prices.take_drafter(news.acceptance, news.hit_rate, drafts_together=news.drafts_together)
         for id, *grown in news.counts:
             if (session := self._sessions.get(id)) is not None:
@@ -295,9 +292,7 @@ class RemoteDrafter:
                 raise ProtocolError(f"a drafter sent {event!r:.200}")
             if isinstance(event, Span):
                 self.busy_seconds += event.began - event.ended
-                self._on_event(attrs.evolve(event, began=now_s - event.began, ended=now_s - event.ended))
-            elif isinstance(event, Instant):
-                self._on_event(attrs.evolve(event, at=now_s - event.at))
+            self._on_event(aged(event, now_s))
         for text in news.warnings:
             logger.warning("at %s: %s", self._link.name, text)
 

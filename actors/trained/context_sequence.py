@@ -11,38 +11,21 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.trained_sequence import LedgerSequence, check_state, put_layers, taken_layers
+from actors.trained.trained_sequence import DrafterReader, TrainedSequence, check_state, put_layers, taken_layers
 
 
-class ContextReader(Protocol):
-    """What makes the context.
-
-    Attributes:
-        vocab_size: width of its logits: the target's.
-        feature_width: width of a position's features.
-    """
-
-    vocab_size: int
-    feature_width: int
-
-    def make_cache(self) -> list[Any]:
-        """Empty caches of mlx-lm's `KVCache`, for what is made of features."""
-        ...
+class ContextReader(DrafterReader, Protocol):
+    """What makes the context."""
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        """Add features to the caches.
-
-        Args:
-            features: (n, width) of the positions from `position` on, which come after those in the caches.
-        """
+        """Add features to the caches: (n, width) of the positions from `position` on, which come after those there."""
         ...
 
 
-class ContextSequence(LedgerSequence):
+class ContextSequence(TrainedSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, reader: ContextReader) -> None:
-        """Make an empty sequence."""
         super().__init__(reader.feature_width)
         self._context_reader = reader
         # What is made of the features of positions from `_begin` to `_end`.
@@ -50,9 +33,8 @@ class ContextSequence(LedgerSequence):
         self._begin = self._end = 0
 
     @property
-    def staleness(self) -> int:
-        """What is drafted lacks the features of the positions after the first one without."""
-        return max(0, len(self._tokens) - 1 - self._end)
+    def _num_known(self) -> int:
+        return self._end
 
     def _drop_drafts(self) -> None:
         """Drop what was drafted on the context as it was."""

@@ -1,11 +1,12 @@
-"""One text of a drafter that foresees several tokens from the features that came last, each at a depth of its own.
+"""One text of a drafter that reads features position by position.
 
 *Position* i of such a drafter reads the features of position i and the token at position i + 1. At depth 0 it predicts
 the token at position i + 2. What comes after that is foreseen from the same features, in one of two ways:
 
 * A *module* for each depth: module k reads what the module before it gave at position i, and the token at position
   i + 1 + k, and predicts the one after that. Each has keys and values of its own for all positions, and reads those
-  that it lacks when something is drafted at its depth. Beyond, the last module goes on with its own hidden states.
+  that it lacks when something is drafted at its depth. Beyond, the last module, or the only one, goes on with its own
+  hidden states. What it read so is read again, in one pass, once the features come.
 * Further rows of the pass at depth 0, which do not depend on the tokens between.
 """
 
@@ -13,15 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.feature_sequence import FeatureReader
 from actors.trained.positioned_rows import PositionedRows
-from actors.trained.trained_sequence import LedgerSequence, check_features, check_state, put_layers, taken_layers
+from actors.trained.trained_sequence import (
+    DrafterReader,
+    TrainedSequence,
+    check_features,
+    check_state,
+    put_layers,
+    taken_layers,
+)
 from protocol.errors import RewindError
 from protocol.messages import Features
 
@@ -29,7 +36,27 @@ from protocol.messages import Features
 MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
 
 
-class DepthSequence(LedgerSequence):
+class FeatureReader(DrafterReader, Protocol):
+    """The forward pass of a module."""
+
+    def project(self, features: mx.array) -> mx.array:
+        """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
+        ...
+
+    def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        """Process tokens after the cached ones.
+
+        Args:
+            hidden: (n, hidden size), of the positions before the tokens.
+            tokens: (n,) ids.
+
+        Returns: (n, hidden size) hidden states, which stand for the features of the tokens' positions, and (n, V)
+            logits, and further ones for the depths from 1 on; lazy.
+        """
+        ...
+
+
+class DepthSequence(TrainedSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, modules: Sequence[FeatureReader], num_parallel: int = 0) -> None:
@@ -49,11 +76,6 @@ class DepthSequence(LedgerSequence):
         # What each module reads besides tokens, the first one projected features, and what the last one gives.
         self._hidden = [PositionedRows() for _ in range(len(modules) + 1)]
         self._parallel = mx.zeros((num_parallel, modules[0].vocab_size))
-
-    @property
-    def staleness(self) -> int:
-        """What a depth lacks are the features of the positions that it passes over."""
-        return max(0, len(self._tokens) - 1 - self._num_known)
 
     @property
     def foreseen(self) -> int | None:
@@ -144,7 +166,6 @@ class DepthSequence(LedgerSequence):
 
     @property
     def _num_known(self) -> int:
-        """The position after the last one with features."""
         return self._hidden[0].end
 
     def _restart(self) -> None:

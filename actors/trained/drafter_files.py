@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class DrafterFiles:
         return {name: value for arrays, _ in self.weights_and_metadata(pattern) for name, value in arrays.items()}
 
     def weights_and_metadata(self, pattern: str = "*.safetensors") -> list[tuple[dict[str, mx.array], dict[str, str]]]:
-        """The same of each file, with what stands at its beginning."""
+        """The same of each file, with its metadata."""
         try:
             loaded: Any = [mx.load(str(f), return_metadata=True) for f in sorted(self.folder.glob(pattern))]
         except (OSError, ValueError, RuntimeError) as error:
@@ -135,11 +136,21 @@ def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str
     return ""
 
 
-def flatten_rope(layer: dict[str, Any]) -> None:
-    """Put the settings of the rotary embedding where mlx-lm looks for them: transformers 5 nests them.
+@contextmanager
+def reading_config() -> Iterator[None]:
+    """Raises: ModelError: what is read inside of a drafter's configuration is missing, or of another type."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ModelError(f"the drafter's configuration has no {missing}") from missing
+    except TypeError as error:
+        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
 
-    Args:
-        layer: the configuration of a layer, which is changed.
+
+def flatten_rope(layer: dict[str, Any]) -> None:
+    """Put the settings of the rotary embedding in a layer's configuration where mlx-lm looks for them.
+
+    Transformers 5 nests them.
 
     Raises: ModelError: layers have different ones.
     """
@@ -147,7 +158,8 @@ def flatten_rope(layer: dict[str, Any]) -> None:
     if rope:
         if any(isinstance(value, dict) for value in rope.values()):
             raise ModelError("a drafter whose layers have different rotary embeddings is not supported")
-        layer.setdefault("rope_theta", rope.get("rope_theta"))
+        if "rope_theta" in rope:
+            layer["rope_theta"] = rope["rope_theta"]
         if layer.get("rope_scaling") is None and rope.get("rope_type", "default") != "default":
             layer["rope_scaling"] = rope
     layer.setdefault("rope_theta", 10_000.0)
@@ -156,11 +168,7 @@ def flatten_rope(layer: dict[str, Any]) -> None:
 
 
 def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
-    """Raise an error if a target does not have the layers whose inputs a drafter reads.
-
-    Args:
-        ids: of the layers; the number of layers stands for what the last one gives.
-        num_layers: of the target.
+    """Check that a target has the layers whose inputs a drafter reads; their number stands for what the last one gives.
 
     Raises: ModelError: it does not.
     """
@@ -175,7 +183,8 @@ def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: i
     """The target's id of each id of a drafter's, from the differences of the two ids that a file has as `d2t`.
 
     Returns: (draft_vocab_size,) int32; None if the vocabularies are the same.
-    Raises: ModelError: they differ, and there are no differences, or not as many; or an id is not the target's.
+    Raises: ModelError: the vocabularies differ, and `d2t` is missing, has another length, or leads to no id of the
+        target's.
     """
     if draft_vocab_size == vocab_size:
         return None
@@ -196,15 +205,7 @@ def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: i
 
 
 def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> mx.array:
-    """Logits by the target's ids, -inf for those that a drafter lacks.
-
-    Args:
-        logits: (n, draft_vocab_size).
-        target_ids: see `target_ids_of`.
-        vocab_size: the target's.
-
-    Returns: (n, vocab_size), lazy.
-    """
+    """(n, draft_vocab_size) logits by the target's ids, (n, vocab_size), -inf for those that a drafter lacks; lazy."""
     if target_ids is None:
         return logits
     nothing = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
@@ -212,14 +213,9 @@ def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> m
 
 
 def check_named_target(config: Mapping[str, Any], target: Module, named: str) -> None:
-    """Raise an error if a drafter's `config.json` names a target of another kind, as Speculators has it.
+    """Check that a target is of the kind that a drafter's `config.json` names, as Speculators has it.
 
     The name of the target is no reason: conversions and fine-tuned models have other names.
-
-    Args:
-        config: the drafter's.
-        target: mlx-lm's model.
-        named: the drafter, for messages.
 
     Raises: ModelError: the target is of another kind.
     """

@@ -22,8 +22,7 @@ class TrainedDrafter(FeedsEach):
 
     Attributes:
         target: mlx-lm's model.
-        feature_layers: whose inputs the target has to record.
-        vocab_size: see `Model.vocab_size`.
+        feature_layers, vocab_size, module, num_draft_tokens, arrays: see `Attached`.
     """
 
     context_length = None
@@ -40,23 +39,19 @@ class TrainedDrafter(FeedsEach):
         is_targets_own: bool = False,
         quantize: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load a drafter.
-
-        Args, Raises: as `attach`.
-        """
+        """See `attach`."""
         self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
-        self._attached = attach(
-            folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize
-        )
-        self.target, self.feature_layers = target, self._attached.feature_layers
-        self.vocab_size = self._attached.vocab_size
+        attached = attach(folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize)
+        self.target, self.feature_layers, self.vocab_size = target, attached.feature_layers, attached.vocab_size
+        self.module, self.arrays = attached.module, attached.arrays
+        self.num_draft_tokens, self._open_sequence = attached.num_draft_tokens, attached.open_sequence
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
         """The same drafter, loaded once more and quantised; see `attach`."""
         return self._load(quantize=settings)
 
     def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
-        return self._attached.open_sequence()
+        return self._open_sequence()
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str:
         return "a trained drafter reads one text at a time"
@@ -65,21 +60,6 @@ class TrainedDrafter(FeedsEach):
     def evaluating_layers(self) -> Iterator[None]:
         """One layer is evaluated in one go."""
         yield
-
-    @property
-    def module(self) -> Module:
-        """Its weights."""
-        return self._attached.module
-
-    @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        """Those of its weights that the module does not have."""
-        return self._attached.arrays
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """How many of the target's tokens it can propose."""
-        return self._attached.num_draft_tokens
 
     @property
     def num_bytes(self) -> int:

@@ -19,12 +19,7 @@ class FeatureInput(ABC):
 
     @abstractmethod
     def give(self, start: int, features: mx.array) -> None:
-        """Give the features of positions from `start` on.
-
-        Args:
-            start: the position of the first.
-            features: (n, width) evaluated.
-        """
+        """Give the features of positions from `start` on, (n, width), evaluated."""
 
     @abstractmethod
     def give_nothing(self, num_tokens: int) -> None:
@@ -48,11 +43,4 @@ class FeatureInput(ABC):
     @property
     def foreseen(self) -> int | None:
         """The first position whose token cannot be drafted from the features that were given; None without a bound."""
-        return None
-
-    @property
-    def refreshes_at(self) -> int | None:
-        """The length that the text falls back to once the features of the position before are given: what comes after
-        was read without. None if nothing was.
-        """
         return None

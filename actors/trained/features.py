@@ -24,14 +24,9 @@ class RecorderSlot:
 
 
 class RecordedFeatures:
-    """See `TextFeatures`.
-
-    Attributes:
-        slot: has the recorder of the model's passes, while there is one.
-    """
+    """See `TextFeatures`."""
 
     def __init__(self, slot: RecorderSlot) -> None:
-        """Make an empty record."""
         self.slot = slot
         self._is_wanted = True
         self._rows = PositionedRows()
@@ -55,23 +50,13 @@ class RecordedFeatures:
         self._rows.clear()
 
     def add(self, begin: int, features: mx.array | None) -> None:
-        """Add the features of a pass. Those before are dropped if some between are missing.
-
-        Args:
-            begin: position of its first token.
-            features: (n, width), lazy; None if none were recorded.
-        """
+        """Add the features of positions from `begin` on, (n, width), lazy; see `PositionedRows.add`."""
         if features is not None and self._is_wanted:
             self._rows.add(begin, features)
 
     @contextmanager
     def of_pass(self, begin: int, num_tokens: int) -> Iterator[None]:
-        """Record the forward pass over this text alone that runs inside the block.
-
-        Args:
-            begin: position of its first token.
-            num_tokens: of the pass.
-        """
+        """Record the forward pass over this text alone that runs inside the block, from position `begin` on."""
         recorder = self.recorder
         with recording(recorder):
             yield
@@ -79,7 +64,6 @@ class RecordedFeatures:
             self.add(begin, recorder.take((1, num_tokens))[0])
 
     def rewind(self, length: int) -> None:
-        """Drop those of positions from `length` on."""
         self._rows.drop_from(length)
 
     def arrays(self) -> list[mx.array]:
@@ -106,7 +90,6 @@ class FeatureRecorder:
         """Make a recorder.
 
         Args:
-            model: an mlx-lm language model.
             layer_ids: the layers whose input is recorded, each in [0, number of layers]; that number stands for
                 what the last layer gives.
             named: the model, for messages.
@@ -119,7 +102,7 @@ class FeatureRecorder:
         self._seen: dict[int, mx.array] = {}
 
     def observe(self, layer: Module, entered: Any, result: Any) -> None:
-        """Keep what a drafter reads of a layer; see `observing`."""
+        """See `observing`."""
         index = self._index.get(id(layer))
         if index is None:
             return
@@ -131,12 +114,8 @@ class FeatureRecorder:
                 self._seen[self._num_layers] = given
 
     def take(self, shape: tuple[int, int]) -> mx.array:
-        """The features of the last pass.
+        """The features of the last pass, over (B, W) tokens: (B, W, layers · hidden size), lazy.
 
-        Args:
-            shape: (B, W) of its tokens.
-
-        Returns: (B, W, layers · hidden size), lazy.
         Raises: ModelError: a layer gave nothing of the kind, so that the model's features cannot be recorded.
         """
         seen, self._seen = self._seen, {}

@@ -26,23 +26,15 @@ class PositionedRows:
         """Memory of the rows."""
         return sum(piece.nbytes for piece in self.pieces)
 
-    def copy(self) -> PositionedRows:
-        """The same rows; what is added to either does not show in the other."""
-        copied = PositionedRows()
-        copied.begin, copied.end, copied.pieces = self.begin, self.end, [*self.pieces]
-        return copied
-
     def clear(self) -> None:
         """Drop all."""
         self.begin = self.end = 0
         self.pieces = []
 
     def add(self, start: int, rows: mx.array) -> None:
-        """Add rows. Those before are dropped if some between are missing, or if they are of another width.
+        """Add the rows of positions from `start` on, (n, width), lazy or not.
 
-        Args:
-            start: position of the first.
-            rows: (n, width), lazy or not.
+        Those before are dropped if some between are missing, or if they are of another width.
         """
         if start != self.end or not self.pieces or self.pieces[-1].shape[1] != rows.shape[1]:
             self.begin, self.pieces = start, [rows]
@@ -54,12 +46,15 @@ class PositionedRows:
 
     def between(self, begin: int, end: int) -> mx.array:
         """(end - begin, width) rows of some of the positions, lazy."""
+        found = self._pieces_between(begin, end)
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _pieces_between(self, begin: int, end: int) -> list[mx.array]:
         found, start = [], self.begin
         for piece in self.pieces:
             found.append(piece[max(0, begin - start) : max(0, end - start)])
             start += piece.shape[0]
-        found = [part for part in found if part.shape[0] > 0]
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+        return [part for part in found if part.shape[0] > 0]
 
     def drop_from(self, position: int) -> None:
         """Drop the rows of positions from `position` on."""
@@ -72,9 +67,5 @@ class PositionedRows:
             self._keep(position, self.end)
 
     def _keep(self, begin: int, end: int) -> None:
-        kept, start = [], self.begin
-        for piece in self.pieces:
-            kept.append(piece[max(0, begin - start) : max(0, end - start)])
-            start += piece.shape[0]
-        self.pieces = [piece for piece in kept if piece.shape[0] > 0]
+        self.pieces = self._pieces_between(begin, end)
         self.begin, self.end = begin, max(begin, end)

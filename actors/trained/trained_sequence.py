@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -22,22 +22,43 @@ from protocol.messages import Features
 _TOKENS_PER_PASS = 512
 
 
+class DrafterReader(Protocol):
+    """A drafter's forward pass.
+
+    Attributes:
+        vocab_size: width of its logits: the target's.
+        feature_width: width of a position's features.
+    """
+
+    vocab_size: int
+    feature_width: int
+
+    def make_cache(self) -> list[Any]:
+        """Empty caches of mlx-lm's `KVCache`."""
+        ...
+
+
 class TrainedSequence(StatefulSequence, FeatureInput):
     """A `CachedSequence` that takes features, and can go back to any length.
 
-    Features are given in any thread; everything else happens on the model's.
+    It counts the tokens of its text, and reads them, and the features that have come, as logits are wanted. Features
+    are given in any thread; everything else happens on the model's.
     """
 
     def __init__(self, feature_width: int) -> None:
-        """Make an empty sequence.
-
-        Args:
-            feature_width: width of a position's features.
-        """
         self._feature_width = feature_width
-        # The position after the last of all features that were given.
+        self._tokens: list[int] = []
+        # Features that were given and not looked at yet, and the position after the last of all that were given.
+        self._arrived: deque[tuple[int, mx.array]] = deque()
         self._num_given = 0
         self._awaits_features = True
+        # Tokens that the next text shares with this one, if it reuses it.
+        self._num_common = 0
+
+    def give(self, start: int, features: mx.array) -> None:
+        self._awaits_features = False
+        self._arrived.append((start, features))
+        self._num_given = max(self._num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
         zeros = mx.zeros((num_tokens, self._feature_width))
@@ -52,40 +73,15 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     def num_given(self) -> int:
         return self._num_given
 
-    def feed_lazy(self, token: mx.array) -> mx.array:
-        """Waits for the token."""
-        logits = self.feed((cast(int, token.item()),), 1)
-        assert logits is not None
-        return logits
+    @property
+    @abstractmethod
+    def _num_known(self) -> int:
+        """The position after the last one whose features were looked at."""
 
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        return RewindMode.TRIM
-
-    def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
-        """What is left of the features then is of the cached tokens."""
-        num_read = self.rewind(min(common_length(pack(tokens), pack(text)), self.length))
-        # The token at a position is read with the features of the position before.
-        end = min(self._num_given + 1, len(text)) if self._num_given else num_read
-        for begin in range(num_read, end, _TOKENS_PER_PASS):
-            self.feed(tuple(text[begin : min(end, begin + _TOKENS_PER_PASS)]), 0)
-        return tuple(text[: self.length])
-
-
-class LedgerSequence(TrainedSequence):
-    """One that counts the tokens of its text, and reads them, and the features that have come, as logits are wanted."""
-
-    def __init__(self, feature_width: int) -> None:
-        super().__init__(feature_width)
-        self._tokens: list[int] = []
-        # Features that were given and not looked at yet.
-        self._arrived: deque[tuple[int, mx.array]] = deque()
-        # Tokens that the next text shares with this one, if it reuses it.
-        self._num_common = 0
-
-    def give(self, start: int, features: mx.array) -> None:
-        self._awaits_features = False
-        self._arrived.append((start, features))
-        self._num_given = max(self._num_given, start + features.shape[0])
+    @property
+    def staleness(self) -> int:
+        """What is drafted lacks the features of the positions after the first one without."""
+        return max(0, len(self._tokens) - 1 - self._num_known)
 
     @property
     def length(self) -> int:
@@ -105,6 +101,15 @@ class LedgerSequence(TrainedSequence):
             begin += parts[-1].shape[0]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """Waits for the token."""
+        logits = self.feed((cast(int, token.item()),), 1)
+        assert logits is not None
+        return logits
+
+    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
+        return RewindMode.TRIM
+
     def rewind(self, length: int) -> int:
         if length > len(self._tokens):
             raise RewindError(f"asked to rewind to {length} tokens a text of {len(self._tokens)}")
@@ -122,6 +127,15 @@ class LedgerSequence(TrainedSequence):
     def close(self) -> None:
         self.forget()
         self._arrived.clear()
+
+    def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
+        """What is left of the features then is of the cached tokens."""
+        num_read = self.rewind(min(common_length(pack(tokens), pack(text)), self.length))
+        # The token at a position is read with the features of the position before.
+        end = min(self._num_given + 1, len(text)) if self._num_given else num_read
+        for begin in range(num_read, end, _TOKENS_PER_PASS):
+            self.feed(tuple(text[begin : min(end, begin + _TOKENS_PER_PASS)]), 0)
+        return tuple(text[: self.length])
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         self._num_common = num_common
@@ -169,8 +183,7 @@ def check_state(state: SequenceState, *, num_layers: int, has_features: bool) ->
 def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
     """New caches with the states in a sequence's state, and their number of rows.
 
-    Args:
-        grown: makes such caches that hold some rows, to compare shapes with.
+    Shapes are compared with those of such caches that `grown` makes, with some rows.
 
     Raises: MisfitError: these are not the states of such caches.
     """

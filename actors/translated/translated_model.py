@@ -27,12 +27,7 @@ class TranslatedModel:
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
-        """Translate for a model.
-
-        Args:
-            model: with its own vocabulary.
-            vocabulary_map: to that vocabulary.
-        """
+        """Translate for a model with its own vocabulary, to which a map leads."""
         self._model = model
         self.vocabulary_map = vocabulary_map
         self.vocab_size = len(vocabulary_map.readings)
@@ -40,7 +35,6 @@ class TranslatedModel:
 
     @property
     def module(self) -> Module:
-        """mlx-lm's model."""
         return self._model.module
 
     @property

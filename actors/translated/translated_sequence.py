@@ -46,12 +46,9 @@ class TokenTables:
         return tables
 
     def translated(self, rows: mx.array) -> mx.array:
-        """The logits of the target's tokens: the probabilities of all tokens of the model that stand for one are added.
+        """(n, own V) logits of the model's own tokens to (n, V) float32 ones of the target's; -inf for those it lacks.
 
-        Args:
-            rows: (n, own V) logits of the model's own tokens.
-
-        Returns: (n, V) float32; -inf for tokens that the model lacks.
+        The probabilities of all tokens of the model that stand for one are added.
         """
         rows = rows.astype(mx.float32)
         top = mx.max(rows, axis=-1, keepdims=True)
@@ -93,14 +90,7 @@ class TranslatedSequence(ReusableSequence):
         tables: TokenTables,
         context_length: int | None,
     ) -> None:
-        """Make an empty sequence.
-
-        Args:
-            own: an empty sequence of the model.
-            vocabulary_map: how it reads the target's tokens.
-            tables: of that map.
-            context_length: the model's, in its own tokens; None for no bound.
-        """
+        """Make an empty sequence of an empty one of the model's; `context_length` is in the model's own tokens."""
         self.own = own
         self._map = vocabulary_map
         self._tables = tables
@@ -129,10 +119,7 @@ class TranslatedSequence(ReusableSequence):
         return self._tables.translated(rows)
 
     def read(self, tokens: tuple[int, ...], num_logits: int) -> Reading:
-        """What to feed the model for tokens after the cached ones.
-
-        Args, Raises: as `feed`.
-        """
+        """What to feed the model for tokens after the cached ones; see `feed`."""
         self._follow_own()
         begin = self._own_lengths[-1]
         readings = [self._map.read(token, is_first=begin == 0 and i == 0) for i, token in enumerate(tokens)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import rank_programs
 from ranks import ranks
+from sweeps import sweep
 
 from actors.distributed import rank_address
 from actors.distributed.rank_address import left_out
@@ -66,25 +67,27 @@ def group() -> Any:
     group._thread.join(30)
 
 
-@pytest.mark.parametrize(
-    ("draft_rank", "expected"),
+NEEDED = "draft_rank must be a whole number between 0 and 2, got"
+UNNAMED = "draft_rank=1 is where a draft model is loaded, and none is named"
+
+
+@sweep(
+    ("draft", "draft_rank", "expected"),
     [
-        (3, "draft_rank must be a whole number between 0 and 2, got 3"),
-        (-1, "draft_rank must be a whole number between 0 and 2, got -1"),
-        (True, "draft_rank must be a whole number between 0 and 2, got True"),
-        (1, "draft_rank=1 leaves several ranks to the target, and only MLX's ring can connect them"),
+        ("owner/draft", 3, f"{NEEDED} 3"),
+        ("owner/draft", -1, f"{NEEDED} -1"),
+        ("owner/draft", True, f"{NEEDED} True"),
+        ("owner/draft", 1, "draft_rank=1 leaves several ranks to the target, and only MLX's ring can connect them"),
+        (None, 1, UNNAMED),
+        ("auto", 1, UNNAMED),
     ],
 )
-def test_a_rank_that_cannot_draft_is_refused(group: Any, monkeypatch: Any, draft_rank: Any, expected: str) -> None:
+def test_a_rank_that_cannot_draft_is_refused(
+    group: Any, monkeypatch: Any, draft: str | None, draft_rank: Any, expected: str
+) -> None:
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     with pytest.raises(SettingsError, match=expected):
-        check_group(group, "owner/name", "owner/draft", draft_rank=draft_rank)
-
-
-def test_a_rank_without_anything_to_draft_with_is_refused(group: Any) -> None:
-    for draft in (None, "auto"):
-        with pytest.raises(SettingsError, match="draft_rank=1 is where a draft model is loaded, and none is named"):
-            check_group(group, "owner/name", draft, draft_rank=1)
+        check_group(group, "owner/name", draft, draft_rank=draft_rank)
 
 
 def test_a_rank_without_a_group_is_refused() -> None:
@@ -96,17 +99,14 @@ def test_rank_0_may_be_named(group: Any) -> None:
     check_group(group, "owner/name", None, draft_rank=0)
 
 
-def test_ranks_that_are_connected_stay_so(group: Any, monkeypatch: Any) -> None:
+@sweep("before, draft_rank, given", [(None, 1, 1), (1, None, None), (1, 0, None)])
+def test_ranks_that_are_connected_stay_so(
+    group: Any, monkeypatch: Any, before: int | None, draft_rank: int | None, given: int | None
+) -> None:
     monkeypatch.setattr(rank_address, "_hosts", lambda _: [["a:1"], ["b:1"], ["c:1"]])
-    group.mlx = object()
-    with pytest.raises(SettingsError, match=r"the ranks were connected with draft_rank=None, .* got draft_rank=1"):
-        check_group(group, "owner/name", "owner/draft", draft_rank=1)
-
-
-@pytest.mark.parametrize("draft_rank", [None, 0])
-def test_ranks_that_were_connected_without_one_stay_so(group: Any, draft_rank: int | None) -> None:
-    group.mlx, group._mlx_without = object(), 1
-    with pytest.raises(SettingsError, match=r"the ranks were connected with draft_rank=1, .* got draft_rank=None"):
+    group.mlx, group._mlx_without = object(), before
+    expected = f"the ranks were connected with draft_rank={before}, .* got draft_rank={given}"
+    with pytest.raises(SettingsError, match=expected):
         check_group(group, "owner/name", "owner/draft", draft_rank=draft_rank)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sweeps import sweep
 
 from actors.distributed import links
 from protocol.errors import RankError
@@ -38,11 +39,11 @@ def test_a_rank_waits_while_two_others_measure_and_says_what_it_is():
 
 def test_answers_may_come_in_any_order():
     first = group(0, (2, Measured(description={"host": "third"})), (1, Measured(description={"host": "second"})))
-    answers = links._ask(first, Measure("description"))
+    answers = dict(links._answer(first) for _ in range(2))
     assert {rank: answer.description["host"] for rank, answer in answers.items()} == {1: "second", 2: "third"}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("asked", "expected"),
     [
         (CloseTarget(), "rank 1 takes part in measurements, and rank 0 sent CloseTarget"),
@@ -57,4 +58,4 @@ def test_a_rank_that_is_asked_for_something_else_says_so(asked: RankMessage, exp
 
 def test_a_rank_that_answers_something_else_is_named():
     with pytest.raises(RankError, match="rank 2 was to take part in a measurement, and sent Loaded"):
-        links._ask(group(0, (2, Loaded({}))), Measure("answer"))
+        links._answer(group(0, (2, Loaded({}))))

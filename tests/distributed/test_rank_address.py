@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sweeps import sweep
 
 import runtime
 from actors.distributed.rank_address import RankAddress, rank_address
@@ -48,7 +49,7 @@ def test_the_only_process_of_a_launcher_is_no_rank(tmp_path):
     assert rank_address({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) is None
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("environment", "expected"),
     [
         ({"MLX_RANK": "one"}, "MLX_RANK must be an integer, got 'one'"),
@@ -67,7 +68,7 @@ def test_an_environment_that_cannot_be_understood_is_refused(environment, expect
         rank_address(environment)
 
 
-@pytest.mark.parametrize("hosts", [{}, [], ["10.0.0.1:5000"], [[]], [["10.0.0.1"], ["10.0.0.2"]]])
+@sweep("hosts", [{}, [], ["10.0.0.1:5000"], [[]], [["10.0.0.1"], ["10.0.0.2"]]])
 def test_a_hostfile_of_another_form_is_refused(tmp_path, hosts):
     with pytest.raises(runtime.SettingsError, match="MLX_HOSTFILE"):
         rank_address({"MLX_RANK": "0", "MLX_HOSTFILE": hostfile(tmp_path, hosts)})

@@ -9,6 +9,7 @@ import signal
 import pytest
 import rank_programs
 from ranks import ranks
+from sweeps import sweep
 
 pytestmark = pytest.mark.slow
 
@@ -66,48 +67,23 @@ def test_a_rank_that_ends_before_the_runtime_is_open_ends_it():
         assert RANK_1_ENDED in first.result()
 
 
-def test_a_rank_with_another_model_is_named():
-    with ranks(rank_programs.open_and_end, 2, "other model") as (first, second):
-        expected = "rank 1 has loaded another model or stage than rank 0: its "
-        assert expected in first.result()
-        assert expected in second.result()
-        assert [first.join(), second.join()] == [0, 0]
-
-
-def test_a_rank_that_is_out_of_step_ends_all():
-    with ranks(rank_programs.open_and_end, 2, "out of step") as (first, second):
-        expected = r"rank 1 is out of step before \w+: its sequence \d+ holds \d+ tokens .*, rank 0's \d+"
+@sweep(
+    ("how", "expected"),
+    [
+        ("other model", "rank 1 has loaded another model or stage than rank 0: its "),
+        ("out of step", r"rank 1 is out of step before \w+: its sequence \d+ holds \d+ tokens .*, rank 0's \d+"),
+        ("fails", "rank 1 failed in feed: ValueError: no such kernel"),
+        ("different stages", "its kinds of caches: ArraysCache there, KVCache here"),
+        ("no shards", "mlx_lm.models.gemma2 can neither be sharded nor run as a pipeline; run it on one rank"),
+        ("waits", r"a pass of rank 0 has not ended: the ranks wait for each other \(rank 1 is in \w+, for \d+ s\)"),
+    ],
+)
+def test_a_rank_that_differs_or_fails_ends_all_and_is_named(how, expected):
+    with ranks(rank_programs.open_and_end, 2, how) as (first, second):
         assert re.search(expected, first.result())
         assert re.search(expected, second.result())
-        assert [first.join(), second.join()] == [0, 0]
-
-
-def test_a_rank_whose_own_pass_fails_ends_all():
-    with ranks(rank_programs.open_and_end, 2, "fails") as (first, second):
-        assert "rank 1 failed in feed: ValueError: no such kernel" in first.result()
-        assert "rank 1 failed in feed: ValueError: no such kernel" in second.result()
-        assert [first.join(), second.join()] == [0, 0]
-
-
-def test_stages_of_a_pipeline_that_would_rewind_differently_are_refused():
-    with ranks(rank_programs.open_and_end, 2, "different stages") as (first, second):
-        expected = "its kinds of caches: ArraysCache there, KVCache here"
-        assert expected in first.result()
-        assert expected in second.result()
-
-
-def test_ranks_that_wait_for_each_other_end():
-    with ranks(rank_programs.open_and_end, 2, "waits") as (first, second):
-        expected = r"a pass of rank 0 has not ended: the ranks wait for each other \(rank 1 is in \w+, for \d+ s\)"
-        assert re.search(expected, first.result())
-        assert re.search(expected, second.result())
-
-
-def test_a_model_that_cannot_be_sharded_is_refused():
-    with ranks(rank_programs.open_and_end, 2, "no shards") as (first, second):
-        expected = "mlx_lm.models.gemma2 can neither be sharded nor run as a pipeline; run it on one rank"
-        assert expected in first.result()
-        assert expected in second.result()
+        if how in ("other model", "out of step", "fails"):
+            assert [first.join(), second.join()] == [0, 0]
 
 
 def test_a_rank_with_another_version_is_named():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +30,42 @@ _LATER: dict[str, dict[str, Any]] = {
     "dflash2": {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2}
     | {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
 }
-# Of one layer and of several: without and with layers of the target that are recurrent, or have a sliding window.
-_MTP = {"mtp": ("mimo", "qwen3_next"), "mtp_deep": ("deepseek_v3_deep", "step3p5_deep")}
+# Families of targets, without and with layers that are recurrent, or have a sliding window.
+_FAMILIES = {
+    "mtp": ("mimo", "qwen3_next"),
+    "mtp_deep": ("deepseek_v3_deep", "step3p5_deep"),
+    "gemma4": ("gemma4_text", "gemma4"),
+}
 _MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
 
 
-def make(kind: str, folder: Path, *, is_hybrid: bool = False, vocab_size: int = VOCAB_SIZE) -> Any:
-    """Write a drafter. Returns: its target, which is recurrent in part if `is_hybrid` and the kind allows it."""
+def make(
+    kind: str,
+    folder: Path,
+    *,
+    family: str | None = None,
+    is_hybrid: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    **changes: Any,
+) -> Any:
+    """Write a drafter.
+
+    Args:
+        family: of its target, one of the cases of MTP's; None for one that is recurrent in part if `is_hybrid` and the
+            kind allows it.
+        **changes: of its configuration.
+
+    Returns: its target.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    family = family or _FAMILIES.get(kind, ("llama", "lfm2"))[is_hybrid]
     if kind.startswith("mtp"):
-        case = _MTP_CASES / _MTP[kind][is_hybrid]
-        target = draw_weights(mtp_target(case, vocab_size=vocab_size), 3)
-        write_mtp(folder, case, vocab_size=vocab_size)
-        return target
-    if kind == "gemma4":
-        target = build("gemma4" if is_hybrid else "gemma4_text", vocab_size=vocab_size)
-        write_gemma4(folder, vocab_size=vocab_size)
-        return target
-    target = build("lfm2" if is_hybrid else "llama", vocab_size=vocab_size)
-    write: Any = {"eagle3": write_eagle3, "peagle": write_eagle3, "medusa": write_medusa}.get(kind, write_dflash)
-    write = partial(write, **_LATER.get(kind, {}))
-    write(folder, target, vocab_size=vocab_size)
+        case = _MTP_CASES / family
+        write_mtp(folder, case, vocab_size=vocab_size, **changes)
+        return draw_weights(mtp_target(case, vocab_size=vocab_size), 3)
+    target = build(family, vocab_size=vocab_size)
+    write: Any = {"eagle3": write_eagle3, "peagle": write_eagle3, "medusa": write_medusa, "gemma4": write_gemma4}
+    write.get(kind, write_dflash)(folder, target, **_LATER.get(kind, {}) | {"vocab_size": vocab_size} | changes)
     return target
 
 
@@ -122,7 +136,7 @@ def write_dflash(
     return _written(folder, config, "model", weights)
 
 
-def write_gemma4(folder: Path, *, vocab_size: int = VOCAB_SIZE, **changes: Any) -> Path:
+def write_gemma4(folder: Path, _target: Any = None, *, vocab_size: int = VOCAB_SIZE, **changes: Any) -> Path:
     """Write an assistant for the Gemma 4 among the architectures."""
     config = {
         "model_type": "gemma4_assistant",

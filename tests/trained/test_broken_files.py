@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE
 from sweeps import sweep
-from trained_drafters import make
+from trained_drafters import KINDS, make
 
 from actors.trained.drafter_model import TrainedDrafter
 from protocol.errors import ModelError
@@ -43,9 +43,20 @@ def settings(inside: str | None = None, **changes: Any) -> Break:
     return change
 
 
-def without_settings(inside: str, name: str) -> Break:
+def without_settings(*path: str) -> Break:
     def change(config: dict[str, Any], weights: Weights) -> None:
-        del config[inside][name]
+        *inside, name = path
+        for outer in inside:
+            config = config[outer]
+        del config[name]
+
+    return change
+
+
+def both(*changes: Break) -> Break:
+    def change(config: dict[str, Any], weights: Weights) -> None:
+        for each in changes:
+            each(config, weights)
 
     return change
 
@@ -63,7 +74,19 @@ BROKEN: list[tuple[str, Break, str]] = [
     ("eagle3", settings(LAYER, layer_types=["sliding_attention"]), "sliding windows"),
     ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[0, 1, 90]), "it was made for another one"),
     ("eagle3", settings(target_hidden_size=64), "is not what its configuration says: fc.weight is"),
-    ("eagle3", settings(draft_vocab_size=7), "has 7 tokens and its target 64, but nothing"),
+    ("eagle3", settings(eagle_aux_hidden_state_layer_ids=[0, 1]), "is not what its configuration says"),
+    ("eagle3", settings(transformer_layer_config={"model_type": "llama"}), "has no 'hidden_size'"),
+    ("eagle3", settings(draft_vocab_size=7), "has 7 tokens and its target 64, but nothing .* which is which"),
+    (
+        "eagle3",
+        both(settings(draft_vocab_size=41), as_well("d2t", mx.zeros(40, mx.int64))),
+        "has 41 tokens, and d2t says for 40 which they are",
+    ),
+    (
+        "eagle3",
+        settings(eagle_config={"use_aux_hidden_state": False}, target_hidden_size=64),
+        "the two must be the same",
+    ),
     ("eagle3", settings(eagle_config={"norm_before_fc": True, "fc_norm": True}), "which exclude each other"),
     ("eagle3", without_settings(LAYER, "rms_norm_eps"), "configuration cannot be read: .* 'rms_norm_eps'"),
     ("peagle", without("mask_hidden"), "it has no mask_hidden"),
@@ -75,13 +98,35 @@ BROKEN: list[tuple[str, Break, str]] = [
         "2 tokens or more .*got 1",
     ),
     ("medusa", without("0.1.weight"), "has no output"),
-    ("medusa", settings(medusa_num_heads=9), "asks for 9 heads"),
-    ("mtp", without("model.mtp_layers.0.input_proj.weight"), "no weights of an MTP layer"),
+    ("medusa", settings(medusa_num_heads=9), "asks for 9 heads of 1 blocks, and the weights have 3 of 1"),
+    ("medusa", settings(medusa_num_layers=2), "asks for 3 heads of 2 blocks, and the weights have 3 of 1"),
+    ("mtp", without("model.mtp_layers.0.input_proj.weight"), "no weights of an MTP layer .* many conversions"),
+    ("mtp", without("model.mtp_layers.0.self_attn.o_proj.weight"), r"says: it has no layers\.0\.self_attn\.o_proj"),
+    (
+        "mtp",
+        as_well("model.mtp_layers.0.hidden_layernorm.weight", mx.zeros(16)),
+        "width of 16, and those of this target have 32",
+    ),
     ("mtp", settings(hidden_size=64), "made for a target with hidden_size 64, and this one has 32"),
     ("mtp", settings(model_type="qwen3_next_mtp"), "made for a qwen3_next target, and this one is a mimo"),
     ("dflash", without("hidden_norm.weight"), "it has no hidden_norm.weight"),
     ("dflash", settings(block_size=1), "must have 2 tokens or more, got 1"),
     ("dflash", settings(mask_token_id=1000), "made for a target with 1001 tokens"),
+    ("dflash", settings(mask_token_id=None), "cannot be read"),
+    ("dflash", without_settings("mask_token_id"), "has no 'mask_token_id'"),
+    ("dflash", settings(aux_hidden_state_layer_ids=[1, 2]), "is not what its configuration says"),
+    ("dflash", settings(draft_vocab_size=40), "which is which"),
+    (
+        "dflash",
+        both(settings(draft_vocab_size=40), as_well("d2t", mx.full(40, 60))),
+        "names ids that its target, with 64, does not have",
+    ),
+    ("dflash", settings(LAYER, hidden_act="gelu"), "activation 'gelu'"),
+    (
+        "dflash",
+        settings(LAYER, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+        "different rotary embeddings",
+    ),
     ("mtp_deep", without("model.layers.3.enorm.weight"), "it has no embedding_norm.weight"),
     ("dspark", without("confidence_head.proj.bias"), "it has no confidence_head.proj.bias"),
     ("dspark", settings(confidence_head_with_markov=False), r"proj.weight is \(1, 36\), and should be \(1, 32\)"),
@@ -123,3 +168,13 @@ def test_a_configuration_that_is_none_is_named(content: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"draft 'org/head'.* (cannot be read|no trained drafter)"):
         TrainedDrafter(tmp_path, target, VOCAB_SIZE, "draft 'org/head'")
+
+
+@sweep("kind", KINDS)
+def test_missing_files_are_named(kind: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path)
+    for pattern, said in (("*.safetensors", "there are no weights"), ("config.json", "cannot be read")):
+        for file in tmp_path.glob(pattern):
+            file.unlink()
+        with pytest.raises(ModelError, match=f"draft 'org/head'.*{said}|{said}.*draft 'org/head'"):
+            TrainedDrafter(tmp_path, target, VOCAB_SIZE, "draft 'org/head'")

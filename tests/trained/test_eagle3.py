@@ -38,22 +38,12 @@ def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, beg
     return given
 
 
-@sweep("case", CASES)
-def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
-    loaded = load_eagle3(DrafterFiles.read(case))
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    for begin in range(len(expected["tokens"])):
-        given = chain_logits(loaded, expected["features"], expected["tokens"], begin)
-        for step, logits in enumerate(given):
-            assert mx.allclose(logits, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
-
-
-@sweep("case", sorted((Path(__file__).parent / "peagle").iterdir()))
-def test_what_p_eagle_foresees_is_what_the_torch_class_does(case: Path) -> None:
+@sweep("case", [*CASES, *sorted((Path(__file__).parent / "peagle").iterdir())])
+def test_the_logits_after_a_text_are_those_of_the_torch_classes(case: Path) -> None:
     loaded = load_eagle3(DrafterFiles.read(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
     num_parallel, num_tokens = loaded.model.config.num_parallel, len(expected["tokens"])
-    assert num_parallel == NUM_STEPS - 1
+    assert num_parallel == (NUM_STEPS - 1 if case.parent.name == "peagle" else 0)
     text: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
     sequence = DepthSequence([Eagle3Reader(loaded)], num_parallel)
     for begin in range(num_tokens):
@@ -95,24 +85,6 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
     assert loaded.model.config.feature_layers_of(32) == (2, 16, 29)
     assert loaded.target_ids is not None
     assert mx.array_equal(loaded.target_ids, mx.arange(40) + weights["d2t"])
-
-
-@sweep(
-    ("changes", "said"),
-    [
-        ({"transformer_layer_config": {"model_type": "mamba"}}, "layers of the kind 'mamba' is not supported"),
-        ({"transformer_layer_config": {"model_type": "llama"}}, "has no 'hidden_size'"),
-        ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
-        ({"draft_vocab_size": 41}, "has 41 tokens, and d2t says for 40 which they are"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "is not what its configuration says"),
-    ],
-)
-def test_what_cannot_be_is_said(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "llama")
-    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(config_of(case, **changes)))
-    with pytest.raises(ModelError, match=said):
-        load_eagle3(DrafterFiles.read(tmp_path))
 
 
 def test_flags_inside_of_eagle_config_are_read(tmp_path: Path) -> None:
@@ -158,33 +130,6 @@ def test_what_the_head_reads_is_read_without_a_projection(tmp_path: Path) -> Non
     for begin in range(len(expected["tokens"])):
         for step, logits in enumerate(chain_logits(loaded, features, expected["tokens"], begin)):
             assert mx.allclose(logits, expected[f"logits{step}"][begin], rtol=1e-4, atol=1e-4), (begin, step)
-    wide = config_of(case, eagle_config={"use_aux_hidden_state": False}, target_hidden_size=64)
-    with pytest.raises(ModelError, match="the two must be the same"):
-        read_config(wide)
-
-
-def test_a_sliding_window_is_not_ignored() -> None:
-    layer = config_of(CASES[0])["transformer_layer_config"] | {"layer_types": ["sliding_attention"]}
-    with pytest.raises(ModelError, match="sliding windows"):
-        read_config({"transformer_layer_config": layer})
-
-
-def test_a_folder_without_weights_or_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_eagle3(DrafterFiles.read(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(config_of(CASES[0])))
-    with pytest.raises(ModelError, match="no weights"):
-        load_eagle3(DrafterFiles.read(tmp_path))
-
-
-def test_a_vocabulary_that_nothing_explains_is_refused(tmp_path: Path) -> None:
-    case = CASES[0]
-    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
-    del weights["d2t"]
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    with pytest.raises(ModelError, match="which is which"):
-        load_eagle3(DrafterFiles.read(tmp_path))
 
 
 @pytest.mark.parametrize("layers", [(1, 2, 40), (-1, 2, 3), (2, 2, 3)])
@@ -203,15 +148,3 @@ def test_all_steps_at_all_positions_at_once_are_those_of_the_torch_classes(case:
     given = logits_of_steps(loaded.model, expected["features"][None], loaded.embedding(tokens)[None], NUM_STEPS)
     for step, logits in enumerate(given):
         assert mx.allclose(logits[0], expected[f"logits{step}"], rtol=1e-4, atol=1e-4), step
-
-
-def test_one_position_at_a_time_gives_what_all_at_once_do() -> None:
-    case = next(case for case in CASES if case.name == "deep")
-    loaded = load_eagle3(DrafterFiles.read(case))
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    together = logits_of_steps(
-        loaded.model, expected["features"][None, :7], loaded.embedding(expected["tokens"])[None], 3
-    )
-    for begin in range(7):
-        for step, logits in enumerate(chain_logits(loaded, expected["features"], expected["tokens"], begin)):
-            assert mx.allclose(logits, together[step][0, begin], rtol=1e-4, atol=1e-4), (begin, step)

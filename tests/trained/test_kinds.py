@@ -9,16 +9,27 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
-from architectures import VOCAB_SIZE
+from architectures import VOCAB_SIZE, build
 from distributions import DRAWING_RULES, SIGNIFICANCE, pooled_p_value, random_price
-from drafted_runtime import NUM_TOKENS, PROMPTS, check_seeded, drafted
+from drafted_runtime import (
+    NUM_TOKENS,
+    PROMPTS,
+    check_greedy,
+    check_reuse,
+    check_seeded,
+    drafted,
+    features_of,
+    fresh_proposals,
+)
 from models import greedy, prompt_of
 from scripted import ids, run
-from trained_drafters import KINDS, make, write_eagle3, write_medusa
+from sweeps import sweep
+from trained_drafters import BLOCK_SIZE, KINDS, make, write_eagle3, write_medusa
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.target.drafter_link import DrafterLink
+from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.features import FeatureRecorder
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -203,3 +214,246 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
     assert pooled_p_value(samples) > SIGNIFICANCE
     share = sum(token.from_draft for text in tokens for token in text) / (num_sessions * num_tokens)
     assert share > 0.15
+
+
+# --- families of targets --------------------------------------------------------------------------
+
+# Tokens of the embeddings that some of the cases of MTP have.
+SIZE = 48
+# Most tokens that are drafted from the same features.
+MOST = {"medusa": 3, "dflash": BLOCK_SIZE - 1}
+
+
+@sweep(
+    ("kind", "family", "lookahead"),
+    [
+        ("eagle3", "llama", 3),
+        ("eagle3", "gemma3_text", "auto"),
+        ("eagle3", "lfm2", 1),
+        ("gemma4", "gemma4_text", 1),
+        ("gemma4", "gemma4_text", 8),
+        ("gemma4", "gemma4", 3),
+        ("gemma4", "gemma4", "auto"),
+        ("mtp", "deepseek_v3", 2),
+        ("mtp", "deepseek_v3_deep", 4),
+        ("mtp", "glm4_moe_deep", 3),
+        ("mtp", "mimo", 3),
+        ("mtp", "nemotron_h", 2),
+        ("mtp", "qwen3_5_moe", 1),
+        ("mtp", "qwen3_next", "auto"),
+        ("mtp", "step3p5", 2),
+        ("mtp", "step3p5_deep", 5),
+        *(
+            pytest.param(kind, family, lookahead, marks=pytest.mark.slow)
+            for kind in ("medusa", "dflash")
+            for family in ("llama", "lfm2")
+            for lookahead in (1, 3, 8, "auto")
+        ),
+    ],
+)
+async def test_greedy_texts_are_those_of_targets_of_every_family(
+    kind: str, family: str, lookahead: Any, tmp_path: Path
+) -> None:
+    target = make(kind, tmp_path, family=family, vocab_size=SIZE)
+    async with drafted(tmp_path, target) as rt:
+        statistics = await check_greedy(rt, target, lookahead)
+        if lookahead == 8 and kind in MOST:
+            assert statistics.proposed <= MOST[kind] * statistics.rounds
+
+
+@sweep(
+    ("kind", "family"),
+    [
+        ("medusa", "gemma3_text"),
+        ("dflash", "gemma3_text"),
+        ("dflash", "qwen3_next"),
+        ("gemma4", "gemma4_text"),
+        ("mtp", "glm4_moe_deep"),
+        ("mtp", "glm4_moe_lite"),
+        ("mtp", "qwen3_5"),
+    ],
+)
+async def test_seeded_texts_are_those_without_a_drafter(kind: str, family: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path, family=family, vocab_size=SIZE)
+    async with drafted(tmp_path, target, max_batch=8) as rt:
+        await check_seeded(rt, lookahead=2)
+
+
+@sweep(
+    ("kind", "family"),
+    [
+        ("medusa", "llama"),
+        ("dflash", "llama"),
+        ("gemma4", "gemma4_text"),
+        ("mtp", "glm4_moe"),
+        ("mtp", "nemotron_h"),
+        ("mtp", "qwen3_next"),
+        ("mtp", "step3p5"),
+        ("mtp", "step3p5_deep"),
+    ],
+)
+async def test_a_text_may_go_on_from_an_earlier_one(kind: str, family: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path, family=family, vocab_size=SIZE)
+    async with drafted(tmp_path, target) as rt:
+        await check_reuse(rt, target)
+
+
+@sweep(
+    ("kind", "family"),
+    [
+        ("eagle3", "llama"),
+        ("medusa", "llama"),
+        ("dflash", "llama"),
+        ("gemma4", "gemma4_text"),
+        ("mtp", "deepseek_v3"),
+        ("mtp", "glm4_moe_deep"),
+        ("mtp", "glm4_moe_lite"),
+        ("mtp", "nemotron_h"),
+        ("mtp", "qwen3_next"),
+        ("mtp", "step3p5_deep"),
+    ],
+)
+async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
+    kind: str, family: str, tmp_path: Path
+) -> None:
+    target = make(kind, tmp_path, family=family, vocab_size=SIZE)
+    text, proposals = await fresh_proposals(tmp_path, target, lookahead=3)
+    drafter = TrainedDrafter(tmp_path, target, target_vocab_size=SIZE)
+    features = features_of(target, text, drafter.feature_layers)
+    for position, tokens in proposals:
+        sequence = drafter.open_sequence(beside_another=False)
+        sequence.give(0, features[: position - 1])
+        logits = sequence.feed((*text[:position], *tokens[:-1]), len(tokens))
+        assert logits is not None
+        assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())  # type: ignore[arg-type]
+
+
+@sweep("kind", ["eagle3", "medusa", "dflash"])
+async def test_open_takes_a_folder(kind: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path)
+    async with runtime.open((target, None), tmp_path) as rt:
+        await check_greedy(rt, target, 2)
+        assert rt.estimates.draft_seconds > 0
+        await rt.detach_draft()
+        # Nothing is recorded where nobody reads it.
+        completion = await rt.generate(PROMPTS[1], max_tokens=30, ignore_eos=True)
+        assert ids(completion.tokens) == greedy(target, PROMPTS[1], 30)
+        await rt.attach_draft(tmp_path)
+        await check_greedy(rt, target, 2)
+
+
+WIDER = "made for a target with 65 tokens, and this one has 64"
+
+
+@sweep(
+    ("kind", "changes", "said"),
+    [
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "it was made for another one"),
+        ("eagle3", {"target_hidden_size": 48}, "and those of this target have 32"),
+        ("medusa", {"hidden_size": 48}, "reads hidden states of a width of 48, and those of this target have 32"),
+        ("medusa", {"vocab_size": 65}, WIDER),
+        ("dflash", {"hidden_size": 48}, "reads hidden states of a width of 48, and those of this target have 32"),
+        ("dflash", {"vocab_size": 65}, WIDER),
+        ("dflash", {"mask_token_id": 64}, WIDER),
+        ("dflash", {"aux_hidden_state_layer_ids": [0, 1, 9]}, "it was made for another one"),
+        ("mtp", {"model_type": "glm4_moe_mtp"}, "made for a glm4_moe target, and this one is a mimo"),
+        ("mtp", {"hidden_size": 64}, "made for a target with hidden_size 64, and this one has 32"),
+        ("mtp", {"vocab_size": 65}, "made for a target with vocab_size 65, and this one has 64"),
+    ],
+)
+async def test_another_target_is_refused_with_what_differs(
+    kind: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    target = make(kind, tmp_path / "its")
+    make(kind, tmp_path / "other", **changes)
+    with pytest.raises(runtime.ModelError, match=said):
+        async with runtime.open((target, None), tmp_path / "other"):
+            raise AssertionError("should not be reached")
+
+
+@sweep(
+    ("family", "changes", "said"),
+    [
+        ("llama", {}, "keys and values of a gemma4_text target, and this one is a llama"),
+        ("gemma4_text", {"hidden_size": 48}, "of a width of 32, and those of this target have 48"),
+        ("gemma4_text", {"vocab_size": 48}, "made for a target with 64 tokens, and this one has 48"),
+        ("gemma4_text", {"head_dim": 16}, "has 4 heads of a width of 8 .* target's 2 of 16; it was made for another"),
+        ("gemma4_text", {"layer_types": ["full_attention"] * 4}, "keys of a layer with sliding_attention, and this"),
+    ],
+)
+async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(
+    family: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    make("gemma4", tmp_path)
+    with pytest.raises(runtime.ModelError, match=said):
+        async with runtime.open((build(family, **changes), None), tmp_path):
+            raise AssertionError("should not be reached")
+
+
+# --- variants of EAGLE-3 --------------------------------------------------------------------------
+
+
+@sweep("changes", [{"own_embedding": False}, {"eagle_config": {"use_aux_hidden_state": False}}])
+async def test_greedy_texts_are_the_targets_where_its_embedding_or_output_is_read(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    target = make("eagle3", tmp_path, **changes)
+    async with drafted(tmp_path, target) as rt:
+        await check_greedy(rt, target, 3)
+        if "eagle_config" in changes:
+            assert rt._draft.model.feature_layers == (len(target.layers),)
+
+
+async def test_a_drafter_with_half_of_the_vocabulary_costs_no_token(tmp_path: Path) -> None:
+    built = build("llama")
+    size = VOCAB_SIZE // 2
+    folder = write_eagle3(tmp_path, built, draft_vocab_size=size)
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    # Every second id of the target.
+    weights["d2t"] = mx.arange(size, dtype=mx.int64)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    async with drafted(folder, built) as rt:
+        for prompt in PROMPTS:
+            stream = rt.stream(prompt, max_tokens=40, lookahead=3, ignore_eos=True)
+            assert [token.id async for token in stream] == greedy(built, prompt, 40)
+            assert stream.statistics().proposed > 0
+
+
+@pytest.mark.parametrize("acceptance", ["match", "block"])
+async def test_seeded_texts_repeat_and_by_match_are_the_targets(acceptance: Any, tmp_path: Path) -> None:
+    built = build("llama")
+    sampled: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+    async with drafted(write_eagle3(tmp_path, built), built) as rt:
+        for prompt in PROMPTS:
+            plain, *drafts = [
+                (await rt.generate(prompt, lookahead=lookahead, acceptance=acceptance, **sampled)).tokens
+                for lookahead in (0, 3, 3)
+            ]
+            first, second = ([token.id for token in tokens] for tokens in drafts)
+            assert first == second
+            if acceptance == "match":
+                assert first == [token.id for token in plain]
+
+
+async def test_a_runtime_that_closes_leaves_another_with_the_same_model_its_features(tmp_path: Path) -> None:
+    built, folder = build("llama"), write_eagle3(tmp_path, build("llama"))
+    own_class, first_closes = type(built.layers[0]), trio.Event()
+
+    async def open_first(*, task_status: trio.TaskStatus[None]) -> None:
+        async with runtime.open((built, None), folder):
+            task_status.started()
+            await first_closes.wait()
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(open_first)
+        async with runtime.open((built, None), folder) as rt:
+            stream = rt.stream(PROMPTS[0], max_tokens=30, lookahead=2, ignore_eos=True)
+            found = [(await anext(stream)).id]
+            first_closes.set()
+            while nursery.child_tasks:
+                await trio.lowlevel.checkpoint()
+            found += [token.id async for token in stream]
+            assert found == greedy(built, PROMPTS[0], 30)
+            await check_greedy(rt, built, 2)
+    assert type(built.layers[0]) is own_class

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 import zipfile
@@ -12,16 +11,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
-from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
 from sweeps import sweep
-from trained_drafters import write_medusa
 
-import runtime
 from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.features import FeatureRecorder, recording
-from actors.trained.head_sequence import HeadSequence
-from actors.trained.kinds.medusa import Medusa, load_medusa
+from actors.trained.kinds.medusa import HeadSequence, Medusa, load_medusa
 from actors.trained.kinds.target_parts import final_norm_of, head_of, width_of
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError, RewindError
@@ -47,32 +42,6 @@ def test_whole_models_with_heads_are_read_too(tmp_path: Path) -> None:
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
     [head, *_] = load_medusa(DrafterFiles.read(tmp_path)).heads
     assert mx.allclose(head(expected["hidden"]), expected["logits"][0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"medusa_num_heads": 5}, "asks for 5 heads of 1 blocks, and the weights have 3 of 1"),
-        ({"medusa_num_layers": 2}, "asks for 3 heads of 2 blocks, and the weights have 3 of 1"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == "one_block")
-    shutil.copytree(case, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((case / "config.json").read_text()) | changes))
-    with pytest.raises(ModelError, match=said):
-        load_medusa(DrafterFiles.read(tmp_path))
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_medusa(DrafterFiles.read(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="there are no weights"):
-        load_medusa(DrafterFiles.read(tmp_path))
-    mx.save_safetensors(str(tmp_path / "medusa_lm_head.safetensors"), {"0.0.linear.weight": mx.ones((4, 4))})
-    with pytest.raises(ModelError, match="has no output"):
-        load_medusa(DrafterFiles.read(tmp_path))
 
 
 # --- files of torch.save --------------------------------------------------------------------------
@@ -200,80 +169,3 @@ def test_several_rows_at_once_are_those_of_one_at_a_time(heads: Medusa, chunks: 
             assert mx.allclose(row, heads.heads[head](2 * FEATURES[position]), atol=1e-5)
         else:
             assert not row.any()
-
-
-def test_another_text_does_not_read_the_features_of_the_first(heads: Medusa) -> None:
-    sequence = text(heads)
-    sequence.give(0, FEATURES[:9])
-    sequence.feed((0,) * 10, 1)
-    assert sequence.reusable_length(7, 12) == 7
-    sequence.reuse(7)
-    assert (sequence.length, sequence.awaits_features, sequence.num_given) == (7, True, 7)
-    logits = sequence.feed((1, 2), 1)
-    assert logits is not None
-    assert mx.allclose(logits, heads.heads[1](2 * FEATURES[6:7]))
-    sequence.give(7, FEATURES[20:21])
-    logits = sequence.feed((1,), 1)
-    assert logits is not None
-    assert mx.allclose(logits, heads.heads[1](2 * FEATURES[20:21]))
-
-
-# --- a runtime ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@sweep("lookahead", [1, 3, 8, "auto"])
-@sweep("name", ["llama", "lfm2"])
-async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
-    built = build(name)
-    async with drafted(write_medusa(tmp_path, built), built) as rt:
-        statistics = await check_greedy(rt, built, lookahead)
-        if lookahead == 8:
-            # There are no more heads.
-            assert statistics.proposed <= 3 * statistics.rounds
-
-
-async def test_seeded_texts_are_those_without_a_drafter(tmp_path: Path) -> None:
-    built = build("gemma3_text")
-    async with drafted(write_medusa(tmp_path, built), built, max_batch=8) as rt:
-        await check_seeded(rt, lookahead=2)
-
-
-async def test_a_text_may_go_on_from_an_earlier_one(tmp_path: Path) -> None:
-    built = build("llama")
-    async with drafted(write_medusa(tmp_path, built), built) as rt:
-        await check_reuse(rt, built)
-
-
-async def test_open_takes_a_folder(tmp_path: Path) -> None:
-    built = build("llama")
-    async with runtime.open((built, None), write_medusa(tmp_path, built)) as rt:
-        await check_greedy(rt, built, 2)
-        assert rt.estimates.draft_seconds > 0
-        await rt.detach_draft()
-        await rt.attach_draft(tmp_path)
-        await check_greedy(rt, built, 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"hidden_size": 48}, "reads hidden states of a width of 48, and those of this target have 32"),
-        ({"vocab_size": 65}, "made for a target with 65 tokens, and this one has 64"),
-    ],
-)
-async def test_another_target_is_refused_with_what_differs(changes: dict[str, int], said: str, tmp_path: Path) -> None:
-    built = build("llama")
-    write_medusa(tmp_path, built, **changes)
-    with pytest.raises(ModelError, match=said):
-        async with runtime.open((built, None), tmp_path):
-            raise AssertionError("should not be reached")
-
-
-async def test_what_is_drafted_after_a_miss_follows_from_the_targets_last_hidden_state(tmp_path: Path) -> None:
-    built = build("llama")
-    text, proposals = await fresh_proposals(write_medusa(tmp_path, built), built, lookahead=2)
-    features, model = features_of(built, text), load_medusa(DrafterFiles.read(tmp_path))
-    for position, tokens in proposals:
-        hidden = built.model.norm(features[position - 2])
-        assert tokens == tuple(mx.argmax(head(hidden)).item() for head in model.heads[: len(tokens)])

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import build
-from drafted_runtime import check_greedy, check_reuse, check_seeded, drafted, features_of, fresh_proposals
+from drafted_runtime import check_greedy
 from mlx.utils import tree_flatten
 from models import draw_weights, save
 from sweeps import sweep
@@ -31,23 +31,8 @@ def load_mtp(folder: Path, target: Any) -> MTPLayers:
     return load_files(DrafterFiles.read(folder), target)
 
 
-@sweep("case", [case for case in CASES if not case.name.endswith("_deep")])
-def test_the_logits_are_those_of_the_torch_layers(case: Path) -> None:
-    [reader] = mtp_readers(case, mtp_target_of(case))
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    num_steps, num_tokens, _ = expected["logits"].shape
-    tokens = expected["tokens"]
-    for begin in range(num_tokens):
-        cache = reader.make_cache()
-        hidden = reader.project(expected["features"][: begin + 1])
-        hidden, logits = reader.read(hidden, tokens[: begin + 1], cache)
-        for step in range(num_steps):
-            assert mx.allclose(logits[-1], expected["logits"][step, begin], rtol=1e-4, atol=1e-4), (begin, step)
-            hidden, logits = reader.read(hidden[-1:], tokens[begin + 1 + step : begin + 2 + step], cache)
-
-
 @sweep("case", CASES)
-def test_the_logits_of_several_layers_are_those_of_torch_layers_in_a_chain(case: Path) -> None:
+def test_the_logits_are_those_of_the_torch_layers_alone_or_in_a_chain(case: Path) -> None:
     readers = mtp_readers(case, mtp_target_of(case))
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
     num_steps, num_tokens, _ = expected["logits"].shape
@@ -173,39 +158,9 @@ def test_experts_one_by_one_are_read_where_the_class_expects_them_together(tmp_p
         assert mx.array_equal(read[name], value), name
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"model_type": "glm4_moe_mtp"}, "made for a glm4_moe target, and this one is a mimo"),
-        ({"hidden_size": 64}, "made for a target with hidden_size 64, and this one has 32"),
-        ({"vocab_size": 49}, "made for a target with vocab_size 49, and this one has 48"),
-    ],
-)
-async def test_another_target_is_refused_with_what_differs(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    case = case_of("mimo")
-    folder = write_mtp(tmp_path, case, **changes)
-    with pytest.raises(ModelError, match=said):
-        async with runtime.open((mtp_target_of(case), None), folder):
-            raise AssertionError("should not be reached")
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    case = case_of("mimo")
-    target = mtp_target_of(case)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
-    norm = "model.mtp_layers.0.hidden_layernorm.weight"
-    with pytest.raises(ModelError, match="width of 16, and those of this target have 32"):
-        load_mtp(write_mtp(tmp_path, case, weights | {norm: mx.zeros(16)}), target)
-    del weights["model.mtp_layers.0.self_attn.o_proj.weight"]
-    with pytest.raises(ModelError, match=r"is not what its configuration says: it has no layers\.0\.self_attn\.o_proj"):
-        load_mtp(write_mtp(tmp_path, case, weights), target)
-    with pytest.raises(ModelError, match="many conversions of a model leave it out"):
-        load_mtp(write_mtp(tmp_path, case, {"model.norm.weight": mx.ones(32)}), target)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(ModelError, match="cannot be read"):
-        load_mtp(tmp_path, target)
+def test_a_family_without_layers_of_mtp_is_refused() -> None:
     with pytest.raises(ModelError, match="those of llama targets are not supported"):
-        load_mtp(case, build("llama"))
+        load_mtp(case_of("mimo"), build("llama"))
 
 
 @sweep(
@@ -228,43 +183,6 @@ def test_further_layers_that_nobody_chains_are_left_out_or_refused(
 
 
 # --- a runtime ------------------------------------------------------------------------------------
-
-
-@sweep(
-    ("name", "lookahead"),
-    [
-        ("deepseek_v3", 2),
-        ("deepseek_v3_deep", 4),
-        ("glm4_moe_deep", 3),
-        ("mimo", 3),
-        ("nemotron_h", 2),
-        ("qwen3_5_moe", 1),
-        ("qwen3_next", "auto"),
-        ("step3p5", 2),
-        ("step3p5_deep", 5),
-    ],
-)
-async def test_greedy_texts_are_the_targets(name: str, lookahead: Any, tmp_path: Path) -> None:
-    case = case_of(name)
-    target = draw_weights(mtp_target_of(case), 3)
-    async with drafted(write_mtp(tmp_path, case), target) as rt:
-        await check_greedy(rt, target, lookahead)
-
-
-@pytest.mark.parametrize("name", ["glm4_moe_deep", "glm4_moe_lite", "qwen3_5"])
-async def test_seeded_texts_are_those_without_a_drafter(name: str, tmp_path: Path) -> None:
-    case = case_of(name)
-    target = draw_weights(mtp_target_of(case), 3)
-    async with drafted(write_mtp(tmp_path, case), target, max_batch=8) as rt:
-        await check_seeded(rt, lookahead=2)
-
-
-@pytest.mark.parametrize("name", ["glm4_moe", "nemotron_h", "qwen3_next", "step3p5", "step3p5_deep"])
-async def test_a_text_may_go_on_from_an_earlier_one(name: str, tmp_path: Path) -> None:
-    case = case_of(name)
-    target = draw_weights(mtp_target_of(case), 3)
-    async with drafted(write_mtp(tmp_path, case), target) as rt:
-        await check_reuse(rt, target)
 
 
 async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> None:
@@ -296,21 +214,3 @@ async def test_a_target_without_files_has_no_layer_in_them() -> None:
     with pytest.raises(ModelError, match="the target was given as a model; give the folder"):
         async with runtime.open((mtp_target_of(case_of("mimo")), None), "mtp"):
             raise AssertionError("should not be reached")
-
-
-@pytest.mark.parametrize(
-    "name", ["deepseek_v3", "glm4_moe_deep", "glm4_moe_lite", "nemotron_h", "qwen3_next", "step3p5_deep"]
-)
-async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(name: str, tmp_path: Path) -> None:
-    case = case_of(name)
-    target = draw_weights(mtp_target_of(case), 3)
-    text, proposals = await fresh_proposals(write_mtp(tmp_path, case), target, lookahead=3)
-    features, readers = features_of(target, text), mtp_readers(case, target)
-    for position, tokens in proposals:
-        sequence = DepthSequence(readers)
-        sequence.give(0, features[: position - 1])
-        logits = sequence.feed(text[:position], 1)
-        for token in tokens:
-            assert logits is not None
-            assert token == mx.argmax(logits[-1]).item()
-            logits = sequence.feed((token,), 1)

@@ -195,7 +195,6 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None]]] = {
     "a tensor that is not there": ("eagle3", lambda line: line["features"].update(values={"tensor": "x"})),
     "a layer more": ("eagle3", lambda line: line["layers"].append(line["layers"][0])),
     "no layer": ("eagle3", lambda line: line["layers"].clear()),
-    "fewer rows": ("eagle3", lambda line: line["layers"][0]["state"].__setitem__(2, 1)),
     "more rows": ("eagle3", lambda line: line["layers"][0]["state"].__setitem__(2, 10**6)),
     "another class": ("eagle3", lambda line: line["layers"][0].update(kind="ArraysCache")),
     "a prefix checkpoint": ("eagle3", lambda line: line.update(pins=[{"length": 3, "layers": line["layers"]}])),

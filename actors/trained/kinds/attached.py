@@ -38,16 +38,9 @@ class Attached:
 def check_target(
     files: DrafterFiles, target: Module, target_vocab_size: int, *, hidden_size: int, vocab_size: int
 ) -> None:
-    """Raise an error if a target is narrower or wider than the one that a drafter was made for, or has fewer tokens.
+    """Check that a target fits a drafter that reads hidden states of a width, and knows so many of its tokens.
 
-    Args:
-        files: the drafter's.
-        target: mlx-lm's model.
-        target_vocab_size: width of its logits.
-        hidden_size: width of the hidden states that the drafter reads.
-        vocab_size: how many of the target's tokens it knows.
-
-    Raises: ModelError: the message says what differs.
+    Raises: ModelError: the target is narrower or wider, or has fewer tokens.
     """
     if (width := width_of(target, files.named)) != hidden_size:
         raise ModelError(

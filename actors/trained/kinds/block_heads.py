@@ -1,9 +1,9 @@
-"""What later kinds add to DFlash's blocks: a look at the token before, and a convolution over the block.
+"""What later kinds add to DFlash's blocks.
 
-* DSpark (`MarkovHead`): the logits of each position depend on the token before it, by a matrix of low rank.
-  (`AcceptanceHead`): how likely it is that what is drafted at a position is accepted, whichever token that is.
-* DFlash 2 (`CandidateSelector`, `BlockConvolution`): each position proposes its likeliest tokens, and how well they
-  follow the token before decides between them; sublayers read and give a mix of neighbouring positions.
+* DSpark: the logits of each position depend on the token before it (`MarkovHead`), and it estimates how likely what is
+  drafted at a position is accepted, whichever token that is (`AcceptanceHead`).
+* DFlash 2: each position proposes its likeliest tokens, and how well they follow the token before decides between them
+  (`CandidateSelector`); sublayers read and give a mix of neighbouring positions (`BlockConvolution`).
 
 Sources: Speculators (https://github.com/vllm-project/speculators, `models/dspark`) for DSpark, mlx-vlm
 (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`) for both.
@@ -12,44 +12,31 @@ Sources: Speculators (https://github.com/vllm-project/speculators, `models/dspar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
 
-@attrs.frozen
-class MarkovConfig:
-    """The head of DSpark.
+class MarkovHead(Module):
+    """The head of DSpark: adds to the logits what a matrix of low rank makes of the token before.
 
-    Attributes:
-        rank: of the matrix from the token before to the logits.
-        form: "vanilla" for that matrix, "gated" with a gate that reads the hidden state, "rnn" with a state that goes
-            on from position to position.
+    A "gated" head has a gate that reads the hidden state; one of the form "rnn" has a state that goes on from position
+    to position; a "vanilla" one has neither.
     """
 
-    rank: int
-    form: Literal["vanilla", "gated", "rnn"] = "vanilla"
-
-
-class MarkovHead(Module):
-    """See `MarkovConfig`."""
-
-    def __init__(self, config: MarkovConfig, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, rank: int, form: str, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        rank, self._form = config.rank, config.form
+        self._form = form
         self.markov_w1 = Embedding(vocab_size, rank)
         self.markov_w2 = Linear(rank, draft_vocab_size, bias=False)
-        if config.form == "gated":
+        if form == "gated":
             self.gate_proj = Linear(hidden_size + rank, rank)
-        elif config.form == "rnn":
+        elif form == "rnn":
             self.joint_proj = Linear(2 * rank + hidden_size, 3 * rank)
 
     def embedded(self, tokens: Sequence[int]) -> mx.array:
-        """(n,) ids to (n, rank)."""
         result: mx.array = self.markov_w1(_ids(tokens, self.markov_w1))
         return result
 
@@ -89,35 +76,19 @@ class AcceptanceHead(Module):
         self.proj = Linear(num_inputs, 1)
 
     def __call__(self, *inputs: mx.array) -> mx.array:
-        """Hidden states of n positions, and what is embedded of the tokens before if that is read, too.
-
-        Returns: (n,) in [0, 1], lazy.
-        """
+        """(n,) in [0, 1], of (n, width) hidden states, and of what is embedded of the tokens before if that is read."""
         return mx.sigmoid(self.proj(mx.concatenate([*inputs], axis=-1))[:, 0].astype(mx.float32))
 
 
-@attrs.frozen
-class SelectorConfig:
-    """The selector of DFlash 2.
-
-    Attributes:
-        rank: width of the codebooks.
-        num_candidates: tokens that a position proposes.
-    """
-
-    rank: int
-    num_candidates: int
-
-
 class CandidateSelector(Module):
-    """See `SelectorConfig`."""
+    """The selector of DFlash 2."""
 
-    def __init__(self, config: SelectorConfig, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, rank: int, num_candidates: int, vocab_size: int, hidden_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._num_candidates = config.num_candidates
-        self.predecessor_codebook = Embedding(vocab_size, config.rank)
-        self.successor_codebook = Embedding(vocab_size, config.rank)
-        self.hidden_projection = Linear(hidden_size, config.rank, bias=False)
+        self._num_candidates = num_candidates
+        self.predecessor_codebook = Embedding(vocab_size, rank)
+        self.successor_codebook = Embedding(vocab_size, rank)
+        self.hidden_projection = Linear(hidden_size, rank, bias=False)
 
     def __call__(self, logits: mx.array, hidden: mx.array, before: Sequence[int], num_rows: int) -> mx.array:
         """As `MarkovHead.__call__`; -inf for tokens that are no candidates."""
@@ -134,31 +105,18 @@ def _ids(tokens: Sequence[int], embedding: Module) -> mx.array:
     return mx.minimum(mx.array([*tokens]), embedding.weight.shape[0] - 1)
 
 
-@attrs.frozen
-class ConvolutionConfig:
-    """The convolutions of DFlash 2.
-
-    Attributes:
-        kernel_size: positions that are mixed.
-        group_size: neighbouring values that share what is added to their kernels.
-    """
-
-    kernel_size: int
-    group_size: int
-
-
 class BlockConvolution(Module):
-    """Around a sublayer: mixes what it reads, and what it gives, with the positions before.
+    """The convolutions of DFlash 2 around a sublayer: mix what it reads, and what it gives, with the positions before.
 
-    The kernels have a part that depends on the hidden state that the sublayer reads.
+    The kernels have a part that depends on the hidden state that the sublayer reads, and that neighbouring values share
+    in groups.
     """
 
-    def __init__(self, config: ConvolutionConfig, hidden_size: int) -> None:
+    def __init__(self, kernel_size: int, group_size: int, hidden_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._group_size = config.group_size
-        num_groups = hidden_size // config.group_size
-        self.base_kernel = mx.zeros((2, config.kernel_size, hidden_size))
-        self.kernel_projection = Linear(hidden_size, 2 * config.kernel_size * num_groups, bias=False)
+        self._group_size = group_size
+        self.base_kernel = mx.zeros((2, kernel_size, hidden_size))
+        self.kernel_projection = Linear(hidden_size, 2 * kernel_size * (hidden_size // group_size), bias=False)
 
     def kernels(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
         """(n, hidden size) hidden states to (n, kernel size, hidden size) kernels before and after; lazy."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -25,17 +25,21 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from actors.trained.block_sequence import Block, BlockSequence
-from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
+from actors.trained.context_sequence import ContextSequence
+from actors.trained.drafter_files import (
+    DrafterFiles,
+    check_feature_layers,
+    flatten_rope,
+    reading_config,
+    target_ids_of,
+    widened,
+)
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import (
     AcceptanceHead,
     BlockConvolution,
     CandidateSelector,
-    ConvolutionConfig,
-    MarkovConfig,
     MarkovHead,
-    SelectorConfig,
     convolved,
 )
 from actors.trained.kinds.recognition import kind_of
@@ -54,8 +58,8 @@ class LayerReach:
 
     Attributes:
         window: positions of the context that are seen; None for all.
-        slides: whether the window ends at each position of the block, and not at the anchor for all of them.
-        is_causal: whether a position sees those before it in the block alone.
+        slides: whether the window ends at each position of the block, not at the anchor for all of them.
+        is_causal: whether a position sees only those before it in the block.
     """
 
     window: int | None = None
@@ -82,20 +86,19 @@ class DFlashConfig:
         hidden_size: width of its hidden states, and of the target's.
         layer: further settings of its layers, by their names in a `config.json` of Qwen 3.
         reaches: what each layer attends to.
-        vocab_size: width of the target's logits.
-        draft_vocab_size: width of its own.
+        vocab_size, draft_vocab_size: width of the target's logits, and of its own.
         block_size: tokens of a block, the anchor included.
         mask_token_id: the target's id of the tokens after the anchor.
         feature_layers: whose inputs the features are.
-        drafts_from_anchor: whether the anchor's position, too, predicts the token after it, and each other position
-            likewise; otherwise each position but the anchor's predicts the token that stands there.
+        drafts_from_anchor: whether each position predicts the token after it, the anchor's included; otherwise each but
+            the anchor's predicts the token that stands there.
         num_target_layers: of the target that it was made for; None if the files do not say.
-        embedding_scale: factor of the target's embeddings.
-        logit_scale: factor of the logits.
+        embedding_scale, logit_scale: factors of the target's embeddings, and of the logits.
         logit_cap: bound of the logits after that, by a tangent; None for none.
-        markov, selector, convolution: what DSpark and DFlash 2 add; None for none.
-        estimates_acceptance: whether DSpark does, from "hidden" states alone, or from the "token" before, too; None if
-            it does not.
+        markov: rank and form of DSpark's `MarkovHead`; None for none.
+        selector: rank and number of candidates of DFlash 2's `CandidateSelector`; None for none.
+        convolution: kernel and group size of DFlash 2's `BlockConvolution`; None for none.
+        estimates_acceptance: whether DSpark does; `estimates_by_token` says whether from the token before, too.
     """
 
     hidden_size: int
@@ -111,10 +114,11 @@ class DFlashConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    markov: MarkovConfig | None = None
-    selector: SelectorConfig | None = None
-    convolution: ConvolutionConfig | None = None
-    estimates_acceptance: Literal["hidden", "token"] | None = None
+    markov: tuple[int, str] | None = None
+    selector: tuple[int, int] | None = None
+    convolution: tuple[int, int] | None = None
+    estimates_acceptance: bool = False
+    estimates_by_token: bool = False
 
     @property
     def num_foreseen(self) -> int:
@@ -134,7 +138,7 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
     layer = dict(config["transformer_layer_config"] if of_speculators else flags)
     of_authors: Mapping[str, Any] = {} if of_speculators else flags
     flatten_rope(layer)
-    try:
+    with reading_config():
         hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
         layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
         if of_speculators:
@@ -144,19 +148,17 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
             mask_token_id, block_size = of_authors["mask_token_id"], of_authors.get("block_size", 16)
             # The authors name the layer that gives the hidden state, not the one that it enters.
             feature_layers = tuple(layer_id + 1 for layer_id in of_authors["target_layer_ids"])
+        markov = _markov(flags) if kind == "DSpark" else None
         drafts_from_anchor = bool(flags.get("sample_from_anchor", kind == "DSpark"))
-        if of_speculators:
-            reaches = _reaches_of_speculators(layer, config)
-        else:
-            reaches = _reaches_of_authors(layer) if kind == "DFlash" else _reaches_of_later(layer)
-            # DSpark's files count the tokens that are predicted, and some one more.
-            if kind == "DSpark" and drafts_from_anchor == bool(of_authors.get("dspark_bonus_anchor", False)):
-                block_size += -1 if drafts_from_anchor else 1
+        # The authors of DSpark count the tokens that are predicted, and some of them one more.
+        counts_predicted = kind == "DSpark" and not of_speculators
+        if counts_predicted and drafts_from_anchor == bool(of_authors.get("dspark_bonus_anchor", False)):
+            block_size += -1 if drafts_from_anchor else 1
         found = DFlashConfig(
             hidden_size=hidden_size,
             layer={name: layer[name] for name in _LAYER}
             | {name: layer.get(name, _MAY_LACK[name]) for name in _MAY_LACK},
-            reaches=reaches,
+            reaches=tuple(_reaches(kind, of_speculators, layer, config)),
             vocab_size=vocab_size,
             draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
             block_size=int(block_size),
@@ -167,15 +169,12 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
             embedding_scale=float(of_authors.get("input_embedding_scale", 1.0)),
             logit_scale=float(of_authors.get("output_multiplier", 1.0)),
             logit_cap=of_authors.get("final_logit_softcapping") or None,
-            markov=_markov(flags) if kind == "DSpark" else None,
-            selector=SelectorConfig(*_sizes(flags, "selector_rank", "selector_top_k")) if is_second else None,
-            convolution=ConvolutionConfig(*_sizes(flags, "conv_kernel_size", "conv_group_size")) if is_second else None,
-            estimates_acceptance=_acceptance(flags, of_speculators) if kind == "DSpark" else None,
+            markov=markov,
+            selector=(int(flags["selector_rank"]), int(flags["selector_top_k"])) if is_second else None,
+            convolution=(int(flags["conv_kernel_size"]), int(flags["conv_group_size"])) if is_second else None,
+            estimates_acceptance=kind == "DSpark" and bool(flags.get("enable_confidence_head", of_speculators)),
+            estimates_by_token=markov is not None and bool(flags.get("confidence_head_with_markov", True)),
         )
-    except KeyError as missing:
-        raise ModelError(f"the drafter's configuration has no {missing}") from missing
-    except TypeError as error:
-        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
     if (activation := layer.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"a DFlash drafter with the activation {activation!r} is not supported; one with 'silu' is")
     num_layers = found.num_target_layers
@@ -206,11 +205,7 @@ _MAY_LACK: dict[str, Any] = {
 }
 
 
-def _sizes(flags: Mapping[str, Any], *names: str) -> tuple[int, ...]:
-    return tuple(int(flags[name]) for name in names)
-
-
-def _markov(flags: Mapping[str, Any]) -> MarkovConfig | None:
+def _markov(flags: Mapping[str, Any]) -> tuple[int, str] | None:
     form = flags.get("markov_head_type", "vanilla")
     if form not in ("vanilla", "gated", "rnn"):
         raise ModelError(
@@ -218,42 +213,26 @@ def _markov(flags: Mapping[str, Any]) -> MarkovConfig | None:
             "'rnn' is"
         )
     rank = int(flags.get("markov_rank", 0))
-    return MarkovConfig(rank, form) if rank > 0 else None
+    return (rank, form) if rank > 0 else None
 
 
-def _acceptance(flags: Mapping[str, Any], of_speculators: bool) -> Literal["hidden", "token"] | None:
-    if not flags.get("enable_confidence_head", of_speculators):
-        return None
-    return "token" if flags.get("confidence_head_with_markov", True) and _markov(flags) else "hidden"
-
-
-def _layer_types(layer: Mapping[str, Any]) -> list[str]:
-    return list(layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"])
-
-
-def _reaches_of_speculators(layer: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[LayerReach, ...]:
-    sliding = LayerReach(layer.get("sliding_window"), is_causal=not config.get("sliding_window_non_causal", False))
-    return tuple(sliding if kind == "sliding_attention" else LayerReach() for kind in _layer_types(layer))
-
-
-def _reaches_of_authors(layer: Mapping[str, Any]) -> tuple[LayerReach, ...]:
-    found = []
-    for kind in _layer_types(layer):
-        slides = kind == "sliding_attention"
-        is_causal = layer.get("is_causal")
-        window = layer["sliding_window"] if slides else None
-        found.append(LayerReach(window, slides=True, is_causal=slides if is_causal is None else bool(is_causal)))
-    return tuple(found)
-
-
-def _reaches_of_later(layer: Mapping[str, Any]) -> tuple[LayerReach, ...]:
-    """Of DSpark and DFlash 2: the window is the block's as a whole, unless positions see those before them alone."""
-    is_causal = bool(layer.get("causal", layer.get("dflash_query_causal", layer.get("is_causal", False))))
-    window = layer.get("swa_window_size", layer.get("sliding_window"))
-    sliding = LayerReach(window, slides=True, is_causal=True) if is_causal else LayerReach(window and window - 1)
-    return tuple(
-        sliding if kind == "sliding_attention" else LayerReach(is_causal=is_causal) for kind in _layer_types(layer)
-    )
+def _reaches(kind: str, of_speculators: bool, layer: Mapping[str, Any], config: Mapping[str, Any]) -> list[LayerReach]:
+    layer_types = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
+    window, is_causal = layer.get("sliding_window"), layer.get("is_causal")
+    whole = LayerReach()
+    if of_speculators:
+        sliding = LayerReach(window, is_causal=not config.get("sliding_window_non_causal", False))
+    elif kind == "DFlash":
+        if "sliding_attention" in layer_types:
+            window = layer["sliding_window"]
+        whole = LayerReach(is_causal=bool(is_causal))
+        sliding = LayerReach(window, slides=True, is_causal=is_causal is None or bool(is_causal))
+    else:  # the window is the block's as a whole, unless positions see those before them alone
+        is_causal = bool(layer.get("causal", layer.get("dflash_query_causal", is_causal)))
+        window = layer.get("swa_window_size", window)
+        whole = LayerReach(is_causal=is_causal)
+        sliding = LayerReach(window, slides=True, is_causal=True) if is_causal else LayerReach(window and window - 1)
+    return [sliding if layer_type == "sliding_attention" else whole for layer_type in layer_types]
 
 
 class DFlashAttention(Module):
@@ -282,26 +261,11 @@ class DFlashAttention(Module):
         )
 
     def keys_and_values(self, hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """Keys and values of positions from `position` on.
-
-        Args:
-            hidden: (n, hidden size), of the context or of a block.
-
-        Returns: (1, heads, n, width of a head) each, lazy.
-        """
+        """(1, heads, n, width of a head) each, lazy; of (n, hidden size) of the context or of a block."""
         keys = self.rope(_heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads), offset=position)
         return keys, _heads(None, self.v_proj(hidden), self._num_kv_heads)
 
     def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
-        """Attend.
-
-        Args:
-            block: (n, hidden size), normalised.
-            position: of the anchor.
-            context: keys and values of the positions before.
-
-        Returns: (n, hidden size), lazy.
-        """
         queries = self.rope(_heads(self.q_norm, self.q_proj(block), self._num_heads), offset=position)
         own = self.keys_and_values(block, position)
         keys, values = (mx.concatenate([*pair], axis=2) for pair in zip(context, own, strict=True))
@@ -315,7 +279,6 @@ class DFlashAttention(Module):
 
 
 def _heads(norm: RMSNorm | None, projected: mx.array, num_heads: int) -> mx.array:
-    """(n, heads · width) → (1, heads, n, width)."""
     split = projected.reshape(projected.shape[0], num_heads, -1)
     return (split if norm is None else norm(split)).swapaxes(0, 1)[None]
 
@@ -331,11 +294,11 @@ class DFlashLayer(Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps)
         if config.convolution is not None:
-            self.attention_conv = BlockConvolution(config.convolution, config.hidden_size)
-            self.mlp_conv = BlockConvolution(config.convolution, config.hidden_size)
+            self.attention_conv = BlockConvolution(*config.convolution, config.hidden_size)
+            self.mlp_conv = BlockConvolution(*config.convolution, config.hidden_size)
 
     def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
-        """As `DFlashAttention.__call__`, of hidden states that are not normalised."""
+        """(n, hidden size) of a block whose anchor is at a position, with keys and values of those before; lazy."""
         attend = partial(self.self_attn, position=position, context=context)
         attended = block + _mixed(attend, self.input_layernorm(block), self.get("attention_conv"))
         return attended + _mixed(self.mlp, self.post_attention_layernorm(attended), self.get("mlp_conv"))
@@ -349,7 +312,7 @@ def _mixed(sublayer: Layer, hidden: mx.array, convolution: BlockConvolution | No
 
 
 class DFlash(Module):
-    """The drafter's weights and forward pass."""
+    """The drafter's weights; `DFlashReader` runs them."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -362,64 +325,37 @@ class DFlash(Module):
         if config.draft_vocab_size != config.vocab_size:
             self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
         if config.markov is not None:
-            self.markov_head = MarkovHead(config.markov, config.vocab_size, config.draft_vocab_size, hidden_size)
-        if config.estimates_acceptance is not None:
-            rank = config.markov.rank if config.markov and config.estimates_acceptance == "token" else 0
+            self.markov_head = MarkovHead(*config.markov, config.vocab_size, config.draft_vocab_size, hidden_size)
+        if config.estimates_acceptance:
+            rank = config.markov[0] if config.markov is not None and config.estimates_by_token else 0
             self.confidence_head = AcceptanceHead(hidden_size + rank)
         if config.selector is not None:
-            self.candidate_selector = CandidateSelector(config.selector, config.vocab_size, hidden_size)
+            self.candidate_selector = CandidateSelector(*config.selector, config.vocab_size, hidden_size)
 
-    def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        """Add the keys and values of positions to those of the positions before.
 
-        Args:
-            features: (n, layers · hidden size), of positions from `position` on.
-            cache: one for each layer.
-        """
-        hidden = self.hidden_norm(self.fc(features))
-        for layer, of_layer in zip(self.layers, cache, strict=True):
-            of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
+@attrs.frozen
+class Block:
+    """What the pass of a block gave.
 
-    def __call__(self, embedded: mx.array, position: int, cache: list[Any], num_context: int) -> mx.array:
-        """Process a block.
+    Attributes:
+        position, anchor: the anchor's position and id.
+        logits: (num_foreseen, its vocabulary), lazy.
+        hidden: (num_foreseen, width), lazy.
+    """
 
-        Args:
-            embedded: (block size, hidden size) embeddings of its tokens.
-            position: of the anchor.
-            cache: see `read_context`.
-            num_context: how many of the positions in the cache come before the anchor.
-
-        Returns: (block size, hidden size) normalised hidden states, lazy.
-        """
-        hidden = embedded
-        for layer, of_layer in zip(self.layers, cache, strict=True):
-            context = of_layer.keys[..., :num_context, :], of_layer.values[..., :num_context, :]
-            hidden = layer(hidden, position, context)
-        normalized: mx.array = self.norm(hidden)
-        return normalized
+    position: int
+    anchor: int
+    logits: mx.array
+    hidden: mx.array
 
 
 class DFlashReader:
-    """A drafter with its target's embedding and head; see `BlockReader`.
-
-    Attributes:
-        vocab_size: the target's.
-        feature_width: width of a position's features.
-        num_foreseen: tokens that a block predicts.
-    """
+    """A drafter with its target's embedding and head; see `ContextReader`."""
 
     def __init__(
         self, model: DFlash, target_ids: mx.array | None, target_vocab_size: int, embed: Layer, head: Layer
     ) -> None:
-        """Make a reader.
-
-        Args:
-            model: the drafter.
-            target_ids: (draft_vocab_size,) the target's id of each id of the drafter's; None if they are the same.
-            target_vocab_size: width of the target's logits.
-            embed: the target's embedding.
-            head: the target's head, or that of the reduced vocabulary.
-        """
+        """Make a reader. `head` is the target's, or that of the reduced vocabulary; see `target_ids_of`."""
         self._model, self._target_ids, self._embed, self._head = model, target_ids, embed, head
         config = model.config
         self.vocab_size, self.num_foreseen = target_vocab_size, config.num_foreseen
@@ -429,39 +365,103 @@ class DFlashReader:
         return [KVCache() for _ in self._model.layers]
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        self._model.read_context(features, position, cache)
+        hidden = self._model.hidden_norm(self._model.fc(features))
+        for layer, of_layer in zip(self._model.layers, cache, strict=True):
+            of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
 
     def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
+        """Run the pass of a block whose anchor, an id, is at a position, on the first `num_context` in the caches."""
         config = self._model.config
         tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
-        embedded = self._embed(mx.array(tokens)) * config.embedding_scale
-        hidden = self._model(embedded, position, cache, num_context)[-config.num_foreseen :]
+        hidden = self._embed(mx.array(tokens)) * config.embedding_scale
+        for layer, of_layer in zip(self._model.layers, cache, strict=True):
+            context = of_layer.keys[..., :num_context, :], of_layer.values[..., :num_context, :]
+            hidden = layer(hidden, position, context)
+        hidden = self._model.norm(hidden)[-config.num_foreseen :]
         logits = self._head(hidden) * config.logit_scale
         if config.logit_cap is not None:
             logits = mx.tanh(logits / config.logit_cap) * config.logit_cap
         return Block(position, anchor, logits, hidden)
 
     def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
+        """See `FeatureInput.acceptance`; of the tokens of `read_after`."""
         if (head := self._model.get("confidence_head")) is None:
             return None
         inputs = [block.hidden[: len(tokens)][-num_rows:]]
-        if self._model.config.estimates_acceptance == "token":
+        if self._model.config.estimates_by_token:
             inputs.append(self._model.markov_head.embedded(tokens[-num_rows:]))
         given: mx.array = head(*inputs)
         return given
 
     def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
+        """(num_rows, V) logits after the last of `tokens`, which are the anchor and those after it; lazy."""
         length = len(tokens)
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
         given = logits[-num_rows:] if head is None else head(logits, block.hidden[:length], tokens, num_rows)
         return widened(given, self._target_ids, self.vocab_size)
 
 
+class BlockSequence(ContextSequence):
+    """See `TrainedSequence`.
+
+    The tokens after a text are drafted by the pass of one block, whose anchor is the last token that the target has
+    committed, and read one by one: what the pass computes for a position does not depend on the tokens between. Some
+    kinds correct each by the token before it.
+    """
+
+    def __init__(self, reader: DFlashReader) -> None:
+        super().__init__(reader)
+        self._reader = reader
+        self._block: Block | None = None
+        # By part of the logits of a feed: its number of rows, and the estimates for them.
+        self._estimates: list[tuple[int, mx.array | None]] = []
+
+    @property
+    def foreseen(self) -> int:
+        return self._num_given + 1 + self._reader.num_foreseen
+
+    def _drop_drafts(self) -> None:
+        self._block = None
+
+    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+        self._estimates.clear()
+        logits = super().feed(tokens, num_logits)
+        has_estimates = any(estimate is not None for _, estimate in self._estimates)
+        of_rows = [mx.zeros(num_rows) if given is None else given for num_rows, given in self._estimates]
+        self.acceptance = mx.concatenate(of_rows) if has_estimates else None
+        return logits
+
+    def _logits(self, position: int) -> mx.array:
+        block = self._block_for(position)
+        index = 0 if block is None else position - block.position
+        if block is None or index >= self._reader.num_foreseen:
+            self._estimates.append((1, None))
+            return mx.zeros((1, self._reader.vocab_size))
+        end = min(index + len(self._tokens) - position, self._reader.num_foreseen)
+        read = block, self._tokens[block.position : block.position + end], end - index
+        self._estimates.append((end - index, self._reader.acceptance_after(*read)))
+        return self._reader.read_after(*read)
+
+    def _block_for(self, position: int) -> Block | None:
+        """The block that predicts the token after that at a position; None if no features come before it."""
+        begin = min(position, self._end)
+        if begin <= self._begin:
+            return None
+        last = self._block
+        if last is not None and self._tokens[last.position : last.position + 1] == [last.anchor]:
+            # Before the last position with features, blocks follow each other without overlap, as in drafting: a block
+            # is used for all tokens that it predicts. After that position, a block must begin there.
+            follows = 0 <= position - last.position < self._reader.num_foreseen
+            if last.position == begin or (begin < self._end and follows):
+                return last
+        self._block = self._reader.read_block(self._tokens[begin], begin, self._cache, begin - self._begin)
+        return self._block
+
+
 def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
     """Load a drafter from a folder with `config.json` and safetensors.
 
-    Returns: the drafter, and the target's id of each id of its reduced vocabulary, (draft_vocab_size,) int32; None for
-        a whole one.
+    Returns: the drafter, and its `target_ids_of`.
     Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
     """
     config = read_config(files.config)
@@ -481,10 +481,7 @@ def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
 
 
 def attach_dflash(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """Load a drafter and attach it to its target.
-
-    Raises: ModelError: it cannot be loaded, or was made for another target.
-    """
+    """See `attach`."""
     model, target_ids = load_dflash(files)
     config = model.config
     num_layers, named = len(target.layers), files.named

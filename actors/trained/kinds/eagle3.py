@@ -32,8 +32,14 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from actors.trained.depth_sequence import DepthSequence
-from actors.trained.drafter_files import DrafterFiles, check_feature_layers, flatten_rope, target_ids_of, widened
-from actors.trained.feature_sequence import FeatureSequence
+from actors.trained.drafter_files import (
+    DrafterFiles,
+    check_feature_layers,
+    flatten_rope,
+    reading_config,
+    target_ids_of,
+    widened,
+)
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
@@ -60,8 +66,7 @@ class Eagle3Config:
     Attributes:
         architecture: of its layers.
         layer: the configuration of its layers, as mlx-lm's `ModelArgs` takes it.
-        draft_vocab_size: width of its own logits.
-        vocab_size: width of the target's logits.
+        draft_vocab_size, vocab_size: width of its own logits, and of the target's.
         target_hidden_size: width of the target's hidden states.
         feature_layers: whose input the features are, ascending; the number of the target's layers stands for what the
             last one gives. None for the default: see `feature_layers_of`.
@@ -69,9 +74,8 @@ class Eagle3Config:
         normalizes_residual: whether the residual is the normalised hidden state.
         normalizes_features: "whole" for all features of a position together, "each" for each layer's, None for neither.
         normalizes_output: whether the hidden state that goes on is the normalised one.
-        target: name or path of the target, if the file names one.
-        mask_token_id: the target's id of the tokens that P-EAGLE puts after the text.
-        num_parallel: how many of them; 0 for EAGLE-3.
+        mask_token_id, num_parallel: the target's id of the tokens that P-EAGLE puts after the text, and how many of
+            them; 0 for EAGLE-3.
     """
 
     architecture: Literal["llama", "qwen3"]
@@ -84,7 +88,6 @@ class Eagle3Config:
     normalizes_residual: bool = False
     normalizes_features: Literal["whole", "each"] | None = None
     normalizes_output: bool = False
-    target: str | None = None
     mask_token_id: int = 0
     num_parallel: int = 0
 
@@ -101,10 +104,7 @@ class Eagle3Config:
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def feature_layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a target whose inputs are the features.
-
-        Args:
-            num_layers: of the target.
+        """The layers of a target with `num_layers` whose inputs are the features.
 
         Raises: ModelError: the target does not have them.
         """
@@ -134,17 +134,11 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     flags = {**config, **(config.get("eagle_config") or {})}
     if flags.get("norm_before_fc") and flags.get("fc_norm"):
         raise ModelError("the drafter's configuration has both norm_before_fc and fc_norm, which exclude each other")
-    try:
+    with reading_config():
         hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
         layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
-    except KeyError as missing:
-        raise ModelError(f"the drafter's configuration has no {missing}") from missing
     flatten_rope(layer)
-    of_speculators = config.get("speculators_config") or {}
-    verifier = of_speculators.get("verifier") or {}
-    mask_token_id, num_parallel = 0, 0
-    if kind_of(config) == "P-EAGLE":
-        mask_token_id, num_parallel = _masks(config, of_speculators)
+    mask_token_id, num_parallel = _masks(config) if kind_of(config) == "P-EAGLE" else (0, 0)
     found = Eagle3Config(
         architecture=architecture,
         layer=layer,
@@ -156,7 +150,6 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
         normalizes_residual=bool(flags.get("norm_before_residual", False)),
         normalizes_features="whole" if flags.get("norm_before_fc") else "each" if flags.get("fc_norm") else None,
         normalizes_output=bool(flags.get("norm_output", False)),
-        target=verifier.get("name_or_path"),
         mask_token_id=mask_token_id,
         num_parallel=num_parallel,
     )
@@ -168,10 +161,10 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     return found
 
 
-def _masks(config: Mapping[str, Any], of_speculators: Mapping[str, Any]) -> tuple[int, int]:
+def _masks(config: Mapping[str, Any]) -> tuple[int, int]:
     """The id of P-EAGLE's mask token, and how many of them come after the text."""
     mask_token_id = config.get("mask_token_id", config.get("ptd_token_id"))
-    methods = of_speculators.get("proposal_methods") or [{}]
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     num_depths = methods[0].get("speculative_tokens", _NUM_DEPTHS)
     if not isinstance(mask_token_id, int):
         raise ModelError(f"a P-EAGLE drafter must say which token its mask is (mask_token_id), got {mask_token_id}")
@@ -199,15 +192,17 @@ class Eagle3(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self.config = config
         arguments, block = _ARCHITECTURES[config.architecture]
-        try:
+        with reading_config():
             args = arguments.from_dict({"model_type": config.architecture, **config.layer})
-        except TypeError as error:
-            raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
         hidden_size = config.hidden_size
         if not config.reads_output:
             self.fc = Linear(config.num_feature_layers * config.target_hidden_size, hidden_size, bias=False)
         self.layers = [block(args) for _ in range(args.num_hidden_layers)]
-        _widen(self.layers[0], hidden_size)
+        # The first layer attends to embeddings and hidden states side by side.
+        attention = self.layers[0].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = attention[name]
+            attention[name] = Linear(2 * hidden_size, narrow.weight.shape[0], bias="bias" in narrow)
         self.hidden_norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
         self.norm = RMSNorm(hidden_size, eps=args.rms_norm_eps)
         self.lm_head = Linear(hidden_size, config.draft_vocab_size, bias=False)
@@ -221,13 +216,7 @@ class Eagle3(Module):
             ]
 
     def project(self, features: mx.array) -> mx.array:
-        """The hidden states that stand for features.
-
-        Args:
-            features: (…, layers · target's hidden size).
-
-        Returns: (…, hidden size), lazy.
-        """
+        """(…, layers · target's hidden size) features to (…, hidden size) hidden states; lazy."""
         if self.config.normalizes_features == "whole":
             features = self.input_norm(features)
         elif self.config.normalizes_features == "each":
@@ -237,7 +226,6 @@ class Eagle3(Module):
         return projected
 
     def make_cache(self) -> list[KVCache]:
-        """Empty caches, one for each layer."""
         return [KVCache() for _ in self.layers]
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
@@ -246,7 +234,6 @@ class Eagle3(Module):
         Args:
             hidden: (B, W, hidden size) projected features, or the drafter's own hidden states.
             embedded: (B, W, hidden size) embeddings of the tokens one position further on.
-            cache: see `make_cache`.
 
         Returns: (B, W, hidden size) hidden states, which stand for the features of the next positions, and
             (B, W, draft_vocab_size) logits; lazy.
@@ -262,11 +249,7 @@ class Eagle3(Module):
     def step(
         self, hidden: mx.array, embedded: mx.array, attend: Callable[[int, mx.array], mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """As `__call__`, with attention as the caller has it.
-
-        Args:
-            attend: the attention of a layer, by its index, for (B, W, width) inputs.
-        """
+        """As `__call__`, with the attention of a layer, by its index, for (B, W, width) inputs as the caller has it."""
         normalized = self.hidden_norm(hidden)
         residual = normalized if self.config.normalizes_residual else hidden
         inputs = mx.concatenate([self.layers[0].input_layernorm(embedded), normalized], axis=-1)
@@ -279,21 +262,12 @@ class Eagle3(Module):
         return normalized if self.config.normalizes_output else hidden, self.lm_head(normalized)
 
 
-def _widen(layer: Any, hidden_size: int) -> None:
-    """Have a layer attend to embeddings and hidden states side by side."""
-    attention = layer.self_attn
-    for name in ("q_proj", "k_proj", "v_proj"):
-        narrow = attention[name]
-        attention[name] = Linear(2 * hidden_size, narrow.weight.shape[0], bias="bias" in narrow)
-
-
 @attrs.frozen
 class LoadedEagle3:
     """A drafter that was loaded.
 
     Attributes:
-        model: with its weights.
-        target_ids: (draft_vocab_size,) int32: the target's id of each id of the drafter's; None if they are the same.
+        target_ids: see `target_ids_of`.
         embedding: its own, of the target's vocabulary, quantised or not; None if it reads the target's.
     """
 
@@ -303,28 +277,17 @@ class LoadedEagle3:
 
 
 class Eagle3Reader:
-    """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`.
-
-    Attributes:
-        vocab_size: the target's.
-        feature_width: width of a position's features.
-    """
+    """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`."""
 
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
-        """Make a reader.
-
-        Args:
-            loaded: the drafter.
-            embed: the target's embedding: (n,) ids to (n, hidden size); for a drafter that has none of its own.
-            final_norm: the target's norm before the head, for a drafter that reads what the head reads.
+        """Make a reader, with the target's embedding for a drafter that has none of its own, and with the target's norm
+        before the head for one that reads what the head reads.
 
         Raises: ModelError: there is no embedding.
         """
         if loaded.embedding is None and embed is None:
             raise ModelError("the drafter has no embedding of its own, and its target gives none")
-        self._loaded = loaded
-        self._embed = embed
-        self._final_norm = final_norm
+        self._loaded, self._embed, self._final_norm = loaded, embed, final_norm
         config = loaded.model.config
         self.vocab_size, self.feature_width = config.vocab_size, config.num_feature_layers * config.target_hidden_size
 
@@ -379,10 +342,7 @@ def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
 
 
 def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """Load a drafter and attach it to its target.
-
-    Raises: ModelError: it cannot be loaded, or was made for another target.
-    """
+    """See `attach`."""
     loaded = load_eagle3(files)
     config = loaded.model.config
     feature_layers = config.feature_layers_of(len(target.layers))
@@ -394,11 +354,10 @@ def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -
     if loaded.embedding is not None:
         arrays += [cast(mx.array, pair[1]) for pair in tree_flatten(loaded.embedding.parameters())]
     reader = Eagle3Reader(loaded, embed, final_norm)
-    parallel = partial(DepthSequence, [reader], config.num_parallel)
     return Attached(
         feature_layers,
         config.vocab_size,
-        parallel if config.num_parallel > 0 else partial(FeatureSequence, reader),
+        partial(DepthSequence, [reader], config.num_parallel),
         loaded.model,
         config.draft_vocab_size,
         tuple(arrays),

@@ -16,7 +16,7 @@ Sources: transformers (https://github.com/huggingface/transformers, `models/gemm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,9 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
 from actors.trained.context_sequence import ContextSequence
-from actors.trained.drafter_files import DrafterFiles
+from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.target_parts import embedding_of, final_norm_of
+from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
 from protocol.errors import ModelError
 
 # Keys and values, (1, heads, n, width of a head) each.
@@ -43,32 +43,20 @@ _SLIDING = "sliding_attention"
 
 
 @attrs.frozen
-class OrderedHeadConfig:
-    """The head of assistants of small targets.
-
-    Attributes:
-        num_groups: groups of tokens, all of one size.
-        num_chosen: of the groups, those whose tokens have logits.
-    """
-
-    num_groups: int
-    num_chosen: int
-
-
-@attrs.frozen
 class Gemma4AssistantConfig:
     """The configuration of an assistant.
 
     Attributes:
         args: of its layers, as mlx-lm has them.
         target_hidden_size: width of the target's hidden states.
-        ordered: its head, if tokens are grouped; None for a plain one.
+        ordered: of the head of assistants of small targets, the number of groups of tokens, all of one size, and of
+            those whose tokens have logits; None for a plain head.
         ties_head: whether the files have the head's weights as those of an embedding. It has no other use.
     """
 
     args: gemma4_text.ModelArgs
     target_hidden_size: int
-    ordered: OrderedHeadConfig | None
+    ordered: tuple[int, int] | None
     ties_head: bool
 
 
@@ -77,46 +65,41 @@ def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
 
     Raises: ModelError: something is missing, or is not supported.
     """
-    try:
+    with reading_config():
         text = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False} | config["text_config"]
         vocab_size = int(text["vocab_size"])
         ordered = None
         if config.get("use_ordered_embeddings"):
-            ordered = OrderedHeadConfig(int(config["num_centroids"]), int(config["centroid_intermediate_top_k"]))
+            ordered = int(config["num_centroids"]), int(config["centroid_intermediate_top_k"])
         found = Gemma4AssistantConfig(
             args=gemma4_text.ModelArgs.from_dict(text | {"num_kv_shared_layers": text["num_hidden_layers"]}),
             target_hidden_size=int(config["backbone_hidden_size"]),
             ordered=ordered,
             ties_head=bool(config.get("tie_word_embeddings", True)),
         )
-    except KeyError as missing:
-        raise ModelError(f"the drafter's configuration has no {missing}") from missing
-    except TypeError as error:
-        raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
-    if ordered is not None and (
-        not 1 <= ordered.num_chosen <= ordered.num_groups or vocab_size % ordered.num_groups != 0
-    ):
-        raise ModelError(
-            f"the drafter's configuration chooses {ordered.num_chosen} of {ordered.num_groups} groups of its "
-            f"{vocab_size} tokens; groups must be of one size, and 1 or more of them be chosen"
-        )
+    if ordered is not None:
+        num_groups, num_chosen = ordered
+        if not 1 <= num_chosen <= num_groups or vocab_size % num_groups != 0:
+            raise ModelError(
+                f"the drafter's configuration chooses {num_chosen} of {num_groups} groups of its {vocab_size} tokens; "
+                "groups must be of one size, and 1 or more of them be chosen"
+            )
     return found
 
 
 class OrderedHead(Module):
-    """See `OrderedHeadConfig`."""
+    """A head that chooses groups of tokens first."""
 
-    def __init__(self, config: OrderedHeadConfig, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, num_groups: int, num_chosen: int, vocab_size: int, hidden_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._config = config
-        self.centroids = Linear(hidden_size, config.num_groups, bias=False)
+        self._num_groups, self._num_chosen = num_groups, num_chosen
+        self.centroids = Linear(hidden_size, num_groups, bias=False)
         self.token_ordering = mx.zeros((vocab_size,), mx.int32)  # ids, group after group
 
     def __call__(self, hidden: mx.array, embedding: Any) -> mx.array:
         """(n, hidden size) → (n, V) logits, -inf for tokens of groups that are not chosen; lazy."""
-        scores, num_chosen = self.centroids(hidden), self._config.num_chosen
-        chosen = mx.argpartition(scores, -num_chosen, axis=-1)[:, -num_chosen:]
-        tokens = self.token_ordering.reshape(self._config.num_groups, -1)[chosen].reshape(hidden.shape[0], -1)
+        chosen = mx.argpartition(self.centroids(hidden), -self._num_chosen, axis=-1)[:, -self._num_chosen :]
+        tokens = self.token_ordering.reshape(self._num_groups, -1)[chosen].reshape(hidden.shape[0], -1)
         logits = (embedding(tokens) @ hidden[..., None]).squeeze(-1)
         nothing = mx.full((hidden.shape[0], self.token_ordering.size), -mx.inf, dtype=logits.dtype)
         return mx.put_along_axis(nothing, tokens, logits, axis=-1)
@@ -135,7 +118,7 @@ class Gemma4Assistant(Module):
         self.pre_projection = Linear(2 * width, args.hidden_size, bias=False)
         self.post_projection = Linear(args.hidden_size, width, bias=False)
         if config.ordered is not None:
-            self.masked_embedding = OrderedHead(config.ordered, args.vocab_size, args.hidden_size)
+            self.masked_embedding = OrderedHead(*config.ordered, args.vocab_size, args.hidden_size)
 
     def __call__(
         self, hidden: mx.array, embedded: mx.array, position: int, context: Mapping[str, KeysAndValues]
@@ -174,13 +157,9 @@ class Gemma4Assistant(Module):
 
 @attrs.frozen
 class _Writer:
-    """Stands for the cache in a call of a target's attention: what it makes becomes the context.
+    """Stands for the cache in a call of a target's attention: what it makes becomes the context."""
 
-    Attributes:
-        offset: position of the first key.
-    """
-
-    offset: int
+    offset: int  # position of the first key
     context: KVCache
     dtype: mx.Dtype
 
@@ -190,27 +169,11 @@ class _Writer:
 
 
 class Gemma4AssistantReader:
-    """An assistant with its target's embedding, final norm and projections; see `ContextReader`.
+    """An assistant with its target's embedding, final norm and projections; see `ContextReader`."""
 
-    Attributes:
-        vocab_size: the assistant's.
-        feature_width: width of a position's features.
-    """
-
-    def __init__(
-        self,
-        model: Gemma4Assistant,
-        sources: Mapping[str, Any],
-        embed: Callable[[mx.array], mx.array],
-        final_norm: Callable[[mx.array], mx.array],
-    ) -> None:
-        """Make a reader.
-
-        Args:
-            model: the assistant.
-            sources: by type of layer, the target's layer whose keys and values it attends to.
-            embed: the target's embedding, scaled.
-            final_norm: the target's norm before the head.
+    def __init__(self, model: Gemma4Assistant, sources: Mapping[str, Any], embed: Layer, final_norm: Layer) -> None:
+        """Make a reader. `sources` are, by type of layer, the target's layers whose keys and values it attends to;
+        `embed` is the target's embedding, scaled.
         """
         self._model, self._sources, self._embed, self._final_norm = model, sources, embed, final_norm
         self._dtype = model.norm.weight.dtype
@@ -237,7 +200,6 @@ class Gemma4AssistantReader:
         Args:
             begin: position of the first features in the caches.
             num_context: positions in the caches up to that of the last token's hidden state.
-            cache: see `read_context`.
             hidden: (1, target's hidden size), which stands for that in the caches; for one token.
 
         Returns: as `Gemma4Assistant.__call__`.
@@ -258,7 +220,6 @@ class Gemma4AssistantSequence(ContextSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, reader: Gemma4AssistantReader) -> None:
-        """Make an empty sequence."""
         super().__init__(reader)
         self._reader = reader
         # From the first position without features on: the tokens read last, and the hidden state that each gave.
@@ -316,10 +277,7 @@ def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
 
 
 def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """Load an assistant and attach it to its target.
-
-    Raises: ModelError: it cannot be loaded, or was made for another target.
-    """
+    """See `attach`."""
     text_model: Any = target.get("language_model", target)
     if type(text_model).__module__ != gemma4_text.__name__:
         family = type(text_model).__module__.rpartition(".")[2]

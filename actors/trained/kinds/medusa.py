@@ -10,7 +10,7 @@ Decoding Heads", arXiv 2401.10774. Files: those of the authors (https://github.c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,22 @@ from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
+from actors.mlx.sequence_state import SequenceState
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.head_sequence import HeadSequence
 from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.target_parts import final_norm_of
+from actors.trained.kinds.target_parts import Layer, final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
 from protocol.errors import ModelError
+from protocol.messages import Features
 
 # "<head>.<layer>.linear.weight" of a block, "<head>.<layer>.weight" of the last layer; whole models have a prefix.
 _WEIGHT = re.compile(
     r"(?:medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<rest>(?:linear\.)?(?:weight|bias|scales|biases))"
 )
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+# Positions whose features are kept: a drafter that catches up reads no more at a time.
+NUM_KEPT = 64
 
 
 @attrs.frozen
@@ -44,14 +48,12 @@ class MedusaConfig:
         num_layers: residual blocks of each head.
         hidden_size: width of the target's hidden states.
         vocab_size: width of the logits.
-        target: name or path of the target, if the file names one.
     """
 
     num_heads: int
     num_layers: int
     hidden_size: int
     vocab_size: int
-    target: str | None = None
 
 
 class MedusaBlock(Module):
@@ -62,7 +64,6 @@ class MedusaBlock(Module):
         self.linear = Linear(hidden_size, hidden_size)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """(…, hidden size) to the same shape; lazy."""
         result: mx.array = hidden + silu(self.linear(hidden))
         return result
 
@@ -92,6 +93,106 @@ class Medusa(Module):
         self.heads = [MedusaHead(config) for _ in range(config.num_heads)]
 
 
+class HeadSequence(TrainedSequence):
+    """See `TrainedSequence`. What is predicted follows from the last features, and from the distance to them."""
+
+    def __init__(self, project: Layer, heads: Sequence[Layer], feature_width: int, vocab_size: int) -> None:
+        """Make an empty sequence. `project` leads from features to what the heads read; the nearest head is first."""
+        super().__init__(feature_width)
+        self._project = project
+        self._heads = heads
+        self._vocab_size = vocab_size
+        self._num_kept = NUM_KEPT
+        # What the heads read of the last positions, the first of which is `_begin`.
+        self._begin = 0
+        self._hidden: mx.array | None = None
+        # By head, at the last position: siblings in the tree have the same.
+        self._rows: dict[int, mx.array] = {}
+
+    def give_nothing(self, num_tokens: int) -> None:
+        """All are kept, so that each pass reads a head."""
+        self._num_kept = num_tokens
+        super().give_nothing(num_tokens)
+
+    @property
+    def _num_known(self) -> int:
+        return self._begin + (0 if self._hidden is None else self._hidden.shape[0])
+
+    @property
+    def foreseen(self) -> int:
+        return self._num_given + 1 + len(self._heads)
+
+    def feed_lazy(self, token: mx.array) -> mx.array:
+        """Does not look at the token, on which nothing depends."""
+        logits = self.feed((0,), 1)
+        assert logits is not None
+        return logits
+
+    def close(self) -> None:
+        super().close()
+        self._hidden = None
+        self._rows.clear()
+
+    # --- reuse by another text with the same beginning --------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._hidden is None else int(self._hidden.nbytes)
+
+    def reuse(self, length: int) -> None:
+        """Features of what the texts do not share were of the other text."""
+        super().reuse(length)
+        num_kept = min(self._num_common, self._num_known) - self._begin
+        self._hidden = None if self._hidden is None or num_kept <= 0 else self._hidden[:num_kept]
+        self._num_given = 0 if self._hidden is None else self._num_known
+        self._rows.clear()
+
+    def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
+        """None also without features."""
+        self._look_at_arrived()
+        if self._hidden is None or not tokens:
+            return None
+        return SequenceState(tokens, (), features=Features(self._begin, self._hidden))
+
+    def put_state(self, state: SequenceState) -> None:
+        check_state(state, num_layers=0, has_features=True)
+        assert state.features is not None
+        check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
+        self._begin, self._hidden = state.features.start, state.features.values
+        self._tokens, self._num_given = [*state.tokens], self._num_known
+
+    # --- logits -----------------------------------------------------------------------------------
+
+    def _logits(self, position: int) -> mx.array:
+        if position <= self._begin or self._hidden is None:
+            return mx.zeros((1, self._vocab_size))
+        # The token at position p + 1 is foreseen by the first head on the features of position p - 1.
+        first, end = position - 1 - self._begin, min(len(self._tokens), self._num_known + 1) - 1 - self._begin
+        if first + 1 < end:
+            return self._heads[0](self._hidden[first:end])
+        last = self._hidden.shape[0] - 1
+        if first < last:
+            return self._heads[0](self._hidden[first : first + 1])
+        head = first - last
+        if head >= len(self._heads):
+            return mx.zeros((1, self._vocab_size))
+        if head not in self._rows:
+            self._rows[head] = self._heads[head](self._hidden[last:])
+        return self._rows[head]
+
+    def _look_at(self, start: int, features: mx.array) -> None:
+        start, features = max(start, start + features.shape[0] - self._num_kept), features[-self._num_kept :]
+        hidden = self._project(features)
+        if self._hidden is not None and self._begin <= start <= self._num_known:
+            # Some may come a second time, if the target has lost its cache.
+            hidden = mx.concatenate([self._hidden[: start - self._begin], hidden])[-self._num_kept :]
+        end = start + features.shape[0]
+        # A copy: a slice would keep the features of a whole prompt.
+        self._hidden, self._begin = mx.contiguous(hidden), end - hidden.shape[0]
+        mx.eval(self._hidden)
+        self._rows.clear()
+
+
 def load_medusa(files: DrafterFiles) -> Medusa:
     """Load heads from a folder with `config.json` and `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
@@ -101,8 +202,6 @@ def load_medusa(files: DrafterFiles) -> Medusa:
     Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads.
     """
     weights = _weights(files)
-    if not weights:
-        raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
     found = _config_of(files.config, weights, files.folder)
     model = Medusa(found)
     files.fill(model, {_renamed(name, found.num_layers): value for name, value in weights.items()})
@@ -110,10 +209,7 @@ def load_medusa(files: DrafterFiles) -> Medusa:
 
 
 def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """Load heads and attach them to their target.
-
-    Raises: ModelError: they cannot be loaded, or were made for another target.
-    """
+    """See `attach`."""
     model = load_medusa(files)
     config = model.config
     check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
@@ -124,7 +220,6 @@ def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -
 
 
 def _weights(files: DrafterFiles) -> dict[str, mx.array]:
-    """The weights of heads in a folder."""
     safe, other = (files.folder / name for name in _FILES)
     try:
         loaded = load_torch_file(other) if other.exists() and not safe.exists() else None
@@ -132,7 +227,10 @@ def _weights(files: DrafterFiles) -> dict[str, mx.array]:
         raise ModelError(f"{files.named} in {files.folder} cannot be read: {error}") from error
     if loaded is None:
         loaded = files.weights(safe.name if safe.exists() else "*.safetensors")
-    return {name: value for name, value in loaded.items() if _WEIGHT.fullmatch(name)}
+    weights = {name: value for name, value in loaded.items() if _WEIGHT.fullmatch(name)}
+    if not weights:
+        raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
+    return weights
 
 
 def _config_of(config: Mapping[str, Any], weights: Mapping[str, mx.array], folder: Path) -> MedusaConfig:
@@ -145,17 +243,13 @@ def _config_of(config: Mapping[str, Any], weights: Mapping[str, mx.array], folde
             f"the configuration in {folder} asks for {wanted_heads} heads of {wanted_layers} blocks, and the weights "
             f"have {num_heads} of {num_layers}"
         )
-    output = next((value for name, value in weights.items() if _renamed(name, num_layers) == _FIRST_OUTPUT), None)
-    norm = next((value for name, value in weights.items() if _renamed(name, num_layers) == _FIRST_BIAS), output)
-    if output is None or norm is None or output.ndim != 2:
+    named = {_renamed(name, num_layers): value for name, value in weights.items()}
+    output = named.get("heads.0.output.weight")
+    if output is None or output.ndim != 2:
         raise ModelError(f"the Medusa heads in {folder} are damaged: the first one has no output")
     # A quantised output has another width; the blocks have biases of the width of what they read.
-    vocab_size, hidden_size = output.shape[0], norm.shape[-1]
-    target = config.get("base_model_name_or_path")
-    return MedusaConfig(num_heads, num_layers, hidden_size, vocab_size, target if isinstance(target, str) else None)
-
-
-_FIRST_OUTPUT, _FIRST_BIAS = "heads.0.output.weight", "heads.0.blocks.0.linear.bias"
+    hidden_size = named.get("heads.0.blocks.0.linear.bias", output).shape[-1]
+    return MedusaConfig(num_heads, num_layers, hidden_size, output.shape[0])
 
 
 def _renamed(name: str, num_layers: int) -> str:

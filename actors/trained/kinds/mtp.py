@@ -48,7 +48,6 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.feature_sequence import FeatureSequence
 from actors.trained.kinds.attached import Attached
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of, head_of
 from protocol.errors import ModelError
@@ -198,17 +197,11 @@ class MTP(Module):
     """The layer, with what lies around it."""
 
     def __init__(self, family: _Family, small: Any, args: Mapping[str, Any]) -> None:
-        """Make a layer with random weights.
-
-        Args:
-            family: the target's.
-            small: a model of the target's class whose layers are those of MTP.
-            args: the target's.
-        """
+        """Make a layer with random weights; `small` is a model of the target's class whose layers are those of MTP."""
         super().__init__()  # type: ignore[no-untyped-call]
         hidden_size, eps = int(args["hidden_size"]), float(args.get("rms_norm_eps", args.get("layer_norm_epsilon")))
-        self._hidden_first, self._normalizes_output = family.hidden_first, family.normalizes_output
-        self._window = args["sliding_window"] if getattr(small.layers[0], "is_sliding", False) else None
+        self.hidden_first, self.normalizes_output = family.hidden_first, family.normalizes_output
+        self.window = args["sliding_window"] if getattr(small.layers[0], "is_sliding", False) else None
         self.quant_predicate = getattr(small, "quant_predicate", None) or (lambda path, layer: True)
         self.embedding_norm = RMSNorm(hidden_size, eps=eps)
         self.hidden_norm = RMSNorm(hidden_size, eps=eps)
@@ -216,57 +209,15 @@ class MTP(Module):
         self.layers = list(small.layers)
         self.output_norm = RMSNorm(hidden_size, eps=eps)
 
-    def bring(self, name: str, num_tokens: int, hidden_size: int) -> None:
-        """Have an embedding or a head of its own, where the target's is not it."""
-        self[name] = (
-            Embedding(num_tokens, hidden_size) if name == "embedding" else Linear(hidden_size, num_tokens, bias=False)
-        )
-
-    def make_cache(self) -> list[KVCache]:
-        """Empty caches, one for each layer with attention."""
-        return [KVCache() for layer in self.layers if _attends(layer)]
-
-    def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process positions after the cached ones.
-
-        Args:
-            hidden: (B, W, hidden size) normalised hidden states of the target, or the layer's own.
-            embedded: (B, W, hidden size) embeddings of the tokens one position further on.
-            cache: see `make_cache`.
-
-        Returns: (B, W, hidden size) hidden states for the next positions, and for the head; lazy.
-        """
-        halves = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        given = self.projection(mx.concatenate(halves[::-1] if self._hidden_first else halves, axis=-1))
-        # An array, since attention to latent keys adds it to the scores.
-        mask = create_attention_mask(given, cache[0], window_size=self._window, return_array=True)
-        caches = iter(cache)
-        for layer in self.layers:
-            given = layer(given, mask, next(caches) if _attends(layer) else None)
-        normalized = self.output_norm(given)
-        return normalized if self._normalizes_output else given, normalized
-
 
 def _attends(layer: Module) -> bool:
     return getattr(layer, "block_type", "*") == "*"
 
 
 class MTPReader:
-    """An MTP layer with its target's norm, embedding and head; see `FeatureReader`.
-
-    Attributes:
-        vocab_size: the target's.
-        feature_width: width of the target's hidden states.
-    """
+    """An MTP layer with its target's norm, embedding and head; see `FeatureReader`."""
 
     def __init__(self, model: MTP, final_norm: Layer, embed: Layer, head: Layer, vocab_size: int) -> None:
-        """Make a reader.
-
-        Args:
-            model: the layer.
-            final_norm, embed, head: the target's; see `actors.trained.kinds.target_parts`.
-            vocab_size: width of the head's logits.
-        """
         self._model, self._final_norm = model, final_norm
         self._embed: Layer = model.get("embedding", embed)
         self._head: Layer = model.get("head", head)
@@ -276,11 +227,19 @@ class MTPReader:
         return self._final_norm(features)
 
     def make_cache(self) -> list[KVCache]:
-        return self._model.make_cache()
+        return [KVCache() for layer in self._model.layers if _attends(layer)]
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        given, normalized = self._model(hidden[None], self._embed(tokens)[None], cache)
-        return given[0], self._head(normalized[0])
+        model = self._model
+        halves = [model.embedding_norm(self._embed(tokens)), model.hidden_norm(hidden)]
+        given = model.projection(mx.concatenate(halves[::-1] if model.hidden_first else halves, axis=-1))[None]
+        # An array, since attention to latent keys adds it to the scores.
+        mask = create_attention_mask(given, cache[0], window_size=model.window, return_array=True)
+        caches = iter(cache)
+        for layer in model.layers:
+            given = layer(given, mask, next(caches) if _attends(layer) else None)
+        normalized = model.output_norm(given[0])
+        return normalized if model.normalizes_output else given[0], self._head(normalized)
 
 
 class MTPLayers(Module):
@@ -292,11 +251,7 @@ class MTPLayers(Module):
 
 
 def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
-    """Load the MTP layers in a folder with safetensors: the target's own folder, or one with the layers alone.
-
-    Args:
-        files: the folder's.
-        target: mlx-lm's model, whose arguments are the layers', too.
+    """Load the MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments.
 
     Raises: ModelError: the target's family has no such layer, or the files do not; or the layer is another target's.
     """
@@ -326,8 +281,8 @@ def _layer(
 ) -> MTP:
     """One of the layers, from what `_weights` has found of it."""
     named, hidden_size = files.named, int(args["hidden_size"])
-    norm = weights[f"{family.hidden_norm}.weight"] if f"{family.hidden_norm}.weight" in weights else mx.zeros(0)
-    if norm.size not in (0, hidden_size):
+    norm = weights.get(f"{family.hidden_norm}.weight")
+    if norm is not None and norm.size != hidden_size:
         raise ModelError(
             f"{named} reads hidden states of a width of {norm.size}, and those of this target have {hidden_size}"
         )
@@ -340,9 +295,10 @@ def _layer(
             f"them; one with {len(small.layers)} is supported"
         )
     model = MTP(family, small, args)
-    for name, own in (("embedding", _EMBEDDING), ("head", _HEAD)):
-        if family.brings_own and f"{own}weight" in weights:
-            model.bring(name, weights[f"{own}weight"].shape[0], hidden_size)
+    if family.brings_own and (embedding := weights.get(f"{_EMBEDDING}weight")) is not None:
+        model.embedding = Embedding(embedding.shape[0], hidden_size)
+    if family.brings_own and (head := weights.get(f"{_HEAD}weight")) is not None:
+        model.head = Linear(hidden_size, head.shape[0], bias=False)
     files.fill(model, _named(family, small, weights, is_converted))
     return model
 
@@ -354,19 +310,15 @@ def names_a_layer(names: Iterable[str], model_type: str) -> bool:
 
 
 def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """Load a layer and attach it to its target.
-
-    Raises: ModelError: as `load_mtp`.
-    """
+    """See `attach`."""
     model = load_mtp(files, target)
     parts = final_norm_of(target, files.named), embedding_of(target, files.named), head_of(target, files.named)
     readers = [MTPReader(layer, *parts, target_vocab_size) for layer in model.depths]
-    open_sequence = partial(DepthSequence, readers) if len(readers) > 1 else partial(FeatureSequence, readers[0])
+    open_sequence = partial(DepthSequence, readers)
     return Attached((len(target.layers),), target_vocab_size, open_sequence, model, target_vocab_size)
 
 
 def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str, Any], named: str) -> None:
-    """Raise an error if the configuration beside a layer is not that of its target."""
     of_file = str(config.get("model_type", model_type)).removesuffix("_mtp").removesuffix("_text")
     # Sidecars have names of their own, such as "deepseek_mtp".
     if of_file in _FAMILIES and of_file != model_type:
@@ -377,10 +329,7 @@ def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str,
 
 
 def _weights(files: DrafterFiles, family: _Family) -> list[tuple[int, dict[str, mx.array], bool]]:
-    """The numbers of the MTP layers, their weights by their names after the prefix, and whether they are converted.
-
-    Raises: ModelError: there are none.
-    """
+    """The numbers of the MTP layers, their weights by their names after the prefix, and whether they are converted."""
     loaded: dict[str, mx.array] = {}
     formats: dict[str, str | None] = {}
     for arrays, metadata in files.weights_and_metadata():

@@ -58,8 +58,7 @@ def nearest_to(kind: str) -> str:
 def kind_of(config: Mapping[str, Any]) -> str | None:
     """The kind of trained drafter that a config.json describes, such as "EAGLE-3"; None for a language model.
 
-    Args:
-        config: the parsed file; any key may be missing, or its value of a wrong type.
+    Any key may be missing, or its value of a wrong type.
     """
     speculator = config.get("speculators_model_type")
     architectures = config.get("architectures")

@@ -38,11 +38,7 @@ _FINAL_NORMS = (
 
 
 def embedding_of(target: Module, named: str) -> Layer:
-    """The embedding of a target: (…) ids to (…, hidden size).
-
-    Args:
-        target: mlx-lm's model.
-        named: the drafter, for messages.
+    """The embedding of a target: (…) ids to (…, hidden size). `named` is the drafter, for messages.
 
     Raises: ModelError: none is found.
     """
@@ -53,8 +49,6 @@ def embedding_of(target: Module, named: str) -> Layer:
 
 def final_norm_of(target: Module, named: str) -> Layer:
     """The norm between the last layer of a target and its head.
-
-    Args: as `embedding_of`.
 
     Raises: ModelError: none is found.
     """
@@ -68,8 +62,6 @@ def final_norm_of(target: Module, named: str) -> Layer:
 
 def head_of(target: Module, named: str) -> Layer:
     """The head of a target: (…, hidden size) normalised hidden states to (…, V) logits.
-
-    Args: as `embedding_of`.
 
     Raises: ModelError: none is found, or it is sharded over ranks, of which a drafter has one.
     """
@@ -90,10 +82,7 @@ def head_of(target: Module, named: str) -> Layer:
 
 
 def width_of(target: Module, named: str) -> int:
-    """The width of a target's hidden states, by its embedding.
-
-    Args, Raises: as `embedding_of`.
-    """
+    """The width of a target's hidden states, by its embedding; see `embedding_of`."""
     return embedding_of(target, named)(mx.array([0])).shape[-1]
 
 

@@ -22,12 +22,8 @@ _STORAGES: dict[str, tuple[Literal["H", "I", "Q"], mx.Dtype]] = {
 
 
 def load_torch_file(path: Path) -> dict[str, mx.array]:
-    """The tensors in a file of `torch.save`, by name.
+    """The tensors, by name, in a file of a dictionary of dense ones, in the zip format of torch 1.6 and later; lazy.
 
-    Args:
-        path: of a file with a dictionary of dense tensors, in the zip format of torch 1.6 and later.
-
-    Returns: their arrays, lazy.
     Raises: ValueError: the file is of another format, is damaged, or has anything else in it.
     """
     try:
