@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from protocol.trace import Event, Instant, Share, Span
     from runtime import aio, sync
-    from runtime.engine.opening import keep_open, open
-    from runtime.engine.running import stream
+    from runtime.engine.opening import keep_open, open, stream
     from runtime.engine.runtime import Health, Runtime
     from runtime.generation.conversation import Conversation
     from runtime.generation.grammar import Grammar
@@ -169,8 +168,7 @@ _HOMES = {
     "protocol.scores": "Score ScoredToken TopLogprob",
     "protocol.session_state": "Commit",
     "protocol.statistics": "Statistics",
-    "runtime.engine.opening": "keep_open open",
-    "runtime.engine.running": "stream",
+    "runtime.engine.opening": "keep_open open stream",
     "runtime.engine.runtime": "Health Runtime",
     "runtime.generation.conversation": "Conversation",
     "runtime.generation.grammar": "Grammar",

@@ -13,7 +13,6 @@ import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.memory import peak_memory
 from actors.session import Session
 from actors.target.target_actor import TargetActor
 from protocol.copy_corpus import EVERYBODY, CopyCorpus
@@ -22,7 +21,7 @@ from protocol.messages import Close, Open
 from protocol.prices import Prices
 from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
-from protocol.statistics import Counts, Statistics
+from protocol.statistics import Counts
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.many_prompts import check_max_concurrent
@@ -61,15 +60,11 @@ class Sessions:
     or drops the stream, or with the runtime. Whatever ends it, its counts move to those of past sessions.
 
     Attributes:
-        target: the actor that sessions begin at.
-        drafter: its actor is the other one, if there is a drafter.
-        prices: the measured costs, for the streams' statistics.
         corpus: what sessions copy from beside their own texts, or None.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
-        admission: which sessions wait.
     """
 
     _target: TargetActor
@@ -107,7 +102,6 @@ class Sessions:
 
     @property
     def num_streams(self) -> int:
-        """See `Runtime.num_streams`."""
         # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
         return wanted - self.admission.num_waiting
@@ -121,20 +115,8 @@ class Sessions:
                 counts.add(session.counts)
         return counts
 
-    def statistics(self, elapsed_s: float, busy_s: tuple[float, float], *, is_drafted: bool) -> Statistics:
-        """The statistics of a runtime that has been open for some time, in which its models were busy for some."""
-        counts = self.counts()
-        counts.target_seconds, counts.draft_seconds = busy_s
-        return counts.snapshot(
-            elapsed=elapsed_s,
-            generation_seconds=elapsed_s,
-            peak_memory=peak_memory(),
-            estimates=self._prices.estimates(),
-            lookahead=None if is_drafted else 0,
-        )
-
     def check_open(self) -> None:
-        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed."""
+        """See `Runtime.check_open`."""
         if self._closed is not None:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
@@ -157,10 +139,7 @@ class Sessions:
             raise _again(self._closed)
 
     def begin(self, opened: Open, tools: Tools | None = None, *, saved: SavedStream | None = None) -> TokenStream:
-        """Begin a generation, or resume one that was saved.
-
-        Args:
-            tools: what the model was told that it may call; None to tell no calls apart.
+        """Begin a generation, or resume one that was saved; `tools` are what the model was told that it may call.
 
         Raises: as `check_open`.
         """
@@ -179,6 +158,10 @@ class Sessions:
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
             find_stop.resume(opened.prompt[opened.num_prompt :])
+        calls: AnswerReader | None = None
+        if tools is not None:
+            format = check_callable(tools, self._tokenizer)
+            calls = AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
         reader = TokenReader(
             session,
             GrowingText(self._tokenizer, opened),
@@ -186,7 +169,7 @@ class Sessions:
             clock=self._target.worker.clock,
             on_token=session.counts.give,
             estimates=self._prices.estimates,
-            calls=None if tools is None else self._call_reader(tools, reasoning),
+            calls=calls,
         )
         arrivals = Arrivals(session, receive, partial(self._end_soon, opened.session))
         if saved is not None:
@@ -203,20 +186,13 @@ class Sessions:
         return stream
 
     def begin_many(self, kind: Callable[..., M], generations: Sequence[Generation], max_concurrent: int) -> M:
-        """Begin many generations, `max_concurrent` at a time.
-
-        Args:
-            kind: what their consumer reads: `Completions` or `TokenStreams`.
+        """Begin many generations, `max_concurrent` at a time, as `Completions` or `TokenStreams`.
 
         Raises: SettingsError: `max_concurrent` is out of its range.
         """
         check_max_concurrent(max_concurrent)
         start_soon, run_soon = self._nursery.start_soon, self.run_soon
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
-
-    def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
-        format = check_callable(tools, self._tokenizer)
-        return AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
@@ -246,7 +222,6 @@ class Sessions:
         return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
 
     async def add_to_corpus(self, tokens: Sequence[int], owner: bytes) -> None:
-        """Add a text to the corpus, which must be there."""
         assert self.corpus is not None
         async with self._adding:
             for _ in self.corpus.add(tokens, owner):
@@ -259,7 +234,7 @@ class Sessions:
                 self._nursery.start_soon(self.add_to_corpus, tokens, owner)
 
     def run_soon(self, call: Callable[[], None]) -> None:
-        """Have a function called in trio's thread; may be called from any thread, at any moment."""
+        """Have a function called in trio's thread; for any thread, at any moment."""
         try:
             self._trio_token.run_sync_soon(call)
         except trio.RunFinishedError:
@@ -339,22 +314,16 @@ class StreamAdmission:
 
     A session counts as admitted until both actors have released it, caches included: the bound is on the models' work
     and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
-
-    Attributes:
-        max_sessions: most sessions at a time, >= 1; None for no bound.
-        begin: hands a session to the actors; never waits.
-        can_begin: whether the actors still take sessions.
     """
 
-    max_sessions: int | None
-    _begin: Callable[[Session], None]
-    _can_begin: Callable[[], bool]
+    max_sessions: int | None  # at a time, >= 1; None for no bound
+    _begin: Callable[[Session], None]  # hands a session to the actors; never waits
+    _can_begin: Callable[[], bool]  # whether the actors still take sessions
     _num_admitted: int = attrs.field(init=False, default=0)
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)
 
     @property
     def num_waiting(self) -> int:
-        """Sessions that wait for admission."""
         return sum(not session.is_unwanted for session in list(self._waiting.values()))
 
     def enter(self, session: Session) -> None:

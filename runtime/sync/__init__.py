@@ -20,14 +20,12 @@ from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
 from protocol.settings import SettingsLike, settings_from, with_overrides
 from runtime.bridge.opener import make_opener
-from runtime.engine.open_options import OpenArguments, OpenArgumentsAndSettings
-from runtime.engine.opening import OPTIONS
+from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.loading.model_sources import Source
-from runtime.sync.runtime import Conversation, Runtime, SyncBridge, TokenStream, TokenStreams
-from runtime.sync.thread import SyncThread
+from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, TokenStreams
 
 __all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
 
