@@ -1,8 +1,5 @@
-"""Drafters on this disk and on the hub: which are trained for a target, and what drafts for a given one.
-
-A trained drafter (EAGLE, Medusa and the like) is recognised by its configuration. `suggest_draft` finds drafters in
-folders, then in the table `known_drafters.json` and among small models of the target's family; it does not use the
-network.
+"""What can draft for a target: drafters in folders, then in the table `known_drafters.json` and among small models of
+the target's family. Does not use the network.
 """
 
 from __future__ import annotations
@@ -17,91 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from huggingface_hub import (
-    hf_hub_download,
-    parse_local_safetensors_file_metadata,
-    scan_cache_dir,
-    snapshot_download,
-)
+from huggingface_hub import parse_local_safetensors_file_metadata, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, SafetensorsParsingError
 from tokenizers import Tokenizer
 
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.mtp import names_a_layer
-from actors.trained.kinds.recognition import kind_of, nearest_to
+from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP
-from runtime.loading.model_files import folder_of, num_bytes_in
-from runtime.loading.model_spec import ModelSpec
+from runtime.loading.model_files import config_in, folder_of, num_bytes_in
 
-# The files of a trained drafter.
-_FILES = ["*.json", "*.safetensors", "*.pt"]
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
 # What the names of conversions of a model have after its own.
 _CONVERSION = r"(-(\d+bit|bf16|fp16|fp8|mxfp4|mxfp8|nvfp4|dwq|qat|mlx|dynamic))*"
-
-
-# --- trained drafters -----------------------------------------------------------------------------
-
-
-def trained_drafter_at(directory: Path) -> str | None:
-    """The kind of trained drafter in a directory; None for a language model, or if the config cannot be read."""
-    config = _config(directory)  # where it cannot be read, loading the model reports what is wrong
-    return None if config is None else kind_of(config)
-
-
-def trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
-    """Download the trained drafter that a hub id names; for a language model, only its configuration is.
-
-    Returns: the folder of its files; None for a language model, or if the hub cannot be asked.
-
-    Raises: as `check_trained_drafter`.
-    """
-    name = str(spec)
-    try:
-        config = hf_hub_download(name, "config.json", revision=spec.revision)
-    except (OSError, ValueError):
-        return None  # loading the model reports what is wrong
-    if check_trained_drafter(spec, Path(config).parent) is None:
-        return None
-    return Path(snapshot_download(name, revision=spec.revision, allow_patterns=_FILES))
-
-
-def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
-    """The kind of the trained drafter in a directory; None for a language model.
-
-    Raises:
-        ModelError: it is of a kind that cannot be used.
-        SettingsError: it is asked for with what only a language model has.
-    """
-    if (kind := trained_drafter_at(directory)) is None:
-        return None
-    if kind not in SUPPORTED:
-        raise ModelError(
-            f"draft {str(spec)!r} is a drafter trained for its target, of the kind {kind}, which cannot be used; "
-            f'nearest to it is {nearest_to(kind)}; or draft with "ngram"'
-        )
-    check_of_weights(spec, kind)
-    return kind
-
-
-def check_of_weights(spec: ModelSpec, kind: str) -> None:
-    """Raise an error if a trained drafter is asked for with what only a language model has.
-
-    Raises: SettingsError: it is.
-    """
-    # No code comes with a drafter, so that it may be trusted as the target's is.
-    plain = attrs.evolve(spec, revision=None, quantize=None, trust_remote_code=False)
-    if not plain.is_plain:
-        raise SettingsError(
-            f"draft {shown_path(str(spec))} is a drafter trained for its target ({kind}), and takes no adapter and no "
-            "options of mlx-lm; leave out all but revision and quantize"
-        )
-
-
-# --- what drafts for a target ----------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -113,9 +41,7 @@ class Suggestion:
         folder: where it is on this disk, so that nothing is downloaded; None for one on the hub.
         num_bytes: size of its weights; approximate for a model on the hub, None for a trained drafter there and "mtp".
         kind: of a trained drafter, such as "EAGLE-3"; None for a language model.
-        parameters: of a trained drafter on the hub, how many it has, as the hub says it, such as "0.5B"; None if that
-            is not known.
-        licence: likewise, the name of its licence.
+        parameters, licence: of a trained drafter on the hub, as the hub says them, such as "0.5B"; None if not known.
     """
 
     model: str
@@ -176,9 +102,14 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         SettingsError: the target is neither a path nor a hub id.
         ModelError: the target is not on this disk, or has no readable config.json.
     """
-    directory = _directory(target, cache_dir)
-    config = _config(directory)
-    if config is None:
+    if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
+        raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
+    if (folder := folder_of(target, cache_dir)) is None:
+        raise ModelError(
+            f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
+        )
+    directory = folder.resolve()
+    if (config := config_in(directory)) is None:
         raise ModelError(
             f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
@@ -186,7 +117,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     vocabulary, shape = _vocabulary(directory), _shape(config)
     found, trained, known = [], [], list(known_drafters(os.fspath(target)))
     for name, candidate in _on_disk(directory, cache_dir):
-        other, num_bytes = _config(candidate), num_bytes_in(candidate)
+        other, num_bytes = config_in(candidate), num_bytes_in(candidate)
         if other is None or candidate == directory or num_bytes == 0:
             continue
         if (kind := kind_of(other)) is not None:
@@ -210,16 +141,6 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
 # --- what is on the disk --------------------------------------------------------------------------
 
 
-def _directory(target: Any, cache_dir: str | Path | None) -> Path:
-    if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
-        raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
-    if (folder := folder_of(target, cache_dir)) is None:
-        raise ModelError(
-            f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
-        )
-    return folder.resolve()
-
-
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
     """(name, directory) of each model on the disk."""
     if "snapshots" not in target.parts:
@@ -237,14 +158,6 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         current = [revision for revision in repository.revisions if "main" in revision.refs]
         if repository.repo_type == "model" and current:
             yield repository.repo_id, current[0].snapshot_path.resolve()
-
-
-def _config(directory: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 def _vocab_size(config: dict[str, Any]) -> int:
@@ -283,7 +196,7 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
-    """Whether common ids stand for the same tokens; see `runtime.generation.text.check_vocabularies`."""
+    """Whether common ids stand for the same tokens."""
     if ours is None or theirs is None:
         return False
     by_id = {id: token for token, id in ours.items()}
@@ -328,58 +241,38 @@ class Family:
     Attributes:
         model_types: values of `model_type` in config.json.
         vocab_sizes: smallest and largest number of embedding rows, padding included.
-        small_models: the smallest first.
+        small_models: megabytes of weights by hub id, the smallest first.
     """
 
-    model_types: frozenset[str]
+    model_types: set[str]
     vocab_sizes: tuple[int, int]
-    small_models: tuple[Suggestion, ...]
-
-
-def _small(model: str, num_megabytes: int) -> Suggestion:
-    return Suggestion(model, None, num_megabytes * 10**6)
+    small_models: dict[str, int]
 
 
 FAMILIES = (
     Family(
-        frozenset({"qwen3", "qwen3_moe"}),
+        {"qwen3", "qwen3_moe"},
         (151_936, 151_936),
-        (_small("mlx-community/Qwen3-0.6B-4bit", 335), _small("mlx-community/Qwen3-1.7B-4bit", 970)),
+        {"mlx-community/Qwen3-0.6B-4bit": 335, "mlx-community/Qwen3-1.7B-4bit": 970},
     ),
     Family(
-        frozenset({"qwen2"}),
+        {"qwen2"},
         (151_936, 152_064),
-        (
-            _small("mlx-community/Qwen2.5-0.5B-Instruct-4bit", 280),
-            _small("mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit", 280),
-            _small("mlx-community/Qwen2.5-1.5B-Instruct-4bit", 870),
-        ),
+        {
+            "mlx-community/Qwen2.5-0.5B-Instruct-4bit": 280,
+            "mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit": 280,
+            "mlx-community/Qwen2.5-1.5B-Instruct-4bit": 870,
+        },
     ),
+    Family({"llama"}, (128_256, 128_256), {"mlx-community/Llama-3.2-1B-Instruct-4bit": 700}),
+    Family({"llama"}, (49_152, 49_152), {"mlx-community/SmolLM2-135M-Instruct": 270}),
     Family(
-        frozenset({"llama"}),
-        (128_256, 128_256),
-        (_small("mlx-community/Llama-3.2-1B-Instruct-4bit", 700),),
-    ),
-    Family(
-        frozenset({"llama"}),
-        (49_152, 49_152),
-        (_small("mlx-community/SmolLM2-135M-Instruct", 270),),
-    ),
-    Family(
-        frozenset({"gemma3", "gemma3_text"}),
+        {"gemma3", "gemma3_text"},
         (262_144, 262_208),
-        (_small("mlx-community/gemma-3-270m-it-4bit", 150), _small("mlx-community/gemma-3-1b-it-4bit", 730)),
+        {"mlx-community/gemma-3-270m-it-4bit": 150, "mlx-community/gemma-3-1b-it-4bit": 730},
     ),
-    Family(
-        frozenset({"gemma2"}),
-        (256_000, 256_000),
-        (_small("mlx-community/gemma-2-2b-it-4bit", 1470),),
-    ),
-    Family(
-        frozenset({"lfm2", "lfm2_moe"}),
-        (65_536, 65_536),
-        (_small("mlx-community/LFM2-350M-4bit", 200),),
-    ),
+    Family({"gemma2"}, (256_000, 256_000), {"mlx-community/gemma-2-2b-it-4bit": 1470}),
+    Family({"lfm2", "lfm2_moe"}, (65_536, 65_536), {"mlx-community/LFM2-350M-4bit": 200}),
 )
 
 
@@ -388,4 +281,5 @@ def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
     for family in FAMILIES:
         low, high = family.vocab_sizes
         if model_type in family.model_types and low <= vocab_size <= high:
-            yield from family.small_models
+            for model, num_megabytes in family.small_models.items():
+                yield Suggestion(model, None, num_megabytes * 10**6)
