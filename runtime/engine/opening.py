@@ -69,8 +69,7 @@ from runtime.loading.model_sources import (
     load_draft_onto,
 )
 from runtime.loading.tokenizers import check_template_args, copy_of
-from runtime.persistence.disk_prefix_cache import DiskPrefixCache
-from runtime.persistence.prefix_files import check_folder
+from runtime.persistence.disk_prefix_cache import DiskPrefixCache, check_folder
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
 from runtime.remote import draft_process

@@ -36,7 +36,7 @@ from runtime.generation.tool_calls.functions import Functions
 from runtime.generation.tool_calls.tools import StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
-from runtime.persistence.saving import SessionSaver
+from runtime.persistence.saved_session import SessionSaver
 
 # Characters of a document that are tokenised without a pause; a few milliseconds.
 _CHARACTERS_AT_ONCE = 8192

@@ -45,37 +45,25 @@ _CHUNK_BYTES = 1 << 22
 
 @attrs.frozen
 class Contents:
-    """The contents of a session file.
-
-    Attributes:
-        content: any value that JSON has.
-        tensors: by name; the name "checksum" is reserved.
-    """
+    """The contents of a session file: a value that JSON has, and tensors by name; the name "checksum" is reserved."""
 
     content: Any
     tensors: Mapping[str, Tensor]
 
 
-def _never() -> None:
-    """Check nothing: the default, for a call that cannot be cancelled."""
-
-
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = _never) -> int:
+def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = lambda: None) -> int:
     """Write a session file atomically; an existing file is replaced.
 
-    The file is written beside its place, flushed to the disk, and moved there in one step. So the path always has the
-    complete old or the complete new file, and nothing else is left behind; only a process that is killed leaves a
-    hidden file `.outrider-….tmp`. A symbolic link is followed. The file gets the permissions of the one that it
-    replaces; a new one is readable by its owner alone, since it has the texts of the session.
-
-    An open file is written from its position on; an error or a cancellation leaves what was written so far.
+    The file is written beside its place, flushed to the disk, and moved there in one step; a process that is killed
+    leaves a hidden file `.outrider-….tmp`. A symbolic link is followed. The file gets the permissions of the one that
+    it replaces; a new one is readable by its owner alone, since it has the texts of the session.
 
     Args:
-        path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`.
-        contents: to be written.
+        path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`, which is written
+            from its position on; an error or a cancellation leaves what was written so far.
         check_cancelled: called every few megabytes; what it raises ends the writing.
 
     Returns: the size of the file, in bytes.
@@ -108,10 +96,7 @@ def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled
 
 
 def _mode_of(place: Path) -> int:
-    """The permissions of a file that is written to a place.
-
-    Raises: OSError: the place has something that must not be replaced.
-    """
+    """The permissions of a file at a place. Raises: OSError: the place has something that must not be replaced."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -178,12 +163,11 @@ def _flush_directory(directory: Path) -> None:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read(path: SessionFile, check_cancelled: CheckCancelled = _never) -> Contents:
+def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> Contents:
     """Read a session file and check that it is unchanged.
 
-    The whole file is read twice. The first time, only its header is kept in memory, until the checksum is found to
-    match. The second time, the bytes in memory are compared with the checksum again, so a file that is altered
-    meanwhile is an error. A file that another one replaces meanwhile is read to its end.
+    The whole file is read twice: its data are kept in memory once the checksum was found to match, and then compared
+    with it again. A file that another one replaces meanwhile is read to its end.
 
     Args:
         path: of the file; or a seekable binary file object, such as `io.BytesIO`, which is read to its end.
@@ -245,13 +229,15 @@ class _Reader:
         if not isinstance(header, dict):
             self._foreign("its header is not a table")
         content = self._content(header.pop("__metadata__", None))
-        data_begin = _LENGTH_BYTES + len(header_bytes)
-        entries = self._entries(header, self.size - data_begin)
-        # The checksum first, without keeping the data: a file that is mostly a hole takes no memory.
         head = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
+        entries = self._entries(header, self.size - len(head))
+        # The checksum first, without keeping the data: a file that is mostly a hole takes no memory.
         checksum = self._checksum(head)
-        self.file.seek(self.begin + data_begin)
-        tensors = {entry.name: self._tensor(entry) for entry in entries}
+        self.file.seek(self.begin + len(head))
+        tensors = {
+            entry.name: Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
+            for entry in entries
+        }
         if self._digest([head, *(tensor.data for tensor in tensors.values())]) != checksum:
             self._damaged("it was altered while it was read")
         return Contents(self._parsed(content, "what it says of itself"), tensors)
@@ -330,10 +316,6 @@ class _Reader:
                 digest.update(view[begin : begin + _CHUNK_BYTES])
         return digest.digest()
 
-    def _tensor(self, entry: _Entry) -> Tensor:
-        """The next tensor of the file."""
-        return Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
-
     def _take(self, num_bytes: int) -> bytearray:
         """The next `num_bytes` bytes, which the file is known to have."""
         data = bytearray()
@@ -374,9 +356,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-# --- for messages ---------------------------------------------------------------------------------
 
 
 def shown(path: SessionFile) -> str:

@@ -24,8 +24,7 @@ from actors.prefix_cache import pack
 from protocol.errors import SessionFileError
 from protocol.tensor import Tensor
 from runtime.persistence import session_file
-from runtime.persistence.disk_prefix_cache import DiskPrefixCache
-from runtime.persistence.prefix_files import PrefixFiles, StoredPrefix
+from runtime.persistence.disk_prefix_cache import DiskPrefixCache, PrefixFiles, StoredPrefix
 
 MODEL = Fingerprint("llama", 1, "configuration", "layout", "weights")
 NUM_TOKENS = 8
