@@ -100,9 +100,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
             group.send(ConnectRanks(), to_target=True)
             group.connect_mlx(group.draft_rank)
         shard = read()
-        for rank, message in _from_each(group, PartLoaded, "load its part of the target"):
-            if (different := difference(shard.parts, message.parts)) is not None:
-                raise group.fail(f"rank {rank} has loaded another model or stage than rank 0: {different}")
+        _compare(shard, group)
         group.send(Operations((Operation(BEGIN),)), to_target=True)
         return LeadingModel(shard.model, options, group, named, evaluation), shard
 
@@ -114,6 +112,13 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
                 group.fail(f"rank 0 cannot load the target: {error.__cause__}")
             raise
     return Loaded(model, shard.tokenizer, folder_of(source))
+
+
+def _compare(shard: Shard, group: RankGroup) -> None:
+    """Wait until all ranks have loaded their parts. Raises: RankError: one has another model, or has failed."""
+    for rank, message in _from_each(group, PartLoaded, "load its part of the target"):
+        if (different := difference(shard.parts, message.parts)) is not None:
+            raise group.fail(f"rank {rank} has loaded another model or stage than rank 0: {different}")
 
 
 def _from_each(group: RankGroup, kind: type[M], do_it: str) -> Iterator[tuple[int, M]]:
