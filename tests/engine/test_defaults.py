@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 from typing import Any
@@ -63,23 +62,6 @@ async def test_a_loaded_conversation_goes_on_as_it_was_saved_whatever_the_defaul
     async with runtime.open(runtime.DEMO_DRAFT, defaults=defaults) as rt:
         loaded = await rt.load(tmp_path / "session")
         assert texts([await loaded.generate("def g(")]) == texts([expected])
-
-
-def test_scripts_have_them_as_well() -> None:
-    completion = runtime.generate_sync(PROMPT, target=(llama(), None), defaults={"max_tokens": 4})
-    assert len(completion.tokens) == 4
-
-
-def test_asyncio_has_them_as_well_and_settings_of_a_prompts_own_too() -> None:
-    async def main() -> list[int]:
-        async with runtime.aio.open((llama(), None), defaults={"max_tokens": 4}) as rt:
-            single = await rt.generate(PROMPT)
-            many = await rt.generate_many([PROMPT, (PROMPT, {"max_tokens": 3})])
-            with pytest.raises(runtime.SettingsError, match=re.escape("prompts[0]: max_tokens must be")):
-                await rt.generate_many([(PROMPT, {"max_tokens": 0})])
-            return [len(completion.tokens) for completion in (single, *many)]
-
-    assert asyncio.run(main()) == [4, 4, 3]
 
 
 @sweep(

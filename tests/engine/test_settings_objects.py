@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from typing import Any
 
 import mlx.nn as nn
 import pytest
+from faces import all_of, got, on_every_face, within
 from models import VOCAB_SIZE, llama
+from sweeps import sweep
 
 import runtime
 import runtime.aio
@@ -59,35 +60,29 @@ async def test_conversations_take_settings_and_reuse_what_was_read_all_the_same(
             assert len([token async for token in stream]) == 3
 
 
-def test_plain_threads_take_settings_too() -> None:
-    with runtime.open_sync(runtime.DEMO_DRAFT, defaults=DEFAULTS) as rt:
-        assert len(list(rt.stream("def f(", FIVE))) == 5
-        assert len(rt.generate("def f(", FIVE, max_tokens=4).tokens) == 4
-        many = rt.generate_many(["def f(", ("def g(", runtime.Settings(max_tokens=1))], FIVE)
+@on_every_face
+async def test_asyncio_and_plain_threads_take_settings_too(open: Any) -> None:
+    async with within(open(runtime.DEMO_DRAFT, defaults=DEFAULTS)) as rt:
+        assert len(await all_of(rt.stream("def f(", FIVE))) == 5
+        assert len((await got(rt.generate("def f(", FIVE, max_tokens=4))).tokens) == 4
+        assert len((await got(rt.generate("def f("))).tokens) == 2
+        many = await got(rt.generate_many(["def f(", ("def g(", runtime.Settings(max_tokens=1))], FIVE))
         assert [len(completion.tokens) for completion in many] == [5, 1]
-        assert len(list(rt.stream_many(["def f("], FIVE))) == 5
+        with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: max_tokens must be"):
+            await got(rt.generate_many([("def f(", {"max_tokens": 0})]))
+        assert len(await all_of(rt.stream_many(["def f("], FIVE))) == 5
         conversation = rt.conversation(settings=FIVE)
-        assert len(conversation.generate("def f(").tokens) == 5
-        assert len(list(conversation.stream("def g(", FIVE, max_tokens=3))) == 3
-    assert len(runtime.generate_sync("def f(", FIVE, target=runtime.DEMO_DRAFT, max_tokens=3).tokens) == 3
+        assert len((await got(conversation.generate("def f("))).tokens) == 5
+        assert len(await all_of(conversation.stream("def g(", FIVE, max_tokens=3))) == 3
 
 
-def test_asyncio_takes_settings_too() -> None:
-    async def main() -> None:
-        async with runtime.aio.open(runtime.DEMO_DRAFT, defaults=DEFAULTS) as rt:
-            assert len([token async for token in rt.stream("def f(", FIVE)]) == 5
-            assert len((await rt.generate("def f(", FIVE, max_tokens=4)).tokens) == 4
-            many = await rt.generate_many(["def f(", ("def g(", runtime.Settings(max_tokens=1))], FIVE)
-            assert [len(completion.tokens) for completion in many] == [5, 1]
-            assert len([token async for token in rt.stream_many(["def f("], FIVE)]) == 5
-            conversation = rt.conversation(settings=FIVE)
-            assert len((await conversation.generate("def f(")).tokens) == 5
-            assert len([token async for token in conversation.stream("def g(", FIVE, max_tokens=3)]) == 3
-
-    asyncio.run(main())
+def test_scripts_take_settings_and_defaults_too() -> None:
+    generate = functools.partial(runtime.generate_sync, "def f(", target=runtime.DEMO_DRAFT)
+    assert len(generate(FIVE, max_tokens=3).tokens) == 3
+    assert len(generate(defaults={"max_tokens": 4}).tokens) == 4
 
 
-@pytest.mark.parametrize("settings", [20, "greedy", [("max_tokens", 2)]], ids=str)
+@sweep("settings", [20, "greedy", [("max_tokens", 2)]])
 async def test_what_is_no_settings_is_said_to_be_none(settings: Any) -> None:
     async with runtime.open((target(), None)) as rt:
         for begin in (rt.stream, rt.generate_many, rt.stream_many):
