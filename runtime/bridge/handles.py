@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
@@ -86,16 +86,14 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
 
     async def _wait_opened(self) -> S:
         """The source, once it was made in the trio thread. Raises: what making it raised."""
-        if not self._bridge_stream.opened.done():
-            await self._bridge.result(self._bridge_stream.opened)
-        return self._source_once_opened()
-
-    def _source_once_opened(self) -> S:
-        if self._bridge_stream.failure is not None:
+        stream = self._bridge_stream
+        if not stream.opened.done():
+            await self._bridge.result(stream.opened)
+        if stream.failure is not None:
             self._close()
-            raise self._bridge_stream.failure
-        assert self._bridge_stream.source is not None
-        return self._bridge_stream.source
+            raise stream.failure
+        assert stream.source is not None
+        return stream.source
 
     @abstractmethod
     def _must_request(self, source: S) -> bool:
@@ -171,9 +169,9 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
             return Counts().snapshot(peak_memory=peak_memory(), estimates=self._bridge.runtime.estimates)
         return self._source.reader.statistics(is_over=self._is_closed)
 
-    def _source_once_opened(self) -> CommitSource:
+    async def _wait_opened(self) -> CommitSource:
         if self._source is None:
-            self._source = super()._source_once_opened()
+            self._source = await super()._wait_opened()
             if self.finish_reason is not None:  # a loaded stream that was saved at its end
                 self._close()
         return self._source
@@ -518,13 +516,21 @@ class RuntimeHandle(
         **overrides: Unpack[SettingsArguments],
     ) -> LoadedT:
         """Load a conversation from a file, and continue it; see `runtime.Runtime.load`."""
-        return self._bridge.run(self._load(path, any_draft, tools, overrides))
+
+        async def loaded() -> ConversationT:
+            functions = Functions(tools, may_be_async=self._bridge.may_await)
+            load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
+            conversation = await self._bridge.call(load)
+            return self._conversation_handle(self._bridge, functions, conversation.make_new, conversation)
+
+        return self._bridge.run(loaded())
 
     def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
     ) -> LoadedStreamT:
         """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
-        return self._bridge.run(self._load_stream(path, any_draft, overrides))
+        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+        return self._bridge.run(self._load_stream(load))
 
     # --- the drafter ------------------------------------------------------------------------------
 
@@ -593,16 +599,7 @@ class RuntimeHandle(
     async def _generate(self, prompt: Prompt, settings: SettingsLike | None, overrides: StreamArguments) -> Completion:
         return await read_whole(self.stream(prompt, settings, **overrides))
 
-    async def _load(
-        self, path: SessionFile, any_draft: bool, tools: Sequence[Callable[..., Any]], overrides: SettingsArguments
-    ) -> ConversationT:
-        functions = Functions(tools, may_be_async=self._bridge.may_await)
-        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
-        loaded = await self._bridge.call(load)
-        return self._conversation_handle(self._bridge, functions, loaded.make_new, loaded)
-
-    async def _load_stream(self, path: SessionFile, any_draft: bool, overrides: SettingsArguments) -> StreamT:
-        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+    async def _load_stream(self, load: Callable[[], Awaitable[TrioTokenStream]]) -> StreamT:
         loaded = await self._bridge.call(load)
         stream = self._stream_handle(self._bridge, lambda: loaded)
         try:

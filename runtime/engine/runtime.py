@@ -495,7 +495,7 @@ class Runtime:
     @property
     def max_streams(self) -> int | None:
         """Most streams that are at work at the same time; None for no bound."""
-        return self._sessions.admission.max_sessions
+        return self._sessions.max_streams
 
     @property
     def num_streams(self) -> int:
@@ -505,7 +505,7 @@ class Runtime:
     @property
     def num_waiting(self) -> int:
         """Streams that wait for admission, because `max_streams` are at work."""
-        return self._sessions.admission.num_waiting
+        return self._sessions.num_waiting
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:

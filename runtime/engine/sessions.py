@@ -56,10 +56,15 @@ SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awa
 class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
-    A session begins at both actors as soon as it is admitted. It ends when its text is over, when its consumer closes
-    or drops the stream, or with the runtime. Whatever ends it, its counts move to those of past sessions.
+    A session begins at both actors as soon as it is admitted: at once if there is room, else in the order of arrival.
+    It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
+    its counts move to those of past sessions.
+
+    It counts as admitted until both actors have released it, caches included: the bound is on the models' work and on
+    the memory for caches. A finished text that a slow consumer has not read yet does not count.
 
     Attributes:
+        max_streams: most sessions at work at a time, >= 1; None for no bound.
         corpus: what sessions copy from beside their own texts, or None.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
@@ -72,7 +77,7 @@ class Sessions:
     _tokenizer: TokenizerWrapper | None
     _prices: Prices
     _nursery: trio.Nursery
-    _max_streams: int | None
+    max_streams: int | None
     _save_stream: SaveStream
     corpus: CopyCorpus | None = None
     _adding: trio.Lock = attrs.field(init=False, factory=trio.Lock)  # to the corpus
@@ -80,17 +85,13 @@ class Sessions:
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
-    admission: StreamAdmission = attrs.field(init=False)
+    _num_admitted: int = attrs.field(init=False, default=0)
+    _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
     _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
     # Held while a session's counts move to `past`: another thread may be adding all of them up.
     _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _closed: OutriderError | None = attrs.field(init=False, default=None)
-
-    def __attrs_post_init__(self) -> None:
-        self.admission = StreamAdmission(
-            self._max_streams, self._begin_at_actors, lambda: self._closed is None and self._target.is_serving
-        )
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -103,8 +104,11 @@ class Sessions:
     @property
     def num_streams(self) -> int:
         # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
-        wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
-        return wanted - self.admission.num_waiting
+        return sum(not session.is_unwanted for session in list(self.by_id.values())) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not session.is_unwanted for session in list(self._waiting.values()))
 
     def counts(self) -> Counts:
         """The counts of all sessions so far, added up. May be called in any thread."""
@@ -179,7 +183,7 @@ class Sessions:
         if saved is not None and saved.is_over:
             session.end()
         else:
-            self.admission.enter(session)
+            self._enter(session)
         stream = TokenStream(reader, arrivals, partial(self._save_stream, opened, arrivals))
         if reader.finish_reason is not None:
             stream.close()
@@ -207,7 +211,7 @@ class Sessions:
         session.counts.prompt_tokens = len(opened.prompt)
         self.by_id[opened.session] = session
         try:
-            self.admission.enter(session)
+            self._enter(session)
             async for commit in receive:  # none comes; the channel is closed once the session is over
                 raise ProtocolError(f"a session that scores has committed {commit!r}")
         finally:
@@ -281,7 +285,22 @@ class Sessions:
             session.end(_again(error))
             self._end(id)
 
-    def _begin_at_actors(self, session: Session) -> None:
+    def _enter(self, session: Session) -> None:
+        """Begin a session as soon as there is room."""
+        if self.max_streams is None or self._num_admitted < self.max_streams:
+            self._admit(session)
+        else:
+            self._waiting[session.opened.session] = session
+
+    def _leave(self) -> None:
+        self._num_admitted -= 1
+        # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
+        if self._waiting and self._closed is None and self._target.is_serving:
+            self._admit(self._waiting.pop(next(iter(self._waiting))))
+
+    def _admit(self, session: Session) -> None:
+        self._num_admitted += 1
+        session.on_left = self._leave
         draft = self._drafter.actor
         if (draft is None or not draft.is_serving) and session.opened.drafted:
             # The drafter was detached while this session waited for admission, or everything is about to end.
@@ -302,51 +321,10 @@ class Sessions:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
-        self.admission.give_up(id)
+        self._waiting.pop(id, None)
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
-
-
-@attrs.define(eq=False)
-class StreamAdmission:
-    """A queue in front of the actors: admits a session at once if there is room, else in the order of arrival.
-
-    A session counts as admitted until both actors have released it, caches included: the bound is on the models' work
-    and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
-    """
-
-    max_sessions: int | None  # at a time, >= 1; None for no bound
-    _begin: Callable[[Session], None]  # hands a session to the actors; never waits
-    _can_begin: Callable[[], bool]  # whether the actors still take sessions
-    _num_admitted: int = attrs.field(init=False, default=0)
-    _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(not session.is_unwanted for session in list(self._waiting.values()))
-
-    def enter(self, session: Session) -> None:
-        """Begin a session as soon as there is room."""
-        if self.max_sessions is None or self._num_admitted < self.max_sessions:
-            self._admit(session)
-        else:
-            self._waiting[session.opened.session] = session
-
-    def give_up(self, id: int) -> None:
-        """Forget a session that waits; does nothing for any other."""
-        self._waiting.pop(id, None)
-
-    def _admit(self, session: Session) -> None:
-        self._num_admitted += 1
-        session.on_left = self._leave
-        self._begin(session)
-
-    def _leave(self) -> None:
-        self._num_admitted -= 1
-        # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
-        if self._waiting and self._can_begin():
-            self._admit(self._waiting.pop(next(iter(self._waiting))))
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:
