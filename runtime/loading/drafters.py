@@ -1,5 +1,5 @@
-"""What can draft for a target: drafters in folders, then in the table `known_drafters.json` and among small models of
-the target's family. Does not use the network.
+"""What can draft for a target: drafters in folders, then in the tables `known_drafters.json` and `small_models.json`.
+Does not use the network.
 """
 
 from __future__ import annotations
@@ -204,19 +204,19 @@ def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
     return bool(common) and all(mine == token for mine, token in common)
 
 
-# --- trained drafters that are known ---------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 @cache
-def _table() -> list[dict[str, Any]]:
-    table: list[dict[str, Any]] = json.loads(Path(__file__).with_name("known_drafters.json").read_text("utf-8"))
-    return table
+def _table(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(Path(__file__).with_name(f"{name}.json").read_text("utf-8"))
+    return rows
 
 
 def known_drafters(target: str) -> Iterator[Suggestion]:
     """The drafters on the hub that are known to be trained for a model, by the model's path or hub id."""
     name = _model_name(target)
-    for source in _table():
+    for source in _table("known_drafters"):
         for trained_for, drafters in source["drafters"].items():
             if re.fullmatch(re.escape(trained_for) + _CONVERSION, name, re.IGNORECASE):
                 for drafter, facts in drafters.items():
@@ -231,55 +231,16 @@ def _model_name(model: str) -> str:
     return parts[-1] if parts else ""
 
 
-# --- small models of known families; their vocabularies are checked when they are opened -----------
-
-
-@attrs.frozen
-class Family:
-    """Models that share a vocabulary.
-
-    Attributes:
-        model_types: values of `model_type` in config.json.
-        vocab_sizes: smallest and largest number of embedding rows, padding included.
-        small_models: megabytes of weights by hub id, the smallest first.
-    """
-
-    model_types: set[str]
-    vocab_sizes: tuple[int, int]
-    small_models: dict[str, int]
-
-
-FAMILIES = (
-    Family(
-        {"qwen3", "qwen3_moe"},
-        (151_936, 151_936),
-        {"mlx-community/Qwen3-0.6B-4bit": 335, "mlx-community/Qwen3-1.7B-4bit": 970},
-    ),
-    Family(
-        {"qwen2"},
-        (151_936, 152_064),
-        {
-            "mlx-community/Qwen2.5-0.5B-Instruct-4bit": 280,
-            "mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit": 280,
-            "mlx-community/Qwen2.5-1.5B-Instruct-4bit": 870,
-        },
-    ),
-    Family({"llama"}, (128_256, 128_256), {"mlx-community/Llama-3.2-1B-Instruct-4bit": 700}),
-    Family({"llama"}, (49_152, 49_152), {"mlx-community/SmolLM2-135M-Instruct": 270}),
-    Family(
-        {"gemma3", "gemma3_text"},
-        (262_144, 262_208),
-        {"mlx-community/gemma-3-270m-it-4bit": 150, "mlx-community/gemma-3-1b-it-4bit": 730},
-    ),
-    Family({"gemma2"}, (256_000, 256_000), {"mlx-community/gemma-2-2b-it-4bit": 1470}),
-    Family({"lfm2", "lfm2_moe"}, (65_536, 65_536), {"mlx-community/LFM2-350M-4bit": 200}),
-)
-
-
 def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
-    """The small models of a model's family, the smallest first; none if the family is not in the table."""
-    for family in FAMILIES:
-        low, high = family.vocab_sizes
-        if model_type in family.model_types and low <= vocab_size <= high:
-            for model, num_megabytes in family.small_models.items():
+    """The small models that share a model's vocabulary, the smallest first; none if its family is not in the table.
+
+    Their vocabularies are checked when they are opened.
+
+    Args:
+        vocab_size: number of embedding rows, padding included.
+    """
+    for family in _table("small_models"):
+        low, high = family["vocab_sizes"]
+        if model_type in family["model_types"] and low <= vocab_size <= high:
+            for model, num_megabytes in family["megabytes"].items():
                 yield Suggestion(model, None, num_megabytes * 10**6)

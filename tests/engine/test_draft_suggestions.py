@@ -16,8 +16,9 @@ from tokenizers.models import WordLevel
 import runtime
 from actors.trained.kinds.attach import SUPPORTED
 from runtime.loading import drafters
-from runtime.loading.drafters import FAMILIES, small_models
+from runtime.loading.drafters import small_models
 
+FAMILIES = drafters._table("small_models")
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
 
 
@@ -151,9 +152,9 @@ def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) ->
 
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
-    (family,) = [family for family in FAMILIES if "qwen3" in family.model_types]
-    tiny = dict(zip(family.small_models, (0, 9), strict=True))
-    monkeypatch.setattr(drafters, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
+    (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
+    tiny = dict(zip(family["megabytes"], (0, 9), strict=True))
+    monkeypatch.setattr(drafters, "_table", lambda name: [family | {"megabytes": tiny}] * (name == "small_models"))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
@@ -166,18 +167,19 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
 
 
 @sweep("family", FAMILIES)
-def test_each_family_is_found_by_its_types_and_sizes(family: drafters.Family) -> None:
+def test_each_family_is_found_by_its_types_and_sizes(family: dict[str, Any]) -> None:
     def found(model_type: str, vocab_size: int) -> set[str]:
         return {each.model for each in small_models(model_type, vocab_size)}
 
-    for model_type in family.model_types:
-        for size in family.vocab_sizes:
-            assert set(family.small_models) <= found(model_type, size)
-        assert not set(family.small_models) & found(model_type, family.vocab_sizes[0] - 1)
-    sizes = list(family.small_models.values())
+    small = family["megabytes"]
+    for model_type in family["model_types"]:
+        for size in family["vocab_sizes"]:
+            assert set(small) <= found(model_type, size)
+        assert not set(small) & found(model_type, family["vocab_sizes"][0] - 1)
+    sizes = list(small.values())
     assert sizes[0] > 0
     assert sizes == sorted(sizes)
-    assert all(name.count("/") == 1 for name in family.small_models)
+    assert all(name.count("/") == 1 for name in small)
 
 
 @pytest.mark.parametrize(
