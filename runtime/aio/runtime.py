@@ -185,7 +185,6 @@ class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[
 
 class Runtime(
     RuntimeHandle[
-        AioBridge,
         TokenStream,
         TokenStreams,
         Completions,
@@ -206,6 +205,7 @@ class Runtime(
     Raises: WrongEventLoopError: a method is called in another loop than the one that the runtime was opened in.
     """
 
+    _bridge: AioBridge
     _stream_handle = TokenStream
     _many_handle = TokenStreams
     _conversation_handle = Conversation

@@ -404,7 +404,6 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return self._conversation
 
 
-B = TypeVar("B", bound=RuntimeBridge[Any])
 TokensT = TypeVar("TokensT", bound=MergedHandle[Token])
 ManyT = TypeVar("ManyT")
 ConversationT = TypeVar("ConversationT", bound=ConversationHandle[Any, Any, Any, Any])
@@ -415,7 +414,7 @@ DoneT = TypeVar("DoneT")
 
 
 class RuntimeHandle(
-    ABC, Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
+    ABC, Generic[StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
 ):
     """A handle on a runtime from outside the trio thread; a subclass says how its callers wait.
 
@@ -427,7 +426,7 @@ class RuntimeHandle(
     _many_handle: type[TokensT]
     _conversation_handle: type[ConversationT]
 
-    def __init__(self, bridge: B) -> None:
+    def __init__(self, bridge: RuntimeBridge[Any]) -> None:
         self._bridge = bridge
 
     def __repr__(self) -> str:

@@ -82,13 +82,8 @@ class Runtime:
         defaults: SettingsLike | None = None,
         corpus: CopyCorpus | None = None,
     ) -> None:
-        """A runtime over the actors of `runtime.engine.running`.
-
-        Args:
-            tokenizer: the target's, for this runtime alone; or None.
-            nursery: of the generations that are begun many at a time.
-            shared_tokenizer: the target's tokenizer, as the user gets it; or None.
-            corpus: what streams copy from beside their own texts.
+        """A runtime over actors that are serving; see `runtime.engine.opening.running`. Generations that are begun many
+        at a time are in the nursery. `tokenizer` is the target's, for this runtime alone.
         """
         self._target = target
         self._drafter = drafter

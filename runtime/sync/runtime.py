@@ -262,7 +262,6 @@ class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
 
 class Runtime(
     RuntimeHandle[
-        SyncBridge,
         TokenStream,
         TokenStreams,
         list[Completion],
@@ -281,6 +280,7 @@ class Runtime(
     Raises: WrongEventLoopError: a method is called where trio is running in this thread, and would be blocked.
     """
 
+    _bridge: SyncBridge
     _stream_handle = TokenStream
     _many_handle = TokenStreams
     _conversation_handle = Conversation
