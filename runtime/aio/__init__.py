@@ -25,7 +25,6 @@ from runtime.bridge.opener import make_opener
 if TYPE_CHECKING:
     from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream, TokenStreams
     from runtime.engine.opening import OpenArguments
-    from runtime.engine.runtime import Runtime as TrioRuntime
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
@@ -86,7 +85,7 @@ class Opening:
         await _import_in_thread("runtime.aio.thread")
         from runtime.aio.thread import AioThread
 
-        thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
+        thread = AioThread(open_runtime)
         trio_runtime = await thread.start()
         # The trio thread has imported these by now, with the models' libraries that they need.
         from runtime.aio.runtime import AioBridge, Runtime

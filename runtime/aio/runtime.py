@@ -22,7 +22,6 @@ from runtime.bridge.handles import (
 )
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S
-from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.many_prompts import AwaitableCompletions
 from runtime.generation.merged_streams import Merged
@@ -35,7 +34,7 @@ Item = TypeVar("Item")
 Waiting = Coroutine[Any, Any, T]
 
 
-class AioBridge(RuntimeBridge[AioThread[TrioRuntime]]):
+class AioBridge(RuntimeBridge[AioThread]):
     """`RuntimeBridge` for one asyncio loop."""
 
     face = "aio"

@@ -6,27 +6,30 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from runtime.aio import asyncio_loop
 from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
+
 T = TypeVar("T")
 
 
-class AioThread(TrioThread[T]):
+class AioThread(TrioThread):
     """A trio thread that is made, started and stopped by one asyncio loop, `loop`.
 
     It ends by itself once the loop is closed, or the loop's thread or the main thread has ended.
     """
 
-    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
+    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
         """As `TrioThread`. Raises: as `asyncio_loop`."""
         self.loop = asyncio_loop()
         self._owner = threading.current_thread()
-        super().__init__(make_manager, name)
+        super().__init__(make_manager)
 
-    async def start(self) -> T:
+    async def start(self) -> Runtime:
         """Start, and wait until the context manager has been entered.
 
         Raises: what entering it raises.

@@ -14,7 +14,7 @@ from runtime.engine.runtime import CLOSED
 from runtime.engine.runtime import Runtime as TrioRuntime
 
 T = TypeVar("T")
-Thread = TypeVar("Thread", bound=TrioThread[Any])
+Thread = TypeVar("Thread", bound=TrioThread)
 
 
 class RuntimeBridge(ABC, Generic[Thread]):

@@ -13,13 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 import outcome
 import trio
 
 from protocol.errors import RuntimeClosedError
 from runtime.engine.nursery import BackgroundNursery
+
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -39,8 +42,8 @@ class BridgeFuture(Protocol[T]):
     def set_result(self, result: T, /) -> None: ...
 
 
-class TrioThread(ABC, Generic[T]):
-    """A thread that runs a trio loop and holds one async context manager open in it.
+class TrioThread(ABC):
+    """A thread that runs a trio loop and holds one async context manager open in it: an open runtime.
 
     Subclasses say how callers wait: `AioThread` for an asyncio loop, `SyncThread` for plain threads. The thread ends by
     itself soon after its callers are gone.
@@ -50,9 +53,9 @@ class TrioThread(ABC, Generic[T]):
     """
 
     nursery: trio.Nursery
-    _value: T
+    _value: Runtime
 
-    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
+    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
         """The thread is not started yet. `make_manager` is called in the trio loop."""
         self._make_manager = make_manager
         self._token: trio.lowlevel.TrioToken | None = None
@@ -64,7 +67,7 @@ class TrioThread(ABC, Generic[T]):
         self._ended: BridgeFuture[None] = self.make_future()
         self._outcome: outcome.Outcome[None] = outcome.Value(None)
         # Not a daemon: it owns the models' threads, and a forward pass at the interpreter's exit aborts the process.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
+        self._thread = threading.Thread(target=self._run, name="outrider-trio", daemon=False)
 
     @abstractmethod
     def make_future(self) -> BridgeFuture[Any]:
@@ -151,7 +154,7 @@ class BridgeCall(Generic[T]):
     """
 
     def __init__(
-        self, thread: TrioThread[Any], check_open: Callable[[], None], function: Callable[[], Awaitable[T]]
+        self, thread: TrioThread, check_open: Callable[[], None], function: Callable[[], Awaitable[T]]
     ) -> None:
         """Called in the caller's thread. The function starts soon; calls start in the order in which they were made.
 
@@ -232,7 +235,7 @@ class BridgeStream(Generic[S, T]):
         is_over: nothing more comes: the source is closed, could not be made, or trio's thread has ended.
     """
 
-    def __init__(self, thread: TrioThread[Any], make_source: Callable[[], S]) -> None:
+    def __init__(self, thread: TrioThread, make_source: Callable[[], S]) -> None:
         """Called in the consumer's thread. The source is made soon; sources are made in the order of the calls.
 
         Args:

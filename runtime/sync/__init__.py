@@ -21,7 +21,6 @@ from protocol.errors import WrongEventLoopError
 from protocol.settings import SettingsLike, settings_from, with_overrides
 from runtime.bridge.opener import make_opener
 from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
-from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.loading.model_sources import Source
@@ -48,7 +47,7 @@ def open_sync(target: Source = MISSING, draft: Source | None = None, **options: 
     """
     check_no_event_loop("open_sync")
     open_runtime = make_opener(target, draft, dict(options), handle_module=__name__)
-    thread: SyncThread[TrioRuntime] = SyncThread(open_runtime, "outrider-trio")
+    thread = SyncThread(open_runtime)
     return Runtime(SyncBridge(thread, thread.start()))
 
 

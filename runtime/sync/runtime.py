@@ -66,10 +66,10 @@ class BlockingFuture(Generic[T]):
         return self._results[0]
 
 
-class SyncThread(TrioThread[T]):
+class SyncThread(TrioThread):
     """A trio thread that one thread starts, and any thread uses and stops. It ends with the main thread."""
 
-    def start(self) -> T:
+    def start(self) -> TrioRuntime:
         """Start, and block until the context manager has been entered.
 
         Raises: what entering it raises.
@@ -133,7 +133,7 @@ def waited(future: BridgeFuture[T]) -> T:
     return cast(T, future.wait())
 
 
-class SyncBridge(RuntimeBridge[SyncThread[TrioRuntime]]):
+class SyncBridge(RuntimeBridge[SyncThread]):
     """`RuntimeBridge` for plain threads.
 
     The trio thread stops once the bridge is dropped: the runtime's handle, its streams and its conversations refer to
