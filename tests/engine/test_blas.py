@@ -307,38 +307,23 @@ def test_a_variable_or_a_flag_without_sense_is_one_line_on_a_command_line(comman
         assert said.count("\n") == 1
 
 
-def no_library(where: Path) -> str:
-    (where / "libtext.so").write_text("not a library")
-    return str(where / "libtext.so")
-
-
-def no_blas(_: Path) -> str:
+@linux
+def test_what_cannot_take_its_place_is_one_line(tmp_path):
+    (no_library := tmp_path / "libtext.so").write_text("not a library")
     # Any system library will do, by its path; Python itself needs this one.
-    (line,) = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line and "r-xp" in line
-    ]
-    return line.split()[-1]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    (no_blas,) = [line.split()[-1] for line in lines if "libm.so" in line and "r-xp" in line]
+    for library, complaint in ((no_library, "cannot load "), (no_blas, "is no BLAS that MLX could call")):
+        done = outrider("doctor", "--blas", str(library))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert complaint in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @linux
-@pytest.mark.parametrize(
-    ("library", "complaint"), [(no_library, "cannot load "), (no_blas, "is no BLAS that MLX could call")]
-)
-def test_what_cannot_take_its_place_is_one_line(library, complaint, tmp_path):
-    done = outrider("doctor", "--blas", library(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@linux
-def test_a_flag_that_comes_after_mlx_is_refused(copy, capfd):
+def test_a_flag_that_comes_after_mlx_or_would_take_back_what_the_environment_did_is_refused(copy, capfd):
     assert cli.main(["doctor", "--blas", copy]) == 2
     assert "comes too late: mlx is imported already; set OUTRIDER_BLAS" in capfd.readouterr().err
-
-
-@linux
-def test_a_flag_cannot_take_back_what_the_environment_did(copy):
     done = outrider("doctor", "--blas", "system", **{VARIABLE: copy})
     assert done.returncode == 2
     assert f"OUTRIDER_BLAS has loaded {copy}; change or unset it" in done.stderr
