@@ -401,8 +401,8 @@ async def test_a_stream_can_be_saved_again_and_again(tmp_path: Path) -> None:
 async def test_a_lookup_or_a_drafter_that_is_no_longer_there_keeps_nobody_from_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: Any
 ) -> None:
-    prompt = PROMPT * 5
-    async with runtime.open((llama(), None), draft) as rt, rt.stream(prompt, max_tokens=NUM_TOKENS, seed=3) as stream:
+    async with runtime.open((llama(), None), draft) as rt:
+        stream = rt.stream(PROMPT * 5, max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
         await read(stream, 5)
         with monkeypatch.context() as patch:
             patch.setattr(DraftActor, "is_alive", False)
