@@ -30,9 +30,7 @@ class AioThread(TrioThread):
         super().__init__(make_manager)
 
     async def start(self) -> Runtime:
-        """Start, and wait until the context manager has been entered.
-
-        Raises: what entering it raises.
+        """Start, and wait until the context manager has been entered. Raises: what entering it raises.
 
         Cancellation: stops the thread, and is raised once it has ended.
         """
@@ -51,9 +49,7 @@ class AioThread(TrioThread):
         return self._value
 
     async def stop_and_join(self) -> None:
-        """Leave the context manager, and wait for the thread's end; harmless if it has ended.
-
-        Raises: what leaving it raises.
+        """Leave the context manager, and wait for the thread's end; harmless if it has. Raises: what leaving raises.
 
         Cancellation: the thread is joined in any case; the cancellation is raised after that.
         """

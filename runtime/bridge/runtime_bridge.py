@@ -64,11 +64,9 @@ class RuntimeBridge(ABC, Generic[Thread]):
         """What a method returns that waits: the coroutine, or without an event loop its result."""
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Call an async function in the trio thread, and wait for its result.
+        """Call an async function in the trio thread, and wait as `call_result`.
 
         Raises: as the function and `check_caller`, and RuntimeClosedError, RuntimeBrokenError.
-
-        Cancellation: as `call_result`.
         """
         self.check_caller()
         self.runtime.check_open()
@@ -79,18 +77,12 @@ class RuntimeBridge(ABC, Generic[Thread]):
         return await self.call_result(call)
 
     def check_settings(self, settings: dict[str, Any]) -> None:
-        """Check the settings of a stream, in the caller's thread.
-
-        Raises: as `check_caller` and `runtime.Runtime.stream`.
-        """
+        """Check the settings of a stream, in the caller's thread. Raises: as `check_caller` and `Runtime.stream`."""
         self.check_caller()
         self.runtime.check_settings(settings)
 
     def open_stream(self, make_source: Callable[[], S]) -> BridgeStream[S, Any]:
-        """A bridge stream from a source that is made in the trio thread.
-
-        Raises: RuntimeClosedError: the trio thread has ended.
-        """
+        """A bridge stream from a source. Raises: RuntimeClosedError: the trio thread has ended."""
         try:
             return BridgeStream(self.thread, make_source)
         except trio.RunFinishedError:

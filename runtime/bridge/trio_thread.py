@@ -47,12 +47,9 @@ class TrioThread(ABC):
 
     Subclasses say how callers wait: `AioThread` for an asyncio loop, `SyncThread` for plain threads. The thread ends by
     itself soon after its callers are gone.
-
-    Attributes:
-        nursery: for background tasks in the trio loop; cancelled after the context manager was left.
     """
 
-    nursery: trio.Nursery
+    nursery: trio.Nursery  # for background tasks; cancelled after the context manager was left
     _value: Runtime
 
     def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
@@ -156,10 +153,7 @@ class BridgeCall(Generic[T]):
     def __init__(
         self, thread: TrioThread, check_open: Callable[[], None], function: Callable[[], Awaitable[T]]
     ) -> None:
-        """Called in the caller's thread. The function starts soon; calls start in the order in which they were made.
-
-        Args:
-            check_open: called first, in the trio thread; raises if the runtime was closed.
+        """Functions start soon, in the order of the calls, after `check_open`, which raises if the runtime was closed.
 
         Raises: trio.RunFinishedError: the trio thread has ended.
         """
@@ -236,10 +230,7 @@ class BridgeStream(Generic[S, T]):
     """
 
     def __init__(self, thread: TrioThread, make_source: Callable[[], S]) -> None:
-        """Called in the consumer's thread. The source is made soon; sources are made in the order of the calls.
-
-        Args:
-            make_source: makes the source in the trio thread; never waits.
+        """Sources are made soon, in the trio thread, in the order of the calls; making one never waits.
 
         Raises: trio.RunFinishedError: the trio thread has ended.
         """
@@ -256,9 +247,8 @@ class BridgeStream(Generic[S, T]):
         thread.run_soon(self._open)
 
     def request_items(self) -> BridgeFuture[Sequence[T]]:
-        """A future for the items since the last request: one or more, or none at the end.
-
-        Called in the consumer's thread. A consumer that abandons the future loses its items.
+        """A future for the items since the last request: one or more, or none at the end. A consumer that abandons it
+        loses them.
         """
         reply: BridgeFuture[Sequence[T]] = self._thread.make_future()
         try:

@@ -58,9 +58,8 @@ class Suggestion:
 
     @property
     def is_checked(self) -> bool:
-        """Whether its vocabulary was compared with the target's, token by token.
-
-        True for a model on the disk; a model on the hub, and a trained drafter, is checked when it is opened.
+        """Whether its vocabulary was compared with the target's, token by token. A model on the hub, and a trained
+        drafter, is checked when it is opened.
         """
         return self.is_on_disk and self.kind is None
 
@@ -85,7 +84,7 @@ class Suggestion:
 
 
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
-    """What can draft for a target, the best first.
+    """What can draft for a target, the best first; empty if nothing fits.
 
     First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
     the target is a directory, in those beside it: trained drafters that were made for a model of the target's shape,
@@ -95,8 +94,6 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     Args:
         target: a path, or a hub id that was downloaded.
         cache_dir: Hugging Face's cache; None for the default one.
-
-    Returns: the suggestions; empty if nothing fits.
 
     Raises:
         SettingsError: the target is neither a path nor a hub id.

@@ -193,12 +193,7 @@ def trained_drafter_at(directory: Path) -> str | None:
 
 
 def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
-    """Download the trained drafter that a hub id names; for a language model, only its configuration is.
-
-    Returns: the folder of its files; None for a language model, or if the hub cannot be asked.
-
-    Raises: as `check_trained_drafter`.
-    """
+    """Download the trained drafter that a hub id names; for a language model, or if the hub cannot be asked, None."""
     name = str(spec)
     try:
         config = hf_hub_download(name, "config.json", revision=spec.revision)
@@ -279,10 +274,7 @@ def check_unknown(
 
 
 def layer_evaluation_by_environment() -> LayerEvaluation | None:
-    """The value of `OUTRIDER_LAYER_EVALUATION`; None where it is not set.
-
-    Raises: SettingsError: it is set to something else than the value of a `LayerEvaluation`.
-    """
+    """The value of `OUTRIDER_LAYER_EVALUATION`, if it is set. Raises: SettingsError: it is set to something else."""
     value = os.environ.get(LAYER_EVALUATION_VARIABLE)
     values = [evaluation.value for evaluation in LayerEvaluation]
     if value and value not in values:
@@ -315,10 +307,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
 
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
-    """A model and its tokenizer, to be used on this thread. A weight in a file is read when it is first used.
-
-    Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
-    """
+    """As `load_onto`, a model and its tokenizer on this thread. A weight in a file is read when it is first used."""
     if isinstance(source, tuple):
         built, tokenizer = source
     else:

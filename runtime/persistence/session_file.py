@@ -2,10 +2,8 @@
 
 The session's description is JSON in the file's metadata; its arrays are the tensors. The last tensor is a SHA-256 of
 everything before it, header included. Nothing in the file is ever executed, and no size in its header is used before
-it was compared with the size of the file.
-
-The container is written and read here, since the `safetensors` package takes only a path or one `bytes` object of the
-whole file (no open files, no cancellation on the way, no checksum), and chooses the order of the tensors itself.
+it was compared with the size of the file. The `safetensors` package takes only a path or the bytes of a whole file (no
+cancellation, no checksum), and chooses the order of the tensors itself.
 """
 
 from __future__ import annotations
@@ -273,14 +271,12 @@ class _Reader:
 
     def _entries(self, header: dict[str, Any], num_bytes: int) -> list[_Entry]:
         """The places of the tensors, which must fill the file without gaps; the checksum is the last."""
-        entries = [self._entry(name, described) for name, described in header.items()]
-        end = 0
+        entries, end = [self._entry(name, described) for name, described in header.items()], 0
         for entry in entries:
             if entry.begin != end:
                 self._damaged(f"tensor {entry.name[:40]!r} does not begin where the one before it ends")
             end = entry.end
-        last = entries[-1] if entries else None
-        if last is None or (last.name, last.dtype, last.shape) != (_CHECKSUM, "U8", (_DIGEST_BYTES,)):
+        if [(each.name, each.dtype, each.shape) for each in entries[-1:]] != [(_CHECKSUM, "U8", (_DIGEST_BYTES,))]:
             self._damaged("it has no checksum at its end")
         if end != num_bytes:
             self._damaged(f"its tensors should have {end} bytes, and it has {num_bytes} for them")

@@ -70,9 +70,7 @@ class SyncThread(TrioThread):
     """A trio thread that one thread starts, and any thread uses and stops. It ends with the main thread."""
 
     def start(self) -> TrioRuntime:
-        """Start, and block until the context manager has been entered.
-
-        Raises: what entering it raises.
+        """Start, and block until the context manager has been entered. Raises: what entering it raises.
 
         Interrupting: a Ctrl-C stops the thread, and is raised once it has ended.
         """
@@ -91,11 +89,8 @@ class SyncThread(TrioThread):
         return self._value
 
     def stop_and_join(self) -> None:
-        """Leave the context manager, and block until the thread has ended; harmless if it has ended.
-
-        Raises: what leaving it raises.
-
-        Interrupting: the thread is joined in any case; a Ctrl-C is raised after that.
+        """Leave the context manager, and block until the thread has ended; harmless if it has. Raises: what leaving
+        raises. A Ctrl-C is raised once the thread is joined.
         """
         self._stop_and_wait()
         self._raise_failure()
