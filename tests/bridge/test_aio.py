@@ -389,6 +389,7 @@ async def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(
         for _ in range(5):
             await anext(read)
         waiting = asyncio.create_task(anext(rt.stream(prompt_of(401), prefill_step_size=1)))
+        waiting_for_many = asyncio.ensure_future(anext(rt.generate_many([prompt_of(401)], prefill_step_size=1)))
         await turns()
     for stream, first in ((unread, 0), (read, 5)):
         got: list[int] = []
@@ -397,6 +398,8 @@ async def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read(
         assert got == text(100)[first : first + len(got)]
     with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
         await waiting
+    with pytest.raises(runtime.RuntimeClosedError):
+        await waiting_for_many
 
 
 @on_both_loops
@@ -527,11 +530,7 @@ async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
     with pytest.raises(runtime.RuntimeClosedError):
         rt.stream(PROMPT)
     await rt.aclose()
-
-
-@in_asyncio
-async def test_closing_within_the_block_is_leaving_it() -> None:
-    async with opened() as rt:
+    async with opened() as rt:  # closing within a block is leaving it
         await rt.aclose()
         assert outrider_threads() == []
 
@@ -796,17 +795,6 @@ async def test_many_prompts_can_be_left_in_every_way(way: str) -> None:
             held.release()
             await the_next_text_is_right(rt)
             await until_in_asyncio(lambda: rt.num_streams == 0)
-
-
-@on_both_loops
-@in_asyncio
-async def test_leaving_the_runtime_tells_who_waits_for_many() -> None:
-    async with opened() as rt:
-        many = rt.generate_many([prompt_of(401)], prefill_step_size=1)
-        waiting = asyncio.ensure_future(anext(many))
-        await turns()
-    with pytest.raises(runtime.RuntimeClosedError):
-        await waiting
 
 
 @on_both_loops
