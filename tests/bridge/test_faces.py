@@ -158,10 +158,11 @@ async def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause
             return super().__call__(inputs, cache)
 
     async with opened(open, failing := Failing(target())) as rt:
+        streams = [rt.stream(PROMPT, **LONG) for _ in range(3)]
         failing.does_fail = True
-        for stream in [rt.stream(PROMPT, **LONG) for _ in range(3)]:
+        for stream in streams:
             with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
-                await next_of(stream)
+                await all_of(stream)
             assert isinstance(raised.value.__cause__, RuntimeError)
         with pytest.raises(runtime.RuntimeBrokenError):
             rt.stream(PROMPT)
