@@ -146,11 +146,11 @@ async def test_where_nothing_fits_or_nothing_that_fits_can_be_loaded_texts_are_p
 ) -> None:
     save(Path(target).parent / "other", llama(), word="v")
     save(Path(target).parent / "as-large", large())
-    for _ in range(2):
+    for name in ("small", "smaller"):
         async with runtime.open(target, draft="auto") as rt:
             assert not await is_drafted(rt, large())
             assert rt.health().draft is None
-        broken(Path(save(Path(target).parent / "small", llama())))
+        broken(Path(save(Path(target).parent / name, llama())))
     assert lines[0] == NONE
     assert lines[1].startswith(
         'draft "auto" takes none: nothing that fits the target can be loaded; passed over: cannot load'

@@ -126,14 +126,14 @@ def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
 
 
 def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
-    table = drafters._table()
+    table = drafters._table("known_drafters")
     known = [item for source in table for each in source["drafters"].values() for item in each.items()]
     assert all(name.count("/") == 1 and facts["kind"] in SUPPORTED for name, facts in known)
     assert len({name for name, _ in known}) == len(known) > 40
 
 
 def test_what_is_said_of_a_known_drafter_has_its_source() -> None:
-    table = drafters._table()
+    table = drafters._table("known_drafters")
     told = [facts for source in table for each in source["drafters"].values() for facts in each.values()]
     for facts in [*table, *(each for each in told if each.keys() != {"kind"})]:
         assert facts["source"].startswith("https://")
