@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 
 
 def check_packages(*names: str) -> None:
@@ -13,12 +12,13 @@ def check_packages(*names: str) -> None:
     A script's own directory comes first on Python's path, so `import protocol` finds a `protocol.py` there. (A
     `runtime.py` there replaces this package, so it cannot be detected here.)
 
-    Raises: ImportError: another module or package has one of the names; the message says which one to rename.
+    Raises: ImportError: another module or package has one of the names.
     """
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for name in names:
         expected = os.path.join(root, name)
-        found = _locations(name)
+        spec = importlib.util.find_spec(name)  # of what is imported already, too
+        found = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or f"a module {name!r}"])
         if found and not any(_same(path, expected) for path in found):
             raise ImportError(
                 f"Outrider's package {name!r} is hidden by {found[0]!r}, which Python finds first; rename that, or run "
@@ -26,19 +26,6 @@ def check_packages(*names: str) -> None:
                 name=name,
                 path=found[0],
             )
-
-
-def _locations(name: str) -> list[str]:
-    """Where a module is, or would be imported from: its file, or a package's directories; empty if it is not found."""
-    if name in sys.modules:
-        module = sys.modules[name]
-        if hasattr(module, "__path__"):
-            return list(module.__path__)
-        return [getattr(module, "__file__", None) or f"a module {name!r} without a file"]
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        return []
-    return list(spec.submodule_search_locations or [spec.origin or f"a module {name!r} without a file"])
 
 
 def _same(path: str, expected: str) -> bool:

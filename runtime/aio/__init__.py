@@ -4,28 +4,27 @@ async with runtime.aio.open("path-or-hub-id/target", draft="path-or-hub-id/draft
     async for token in rt.stream("def quicksort(items):", max_tokens=200):
         print(token.text, end="", flush=True)
 
-Trio and the models run in threads of their own, and nothing here blocks the asyncio loop. For the same reason, trio and
-the modules that need it are imported in a thread, when a runtime is first opened, and what needs the models' libraries
-in the trio thread. This module and what it imports at its top need neither, since a program may first name it while its
-loop runs.
+Trio and the models run in threads of their own, and nothing here blocks the asyncio loop. For the same reason, this
+module imports neither trio nor the models' libraries: a thread does, when a runtime is first opened.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
 from protocol.argument_aliases import MISSING
+from protocol.errors import WrongEventLoopError
 from protocol.reprs import shown
-from runtime.aio.event_loop import asyncio_loop
 from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
     from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream, TokenStreams
-    from runtime.engine.open_options import OpenArguments
-    from runtime.engine.runtime import Runtime as TrioRuntime
+    from runtime.engine.opening import OpenArguments
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
@@ -86,7 +85,7 @@ class Opening:
         await _import_in_thread("runtime.aio.thread")
         from runtime.aio.thread import AioThread
 
-        thread: AioThread[TrioRuntime] = AioThread(open_runtime, "outrider-trio")
+        thread = AioThread(open_runtime)
         trio_runtime = await thread.start()
         # The trio thread has imported these by now, with the models' libraries that they need.
         from runtime.aio.runtime import AioBridge, Runtime
@@ -95,20 +94,31 @@ class Opening:
 
 
 async def _import_in_thread(module: str) -> None:
-    """Import a module without blocking the loop.
-
-    Raises: WrongEventLoopError: no asyncio loop is running here.
-
-    Cancellation: the import ends by itself.
-    """
-    loop = asyncio_loop()
+    """Import a module without blocking the loop. Raises: as `asyncio_loop`."""
     executor = ThreadPoolExecutor(1, "outrider-import")
-    imported = loop.run_in_executor(executor, import_module, module)
+    imported = asyncio_loop().run_in_executor(executor, import_module, module)
     try:
         await imported
     finally:
         # Once the import is over, its thread ends at once; an import that nobody waits for any more may go on.
         executor.shutdown(wait=imported.done() and not imported.cancelled())
+
+
+def asyncio_loop() -> asyncio.AbstractEventLoop:
+    """The running asyncio loop.
+
+    Raises: WrongEventLoopError: there is none, or trio is running.
+    """
+    # Trio first: in trio's guest mode on asyncio, both are running. While it is being imported, it is not running.
+    in_trio_task = getattr(sys.modules.get("trio.lowlevel"), "in_trio_task", None)
+    if in_trio_task is not None and in_trio_task():
+        raise WrongEventLoopError("runtime.aio is for asyncio, but trio is running here; use runtime.open instead")
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise WrongEventLoopError(
+            "runtime.aio needs a running asyncio loop, but none is running here; use runtime.open_sync instead"
+        ) from None
 
 
 def __getattr__(name: str) -> Any:

@@ -9,16 +9,19 @@ from typing import Any, Self, TypeVar
 from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
 from protocol.session_state import Commit
-from runtime.aio.event_loop import asyncio_loop
-from runtime.aio.thread import AioThread, call_result, wait_result
-from runtime.bridge.call import BridgeCall
-from runtime.bridge.handles import CommitSource, ConversationHandle, RuntimeHandle, StreamHandle
-from runtime.bridge.iterator_handle import IteratorHandle
-from runtime.bridge.many_prompts import MergedHandle, MergedSource
+from runtime.aio import asyncio_loop
+from runtime.aio.thread import AioThread, wait_result
+from runtime.bridge.handles import (
+    CommitSource,
+    ConversationHandle,
+    IteratorHandle,
+    MergedHandle,
+    MergedSource,
+    RuntimeHandle,
+    StreamHandle,
+)
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.stream import S
-from runtime.bridge.trio_thread import BridgeFuture
-from runtime.engine.runtime import Runtime as TrioRuntime
+from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.many_prompts import AwaitableCompletions
 from runtime.generation.merged_streams import Merged
@@ -31,7 +34,7 @@ Item = TypeVar("Item")
 Waiting = Coroutine[Any, Any, T]
 
 
-class AioBridge(RuntimeBridge[AioThread[TrioRuntime]]):
+class AioBridge(RuntimeBridge[AioThread]):
     """`RuntimeBridge` for one asyncio loop."""
 
     face = "aio"
@@ -45,7 +48,20 @@ class AioBridge(RuntimeBridge[AioThread[TrioRuntime]]):
             )
 
     async def call_result(self, call: BridgeCall[T]) -> T:
-        return await call_result(call)
+        cancelled: asyncio.CancelledError | None = None
+        while not call.done.done():
+            try:
+                await wait_result(call.done)
+            except asyncio.CancelledError as error:
+                # Once for each cancellation: anyio cancels a task again in every pass of the loop.
+                cancelled = error
+                call.cancel()
+            except GeneratorExit:
+                call.cancel()
+                raise
+        if cancelled is not None:
+            raise cancelled
+        return call.result()
 
     async def result(self, future: BridgeFuture[T]) -> T:
         return await wait_result(future)
@@ -117,8 +133,7 @@ class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Wait
     async def opened(self) -> None:
         """Wait until the prompt was checked; `async with` does so too.
 
-        Raises: PromptError: the prompt is empty, longer than the context, or not encodable; and what else opening a
-            stream raises.
+        Raises: as `runtime.Runtime.stream`.
 
         Cancellation: ends the generation.
         """
@@ -169,7 +184,6 @@ class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[
 
 class Runtime(
     RuntimeHandle[
-        AioBridge,
         TokenStream,
         TokenStreams,
         Completions,
@@ -190,7 +204,9 @@ class Runtime(
     Raises: WrongEventLoopError: a method is called in another loop than the one that the runtime was opened in.
     """
 
+    _bridge: AioBridge
     _stream_handle = TokenStream
+    _many_handle = TokenStreams
     _conversation_handle = Conversation
 
     async def aclose(self) -> None:
@@ -204,9 +220,6 @@ class Runtime(
 
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> Completions:
         return Completions(self._bridge, begin)
-
-    def _tokens(self, begin: Callable[[], Merged[Token]]) -> TokenStreams:
-        return TokenStreams(self._bridge, begin)
 
     def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> Conversation:
         return Conversation(self._bridge, functions, make)

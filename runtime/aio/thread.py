@@ -6,37 +6,31 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from runtime.aio.event_loop import asyncio_loop
-from runtime.bridge.call import BridgeCall
+from runtime.aio import asyncio_loop
 from runtime.bridge.trio_thread import BridgeFuture, TrioThread
+
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
 
 T = TypeVar("T")
 
 
-class AioThread(TrioThread[T]):
-    """A trio thread that is made, started and stopped by one asyncio loop.
+class AioThread(TrioThread):
+    """A trio thread that is made, started and stopped by one asyncio loop, `loop`.
 
     It ends by itself once the loop is closed, or the loop's thread or the main thread has ended.
-
-    Attributes:
-        loop: the asyncio loop.
     """
 
-    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
-        """As `TrioThread`.
-
-        Raises: WrongEventLoopError: no asyncio loop is running here.
-        """
+    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
+        """As `TrioThread`. Raises: as `asyncio_loop`."""
         self.loop = asyncio_loop()
         self._owner = threading.current_thread()
-        super().__init__(make_manager, name)
+        super().__init__(make_manager)
 
-    async def start(self) -> T:
-        """Start, and wait until the context manager has been entered.
-
-        Raises: what entering it raises.
+    async def start(self) -> Runtime:
+        """Start, and wait until the context manager has been entered. Raises: what entering it raises.
 
         Cancellation: stops the thread, and is raised once it has ended.
         """
@@ -55,9 +49,7 @@ class AioThread(TrioThread[T]):
         return self._value
 
     async def stop_and_join(self) -> None:
-        """Leave the context manager, and wait for the thread's end; harmless if it has ended.
-
-        Raises: what leaving it raises.
+        """Leave the context manager, and wait for the thread's end; harmless if it has. Raises: what leaving raises.
 
         Cancellation: the thread is joined in any case; the cancellation is raised after that.
         """
@@ -80,11 +72,13 @@ class AioThread(TrioThread[T]):
         if cancelled is not None:
             raise cancelled
 
-    # --- in the trio thread -----------------------------------------------------------------------
-
     def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
+        def set_result() -> None:
+            if not future.done():
+                future.set_result(value)
+
         try:
-            self.loop.call_soon_threadsafe(_set_result, future, value)
+            self.loop.call_soon_threadsafe(set_result)
         except RuntimeError:
             return False  # the loop is closed
         return True
@@ -95,35 +89,9 @@ class AioThread(TrioThread[T]):
         return not self.loop.is_closed() and all(owner.is_alive() for owner in owners)
 
 
-def _set_result(future: BridgeFuture[Any], value: object) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
 async def wait_result(future: BridgeFuture[T]) -> T:
     """The result of a future of an `AioThread`, for which other tasks may be waiting, too.
 
     Cancellation: leaves the future as it is.
     """
     return future.result() if future.done() else await asyncio.shield(cast("asyncio.Future[T]", future))
-
-
-async def call_result(call: BridgeCall[T]) -> T:
-    """The result of a call in the trio thread, or its exception.
-
-    Cancellation: cancels the call, and is raised once the call has ended.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not call.done.done():
-        try:
-            await wait_result(call.done)
-        except asyncio.CancelledError as error:
-            # Once for each cancellation: anyio cancels a task again in every pass of the loop.
-            cancelled = error
-            call.cancel()
-        except GeneratorExit:
-            call.cancel()
-            raise
-    if cancelled is not None:
-        raise cancelled
-    return call.result()

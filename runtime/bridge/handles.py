@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.mlx.memory import peak_memory
 from protocol.argument_aliases import MISSING
+from protocol.errors import RuntimeClosedError
 from protocol.session_state import Commit
 from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
-from protocol.statistics import Statistics
-from runtime.bridge.iterator_handle import IteratorHandle
-from runtime.bridge.many_prompts import copy_prompt, prepare_generations
+from protocol.statistics import Counts, Statistics
 from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.bridge.runtime_bridge import RuntimeBridge
+from runtime.bridge.trio_thread import BridgeStream, S
 from runtime.engine.runtime import Health
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message, turn_settings
-from runtime.generation.many_prompts import ManyPrompt
+from runtime.generation.many_prompts import ManyPrompt, check_max_concurrent, is_list, with_settings
 from runtime.generation.merged_streams import Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
@@ -38,17 +40,84 @@ from runtime.generation.tool_calls.messages import calls_without_results
 from runtime.generation.tool_calls.tools import StreamArguments, split_tools
 from runtime.loading.model_sources import Source
 
+_CLOSED = "these generations were closed, or their runtime was; begin others with generate_many() or stream_many()"
+
+T = TypeVar("T")
+M = TypeVar("M")
+Item = TypeVar("Item")
 # What a method gives that waits: the result, or in an event loop a coroutine.
 SizeT = TypeVar("SizeT")
+
+
+class IteratorHandle(ABC, Generic[S, T, Item]):
+    """An iterator's state in the consumer's thread, over what a source in the trio thread produces.
+
+    Two kinds of subclasses meet in a concrete class. One turns what arrives (T) into items for the consumer (Item):
+    `StreamHandle`, `MergedHandle`. The other waits for it: `AsyncIteration` in asyncio, `BlockingIteration` in threads.
+    """
+
+    _is_closed = True  # until there is a bridge stream to close
+    _is_unread = True  # neither read nor saved
+
+    def __init__(self, bridge: RuntimeBridge[Any], make_source: Callable[[], S]) -> None:
+        """`make_source` is called in the trio thread. It must not refer to this handle: dropping the last reference to
+        the handle ends the stream.
+
+        Raises: RuntimeClosedError: the trio thread has ended.
+        """
+        self._bridge = bridge
+        self._bridge_stream: BridgeStream[S, T] = bridge.open_stream(make_source)
+        self._arrived: deque[T] = deque()
+        self._is_closed = False
+
+    def __del__(self) -> None:
+        self._close()
+
+    async def _next(self) -> Item | None:
+        """The next item; None once all were given."""
+        source = await self._wait_opened()
+        if self._must_request(source):
+            arrived: Sequence[T] = await self._bridge.result(self._bridge_stream.request_items())
+            self._arrived.extend(arrived)
+        else:
+            # One pass of the loop for each item, also where several arrived at once.
+            await self._bridge.pause()
+        return self._take_next(source)
+
+    async def _wait_opened(self) -> S:
+        """The source, once it was made in the trio thread. Raises: what making it raised."""
+        stream = self._bridge_stream
+        if not stream.opened.done():
+            await self._bridge.result(stream.opened)
+        if stream.failure is not None:
+            self._close()
+            raise stream.failure
+        assert stream.source is not None
+        return stream.source
+
+    @abstractmethod
+    def _must_request(self, source: S) -> bool:
+        """Whether the next item must be requested from the trio thread."""
+
+    @abstractmethod
+    def _take_next(self, source: S) -> Item | None:
+        """The next item, after requested items have arrived; None once all were given.
+
+        Raises: the reason why no further items come, if not all were given.
+        """
+
+    def _close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._bridge_stream.close()
 
 
 class CommitSource:
     """The commits of one generation, as a source for a bridge stream.
 
     Attributes:
-        stream: the trio stream. Nobody iterates over it; it tells the trio thread whether the generation is over.
-        reader: the stream's token reader, used in the consumer's thread.
-        arrivals: the stream's commits, received in the trio thread.
+        stream: the trio stream. Nobody iterates over it: its `arrivals` are received in the trio thread, and its
+            `reader` is used in the consumer's.
     """
 
     def __init__(self, stream: TrioTokenStream) -> None:
@@ -87,7 +156,6 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
 
     @property
     def _is_open(self) -> bool:
-        """Whether the generation has neither ended nor failed."""
         source = self._bridge_stream.source
         return not self._bridge_stream.is_over and (source is None or source.arrivals.is_open)
 
@@ -97,13 +165,13 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
 
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot. See `runtime.Statistics`."""
-        if self._source is None:
-            return self._bridge.unopened_statistics()
+        if self._source is None:  # the prompt was not checked yet: all counts are zero
+            return Counts().snapshot(peak_memory=peak_memory(), estimates=self._bridge.runtime.estimates)
         return self._source.reader.statistics(is_over=self._is_closed)
 
-    def _source_once_opened(self) -> CommitSource:
+    async def _wait_opened(self) -> CommitSource:
         if self._source is None:
-            self._source = super()._source_once_opened()
+            self._source = await super()._wait_opened()
             if self.finish_reason is not None:  # a loaded stream that was saved at its end
                 self._close()
         return self._source
@@ -114,16 +182,11 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
 
     async def _save(self, path: SessionFile) -> int:
         self._bridge.check_caller()
-        await self._wait_opened()
-        return await self._bridge.call(self._make_save(path))
-
-    def _make_save(self, path: SessionFile) -> Callable[[], Awaitable[int]]:
-        """A function that saves the stream, in the trio thread, behind the last token given by now."""
+        source = await self._wait_opened()
         self._is_unread = False
-        source = self._source_once_opened()
         # Commits that are in this thread already; later ones are in the trio thread.
         progress = source.reader.progress.with_commits(self._arrived)
-        return lambda: source.stream.write(path, lambda: progress)
+        return await self._bridge.call(lambda: source.stream.write(path, lambda: progress))
 
     def _must_request(self, source: CommitSource) -> bool:
         reader = source.reader
@@ -152,6 +215,70 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
         super()._close()
 
 
+class MergedSource(Generic[T]):
+    """The items of many generations, as a source for a bridge stream."""
+
+    def __init__(self, merged: Merged[T]) -> None:
+        self.error: Exception | None = None  # of the generation that failed, if one did
+        self.merged = merged
+
+    async def receive(self) -> Sequence[tuple[int, T]]:
+        # An exception is for the consumer; raised from here, it would end the trio loop.
+        try:
+            item = await self.merged.next_item()
+        except Exception as error:
+            self.error = error
+            return ()
+        return () if item is None else (item, *self.merged.ready_items())
+
+    def drain(self) -> Sequence[tuple[int, T]]:
+        return ()
+
+    def close(self) -> None:
+        self.merged.close()
+
+
+class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]):
+    """A handle on many generations from outside the trio thread; gives pairs (index of the prompt, item)."""
+
+    _num_finished = 0  # prompts whose last item was given
+
+    def __init__(self, bridge: RuntimeBridge[Any], begin: Callable[[], Merged[T]]) -> None:
+        super().__init__(bridge, lambda: MergedSource(begin()))
+
+    def __repr__(self) -> str:
+        return f"<outrider {self._bridge.face}.{type(self).__name__}, {self._state}>"
+
+    @property
+    def _state(self) -> str:
+        """For a repr."""
+        source = self._bridge_stream.source
+        of = "" if source is None else f" of {source.merged.num_prompts}"
+        return f"{'over or closed' if self._is_closed else 'under way'}: {self._num_finished}{of} given"
+
+    @property
+    def _has_ended_early(self) -> bool:
+        """Whether this was closed or has failed, so that the next call raises the reason."""
+        source = self._bridge_stream.source
+        return self._is_closed and (source is None or self._num_finished < source.merged.num_prompts)
+
+    def _must_request(self, source: MergedSource[T]) -> bool:
+        return self._num_finished < source.merged.num_prompts and not self._is_closed and not self._arrived
+
+    def _take_next(self, source: MergedSource[T]) -> tuple[int, T] | None:
+        if self._num_finished == source.merged.num_prompts:
+            self._close()
+            return None
+        if self._is_closed or not self._arrived:
+            self._close()
+            raise source.error or RuntimeClosedError(_CLOSED)
+        item = self._arrived.popleft()
+        self._num_finished += source.merged.is_last(item[1])
+        if self._num_finished == source.merged.num_prompts:
+            self._close()
+        return item
+
+
 StreamT = TypeVar("StreamT", bound=StreamHandle[Any])
 CompletionT = TypeVar("CompletionT")
 CalledT = TypeVar("CalledT")
@@ -169,12 +296,9 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         make_conversation: Callable[[], TrioConversation],
         conversation: TrioConversation | None = None,
     ) -> None:
-        """A conversation that is made in the trio thread before its first turn.
-
-        Args:
-            functions: that the model may call; called by the handle, and not in the trio thread.
-            make_conversation: makes the trio conversation, in the trio thread; the functions are told to it.
-            conversation: one that exists already; `make_conversation` makes another like it, in which nothing was said.
+        """A conversation that `make_conversation` makes in the trio thread before its first turn, or that exists
+        already; then `make_conversation` makes another like it, in which nothing was said. The handle calls the
+        functions, not in the trio thread.
         """
         self._bridge = bridge
         self._caller = FunctionCaller(functions)
@@ -198,9 +322,8 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
     def stream(
         self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> StreamT:
-        """Begin a turn, and stream the answer; see `runtime.Conversation.stream`.
-
-        Raises: as there; ConversationBusyError also while functions are being called.
+        """Begin a turn, and stream the answer; see `runtime.Conversation.stream`. ConversationBusyError also while
+        functions are being called.
         """
         keywords = turn_settings(settings, overrides)
         self._bridge.check_settings(keywords)
@@ -218,14 +341,12 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
     def call_tools(self) -> CalledT:
         """Call the functions that the last answer calls, one after the other; the model is told the results next.
 
-        An async function is awaited in the asyncio loop, where any other is called in a thread of the loop's default
-        executor. Without an event loop, functions are called in this thread. Results and errors become text, as by
-        `runtime.Conversation.call_tools`.
+        In asyncio, an async function is awaited in the loop, and any other called in a thread of its default executor;
+        without an event loop, functions are called in this thread. See `runtime.Conversation.call_tools`.
 
         Returns: whether there were any calls; if so, `stream` without a text goes on.
 
-        Raises: ConversationBusyError: an answer is under way, or the functions are being called. Until they have
-            returned, nothing else can be done with the conversation.
+        Raises: ConversationBusyError: an answer is under way, or the functions are being called.
 
         Cancellation: cancels an async function, and a Ctrl-C the one that is running; one in a thread goes on by
             itself. The conversation is as it was.
@@ -233,16 +354,13 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return self._bridge.run(self._call_tools())
 
     def save(self, path: SessionFile) -> SizeT:
-        """See `runtime.Conversation.save`."""
+        """See `runtime.Conversation.save`. ConversationBusyError also while functions are being called."""
         self._bridge.check_loop()
         self._check_idle("save the conversation")
         return self._bridge.run(self._bridge.call(partial(self._save, path)))
 
     def reset(self) -> None:
-        """Forget everything but the system message.
-
-        Raises: ConversationBusyError: a turn is neither over nor closed, or functions are being called.
-        """
+        """Forget everything but the system message. Raises: as `save`."""
         self._bridge.check_loop()
         self._check_idle("forget what was said")
         self._conversation, self._last = None, None
@@ -286,8 +404,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return self._conversation
 
 
-B = TypeVar("B", bound=RuntimeBridge[Any])
-TokensT = TypeVar("TokensT")
+TokensT = TypeVar("TokensT", bound=MergedHandle[Token])
 ManyT = TypeVar("ManyT")
 ConversationT = TypeVar("ConversationT", bound=ConversationHandle[Any, Any, Any, Any])
 ScoreT = TypeVar("ScoreT")
@@ -297,7 +414,7 @@ DoneT = TypeVar("DoneT")
 
 
 class RuntimeHandle(
-    ABC, Generic[B, StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
+    ABC, Generic[StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
 ):
     """A handle on a runtime from outside the trio thread; a subclass says how its callers wait.
 
@@ -306,9 +423,10 @@ class RuntimeHandle(
     """
 
     _stream_handle: type[StreamT]
+    _many_handle: type[TokensT]
     _conversation_handle: type[ConversationT]
 
-    def __init__(self, bridge: B) -> None:
+    def __init__(self, bridge: RuntimeBridge[Any]) -> None:
         self._bridge = bridge
 
     def __repr__(self) -> str:
@@ -321,13 +439,12 @@ class RuntimeHandle(
     ) -> StreamT:
         """Begin a generation, which a cancellation ends; see `runtime.Runtime.stream`."""
         arguments = self._checked(settings, overrides)
-        begin = partial(self._bridge.runtime.stream, copy_prompt(prompt), **arguments)
-        return self._stream_handle(self._bridge, begin)
+        return self._stream_handle(self._bridge, partial(self._bridge.runtime.stream, copy_prompt(prompt), **arguments))
 
     def score(self, prompt: Prompt, continuation: str | Sequence[int], **options: Unpack[ScoreArguments]) -> ScoreT:
         """The log-probability of each token of a continuation; see `runtime.Runtime.score`."""
-        score = partial(self._bridge.runtime.score, **options)
-        return self._bridge.run(self._bridge.call(partial(score, copy_prompt(prompt), continuation)))
+        score = partial(self._bridge.runtime.score, copy_prompt(prompt), continuation, **options)
+        return self._bridge.run(self._bridge.call(score))
 
     def generate(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
@@ -351,8 +468,8 @@ class RuntimeHandle(
         Raises: as there; in asyncio, an error in a prompt, or in settings of its own, when the completions are awaited.
         """
         arguments = self._checked(settings, overrides)
-        runtime = self._bridge.runtime
-        return self._completions(prepare_generations(runtime.generate_many, prompts, max_concurrent, arguments))
+        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, arguments)
+        return self._completions(begin)
 
     def stream_many(
         self,
@@ -364,8 +481,8 @@ class RuntimeHandle(
     ) -> TokensT:
         """The tokens of many texts as they come; see `runtime.Runtime.stream_many`, and `generate_many` for errors."""
         arguments = self._checked(settings, overrides)
-        runtime = self._bridge.runtime
-        return self._tokens(prepare_generations(runtime.stream_many, prompts, max_concurrent, arguments))
+        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, arguments)
+        return self._many_handle(self._bridge, begin)
 
     # --- conversations and saved sessions ---------------------------------------------------------
 
@@ -378,8 +495,7 @@ class RuntimeHandle(
         tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> ConversationT:
-        """Begin a conversation; see `runtime.Runtime.conversation`, and `Conversation.call_tools` for where functions
-        are called.
+        """Begin a conversation; see `runtime.Runtime.conversation`.
 
         Raises: as there. In asyncio, what the chat template does not accept is an error of the first turn. And:
             SettingsError: a function is async, and without an event loop nothing would await it.
@@ -399,13 +515,21 @@ class RuntimeHandle(
         **overrides: Unpack[SettingsArguments],
     ) -> LoadedT:
         """Load a conversation from a file, and continue it; see `runtime.Runtime.load`."""
-        return self._bridge.run(self._load(path, any_draft, tools, overrides))
+
+        async def loaded() -> ConversationT:
+            functions = Functions(tools, may_be_async=self._bridge.may_await)
+            load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
+            conversation = await self._bridge.call(load)
+            return self._conversation_handle(self._bridge, functions, conversation.make_new, conversation)
+
+        return self._bridge.run(loaded())
 
     def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
     ) -> LoadedStreamT:
         """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
-        return self._bridge.run(self._load_stream(path, any_draft, overrides))
+        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+        return self._bridge.run(self._load_stream(load))
 
     # --- the drafter ------------------------------------------------------------------------------
 
@@ -415,9 +539,8 @@ class RuntimeHandle(
         return self._bridge.run(self._bridge.call(partial(self._bridge.runtime.attach_draft, draft, **unknown)))
 
     def detach_draft(self) -> DoneT:
-        """Release the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`.
-
-        Cancellation: raised once the draft model is detached.
+        """Release the draft model, its memory and its thread; see `runtime.Runtime.detach_draft`. A cancellation is
+        raised once it is detached.
         """
         return self._bridge.run(self._bridge.call(self._bridge.runtime.detach_draft))
 
@@ -428,8 +551,8 @@ class RuntimeHandle(
     # --- what the runtime tells of itself ---------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """As `runtime.Runtime.statistics`. The models go on working meanwhile: if a round ends at this moment, only
-        some of its figures may be counted. No count is ever less than it was before.
+        """As `runtime.Runtime.statistics`. Of a round that ends at this moment, only some figures may be counted; no
+        count is ever less than it was before.
         """
         return self._bridge.runtime.statistics()
 
@@ -449,7 +572,7 @@ class RuntimeHandle(
 
     @property
     def num_streams(self) -> int:
-        """Streams that are under way. A stream that begins or ends at this moment may or may not be counted."""
+        """Streams that are under way; one that begins or ends at this moment may or may not be counted."""
         return self._bridge.runtime.num_streams
 
     @property
@@ -461,9 +584,6 @@ class RuntimeHandle(
 
     @abstractmethod
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> ManyT: ...
-
-    @abstractmethod
-    def _tokens(self, begin: Callable[[], Merged[Token]]) -> TokensT: ...
 
     @abstractmethod
     def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> ConversationT: ...
@@ -478,16 +598,7 @@ class RuntimeHandle(
     async def _generate(self, prompt: Prompt, settings: SettingsLike | None, overrides: StreamArguments) -> Completion:
         return await read_whole(self.stream(prompt, settings, **overrides))
 
-    async def _load(
-        self, path: SessionFile, any_draft: bool, tools: Sequence[Callable[..., Any]], overrides: SettingsArguments
-    ) -> ConversationT:
-        functions = Functions(tools, may_be_async=self._bridge.may_await)
-        load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
-        loaded = await self._bridge.call(load)
-        return self._conversation_handle(self._bridge, functions, loaded.make_new, loaded)
-
-    async def _load_stream(self, path: SessionFile, any_draft: bool, overrides: SettingsArguments) -> StreamT:
-        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+    async def _load_stream(self, load: Callable[[], Awaitable[TrioTokenStream]]) -> StreamT:
         loaded = await self._bridge.call(load)
         stream = self._stream_handle(self._bridge, lambda: loaded)
         try:
@@ -499,10 +610,7 @@ class RuntimeHandle(
 
 
 async def read_whole(stream: StreamHandle[Any]) -> Completion:
-    """Read a stream to its end.
-
-    Cancellation: ends the generation; the text generated so far is lost.
-    """
+    """Read a stream to its end. A cancellation ends the generation."""
     try:
         tokens: list[Token] = []
         while (token := await stream._next()) is not None:
@@ -510,3 +618,31 @@ async def read_whole(stream: StreamHandle[Any]) -> Completion:
         return completion_of(cast(Any, stream), tokens)
     finally:
         stream._close()
+
+
+def prepare_generations(
+    begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, arguments: Mapping[str, Any]
+) -> Callable[[], M]:
+    """What begins the generations of many prompts in the trio thread, by `begin` of the trio runtime. The prompts are
+    iterated over now, in the caller's thread.
+
+    Raises: SettingsError: `max_concurrent` is out of its range.
+    """
+
+    def copied(prompt: ManyPrompt) -> ManyPrompt:
+        alone, settings = with_settings(prompt)
+        return (copy_prompt(alone), dict(settings)) if settings else copy_prompt(alone)
+
+    check_max_concurrent(max_concurrent)
+    copies = [copied(prompt) for prompt in prompts] if is_list(prompts) else prompts
+    return partial(begin, copies, max_concurrent=max_concurrent, **arguments)
+
+
+def copy_prompt(prompt: Prompt) -> Prompt:
+    """A copy of a prompt that the caller cannot change any more, and that any thread can read."""
+    if hasattr(prompt, "tolist"):
+        listed: Prompt = prompt.tolist()
+        return listed
+    if isinstance(prompt, list):
+        return [dict(item) if isinstance(item, Mapping) else item for item in prompt]
+    return prompt

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,14 @@ def make_opener(
     """
     evaluate_on_this_thread(target)
     evaluate_on_this_thread(draft)
-    return partial(_open, target, draft, options, handle_module)
+
+    def open_in_trio() -> AbstractAsyncContextManager[Runtime]:
+        from runtime.engine import opening
+
+        import_module(handle_module)
+        return opening.open(target, draft, **options)
+
+    return open_in_trio
 
 
 def evaluate_on_this_thread(source: Source | None) -> None:
@@ -44,12 +50,3 @@ def evaluate_on_this_thread(source: Source | None) -> None:
 
     if source and isinstance(source[0], Module):
         mx.eval(source[0])
-
-
-def _open(
-    target: Source, draft: Source | None, options: dict[str, Any], handle_module: str
-) -> AbstractAsyncContextManager[Runtime]:
-    from runtime.engine import opening
-
-    import_module(handle_module)
-    return opening.open(target, draft, **options)

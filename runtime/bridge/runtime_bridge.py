@@ -8,17 +8,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import trio
 
-from actors.mlx.memory import peak_memory
 from protocol.errors import RuntimeClosedError
-from protocol.statistics import Counts, Statistics
-from runtime.bridge.call import BridgeCall
-from runtime.bridge.stream import BridgeStream, S
-from runtime.bridge.trio_thread import BridgeFuture, TrioThread
+from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, BridgeStream, S, TrioThread
 from runtime.engine.runtime import CLOSED
 from runtime.engine.runtime import Runtime as TrioRuntime
 
 T = TypeVar("T")
-Thread = TypeVar("Thread", bound=TrioThread[Any])
+Thread = TypeVar("Thread", bound=TrioThread)
 
 
 class RuntimeBridge(ABC, Generic[Thread]):
@@ -49,10 +45,7 @@ class RuntimeBridge(ABC, Generic[Thread]):
 
     @abstractmethod
     async def call_result(self, call: BridgeCall[T]) -> T:
-        """The result of a call.
-
-        Cancellation: cancels the call, and is raised once the call has ended.
-        """
+        """The result of a call. A cancellation cancels the call, and is raised once the call has ended."""
 
     @abstractmethod
     async def result(self, future: BridgeFuture[T]) -> T:
@@ -71,44 +64,26 @@ class RuntimeBridge(ABC, Generic[Thread]):
         """What a method returns that waits: the coroutine, or without an event loop its result."""
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Call an async function in the trio thread, and wait for its result.
+        """Call an async function in the trio thread, and wait as `call_result`.
 
-        Raises: as the function, `check_caller` and `start_call`.
-
-        Cancellation: as `call_result`.
+        Raises: as the function and `check_caller`, and RuntimeClosedError, RuntimeBrokenError.
         """
         self.check_caller()
-        return await self.call_result(self.start_call(function))
+        self.runtime.check_open()
+        try:
+            call = BridgeCall(self.thread, self.runtime.check_open, function)
+        except trio.RunFinishedError:
+            raise RuntimeClosedError(CLOSED) from None
+        return await self.call_result(call)
 
     def check_settings(self, settings: dict[str, Any]) -> None:
-        """Check the settings of a stream, in the caller's thread.
-
-        Raises: as `check_caller` and `runtime.Runtime.stream`.
-        """
+        """Check the settings of a stream, in the caller's thread. Raises: as `check_caller` and `Runtime.stream`."""
         self.check_caller()
         self.runtime.check_settings(settings)
 
     def open_stream(self, make_source: Callable[[], S]) -> BridgeStream[S, Any]:
-        """A bridge stream from a source that is made in the trio thread.
-
-        Raises: RuntimeClosedError: the trio thread has ended.
-        """
+        """A bridge stream from a source. Raises: RuntimeClosedError: the trio thread has ended."""
         try:
             return BridgeStream(self.thread, make_source)
         except trio.RunFinishedError:
             raise RuntimeClosedError(CLOSED) from None
-
-    def start_call(self, function: Callable[[], Awaitable[T]]) -> BridgeCall[T]:
-        """Call an async function in the trio thread.
-
-        Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is no longer there.
-        """
-        self.runtime.check_open()
-        try:
-            return BridgeCall(self.thread, self.runtime.check_open, function)
-        except trio.RunFinishedError:
-            raise RuntimeClosedError(CLOSED) from None
-
-    def unopened_statistics(self) -> Statistics:
-        """The statistics of a stream whose prompt was not checked yet: all counts are zero."""
-        return Counts().snapshot(peak_memory=peak_memory(), estimates=self.runtime.estimates)

@@ -1,4 +1,5 @@
-"""A trio loop in a thread of its own, for callers in other threads.
+"""A trio loop in a thread of its own, for callers in other threads: how they call async functions in it, and how items
+cross from it.
 
 Why a thread and not trio's guest mode: in a thread, trio's tasks and the tokenising of a prompt never block the
 callers, and neither event loop has to handle the other's signals or shutdown.
@@ -9,17 +10,22 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from importlib import import_module
-from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 import outcome
 import trio
 
+from protocol.errors import RuntimeClosedError
 from runtime.engine.nursery import BackgroundNursery
 
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
+
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 # Seconds between two checks whether the callers still exist: a closed event loop notifies nobody.
@@ -29,38 +35,25 @@ CALLER_CHECK_INTERVAL_S = 0.2
 class BridgeFuture(Protocol[T]):
     """A result that a caller waits for and the trio thread sets, such as an `asyncio.Future`."""
 
-    def done(self) -> bool:
-        """Whether the result was set."""
-        ...
+    def done(self) -> bool: ...
 
-    def result(self) -> T:
-        """The result; only after `done`."""
-        ...
+    def result(self) -> T: ...
 
-    def set_result(self, result: T, /) -> None:
-        """Set the result; once."""
-        ...
+    def set_result(self, result: T, /) -> None: ...
 
 
-class TrioThread(ABC, Generic[T]):
-    """A thread that runs a trio loop and holds one async context manager open in it.
+class TrioThread(ABC):
+    """A thread that runs a trio loop and holds one async context manager open in it: an open runtime.
 
     Subclasses say how callers wait: `AioThread` for an asyncio loop, `SyncThread` for plain threads. The thread ends by
     itself soon after its callers are gone.
-
-    Attributes:
-        nursery: for background tasks in the trio loop; cancelled after the context manager was left.
     """
 
-    nursery: trio.Nursery
-    _value: T
+    nursery: trio.Nursery  # for background tasks; cancelled after the context manager was left
+    _value: Runtime
 
-    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[T]], name: str) -> None:
-        """The thread is not started yet.
-
-        Args:
-            make_manager: makes the context manager, in the trio loop.
-        """
+    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
+        """The thread is not started yet. `make_manager` is called in the trio loop."""
         self._make_manager = make_manager
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
@@ -71,9 +64,7 @@ class TrioThread(ABC, Generic[T]):
         self._ended: BridgeFuture[None] = self.make_future()
         self._outcome: outcome.Outcome[None] = outcome.Value(None)
         # Not a daemon: it owns the models' threads, and a forward pass at the interpreter's exit aborts the process.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
-
-    # --- for callers ------------------------------------------------------------------------------
+        self._thread = threading.Thread(target=self._run, name="outrider-trio", daemon=False)
 
     @abstractmethod
     def make_future(self) -> BridgeFuture[Any]:
@@ -150,3 +141,177 @@ class TrioThread(ABC, Generic[T]):
         while self._has_callers():  # noqa: ASYNC110 (a closed loop sends no event)
             await trio.sleep(CALLER_CHECK_INTERVAL_S)
         self._request_exit()
+
+
+class BridgeCall(Generic[T]):
+    """A call of an async function in the trio thread, made by a caller elsewhere.
+
+    Attributes:
+        done: resolved once the function has returned, raised or been cancelled.
+    """
+
+    def __init__(
+        self, thread: TrioThread, check_open: Callable[[], None], function: Callable[[], Awaitable[T]]
+    ) -> None:
+        """Functions start soon, in the order of the calls, after `check_open`, which raises if the runtime was closed.
+
+        Raises: trio.RunFinishedError: the trio thread has ended.
+        """
+        self._thread = thread
+        self._check_open = check_open
+        self._function = function
+        self._outcome: outcome.Outcome[T] = outcome.Error(
+            RuntimeClosedError("the runtime was closed before this call finished; open another")
+        )
+        self._scope = trio.CancelScope()
+        self.done: BridgeFuture[None] = thread.make_future()
+        thread.run_soon(self._start)
+
+    def result(self) -> T:
+        """The function's result, or its exception; call once, after `done`."""
+        return self._outcome.unwrap()
+
+    def cancel(self) -> None:
+        """Cancel the function soon; harmless once it is done. For any thread."""
+        try:
+            self._thread.run_soon(self._scope.cancel)
+        except trio.RunFinishedError:
+            return
+
+    def _start(self) -> None:
+        # An exception is for the caller; raised from here, it would end the trio loop.
+        checked = outcome.capture(self._check_open)
+        if isinstance(checked, outcome.Error):
+            self._outcome = checked
+            self._thread.resolve(self.done, None)
+        else:
+            self._thread.nursery.start_soon(self._run)
+
+    async def _run(self) -> None:
+        try:
+            with self._scope:
+                self._outcome = outcome.Value(await self._function())
+        except Exception as error:  # for the caller, too
+            self._outcome = outcome.Error(error)
+        finally:
+            self._thread.resolve(self.done, None)
+
+
+class Source(Protocol[T_co]):
+    """Where the items of a bridge stream come from; used in the trio thread."""
+
+    async def receive(self) -> Sequence[T_co]:
+        """Wait for an item, and return all that have arrived; none at the end. A cancellation takes none."""
+        ...
+
+    def drain(self) -> Sequence[T_co]:
+        """All items that have arrived, without waiting. Called once, at the end."""
+        ...
+
+    def close(self) -> None:
+        """Stop the source, so that no further items arrive. Never waits; closing twice is closing once."""
+        ...
+
+
+S = TypeVar("S", bound=Source[Any])
+
+
+class BridgeStream(Generic[S, T]):
+    """A stream of items from a source in the trio thread to one consumer in another thread.
+
+    Items are received only on request, so that a slow consumer slows the source down as a consumer in trio would. One
+    request brings all items that have arrived since the last one.
+
+    Attributes:
+        opened: resolved once the source was made, or could not be.
+        source: the source, once it was made.
+        failure: what making the source raised, if it did.
+        is_over: nothing more comes: the source is closed, could not be made, or trio's thread has ended.
+    """
+
+    def __init__(self, thread: TrioThread, make_source: Callable[[], S]) -> None:
+        """Sources are made soon, in the trio thread, in the order of the calls; making one never waits.
+
+        Raises: trio.RunFinishedError: the trio thread has ended.
+        """
+        self.source: S | None = None
+        self.failure: BaseException | None = None
+        self.is_over = False
+        self._thread = thread
+        self._make_source: Callable[[], S] | None = make_source
+        self.opened: BridgeFuture[None] = thread.make_future()
+        self._scope = trio.CancelScope()
+        self._is_requested = trio.Event()
+        self._reply: BridgeFuture[Sequence[T]] | None = None
+        self._leftover_items: Sequence[T] = ()
+        thread.run_soon(self._open)
+
+    def request_items(self) -> BridgeFuture[Sequence[T]]:
+        """A future for the items since the last request: one or more, or none at the end. A consumer that abandons it
+        loses them.
+        """
+        reply: BridgeFuture[Sequence[T]] = self._thread.make_future()
+        try:
+            self._thread.run_soon(self._accept_request, reply)
+        except trio.RunFinishedError:
+            reply.set_result(self._take_leftover_items())
+        return reply
+
+    def close(self) -> None:
+        """Stop the source soon; harmless once the stream is over. For any thread."""
+        try:
+            self._thread.run_soon(self._close)
+        except trio.RunFinishedError:
+            return
+
+    # --- in the trio thread -----------------------------------------------------------------------
+
+    def _open(self) -> None:
+        assert self._make_source is not None
+        # An exception is for the consumer; raised from here, it would end the trio loop.
+        made = outcome.capture(self._make_source)
+        self._make_source = None
+        if isinstance(made, outcome.Error):
+            self.failure, self.is_over = made.error, True
+        else:
+            self.source = made.unwrap()
+            self._thread.nursery.start_soon(self._answer_requests, self.source)
+        self._thread.resolve(self.opened, None)
+
+    def _accept_request(self, reply: BridgeFuture[Sequence[T]]) -> None:
+        self._reply = reply
+        if self.is_over:
+            self._send(self._take_leftover_items())
+        else:
+            self._is_requested.set()
+
+    def _close(self) -> None:
+        self._scope.cancel()
+        if self.source is not None:
+            # Now, and not when the task is cancelled: the consumer's next call may rely on the source being closed.
+            self.source.close()
+
+    async def _answer_requests(self, source: S) -> None:
+        try:
+            with self._scope:
+                items: Sequence[T] | None = None
+                while items is None or items:
+                    await self._is_requested.wait()
+                    self._is_requested = trio.Event()
+                    items = await source.receive()
+                    self._send(items)
+        finally:
+            self.is_over = True
+            self._leftover_items = source.drain()
+            source.close()
+            if self._reply is not None:
+                self._send(self._take_leftover_items())
+
+    def _send(self, items: Sequence[T]) -> None:
+        reply, self._reply = self._reply, None
+        assert reply is not None
+        self._thread.resolve(reply, items)
+
+    def _take_leftover_items(self) -> Sequence[T]:
+        items, self._leftover_items = self._leftover_items, ()
+        return items

@@ -27,7 +27,7 @@ from actors.distributed.rank_group import RankGroup
 from runtime.doctor.conclusion import USUAL_ACCEPTANCE
 from runtime.doctor.report import Diagnosis
 from runtime.loading.device import processor_name
-from runtime.ranks.group_thread import breaking, run_in_group
+from runtime.ranks.following import breaking, run_in_group
 from runtime.simulation.sharding import links_of
 
 # Ranks that are out of step in spite of all checks wait for each other without end. So the measurements of the links

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Literal
 
 import attrs
@@ -35,20 +34,13 @@ class DrafterSlot:
 
     Each drafter has its own task in the runtime's nursery. The task owns what the drafter needs (actor, worker, model)
     and releases it when it ends: by `detach`, with the runtime, or in the middle of loading.
-
-    Attributes:
-        nursery: the runtime's.
-        target: the actor to draft for.
-        make_actor: makes the drafter's actor, which is not serving yet.
-        load: see `Load`; None if the runtime cannot load drafters.
-        actor: the drafter's, or None. Closing the runtime leaves it in place.
     """
 
     _nursery: trio.Nursery
     _target: TargetActor
     _make_actor: Callable[[LoadedDrafter], DrafterActor]
-    _load: Load | None
-    actor: DrafterActor | None = attrs.field(init=False, default=None)
+    _load: Load | None  # None if the runtime cannot load drafters
+    actor: DrafterActor | None = attrs.field(init=False, default=None)  # closing the runtime leaves it in place
     _scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)  # of the actor
     _has_ended: trio.Event = attrs.field(init=False, factory=trio.Event)  # the actor's task
     _is_attaching: bool = attrs.field(init=False, default=False)
@@ -78,9 +70,9 @@ class DrafterSlot:
             raise DrafterAttachedError(
                 "this runtime has a drafter already, or is loading one; call detach_draft() first"
             )
-        self._is_attaching = True
+        self._is_attaching, load = True, self._load
         try:
-            await self._nursery.start(self._serve, partial(self._load_onto, source=source))
+            await self._nursery.start(self._serve, lambda stack: load(stack, source))
         finally:
             self._is_attaching = False
 
@@ -104,10 +96,6 @@ class DrafterSlot:
                 break  # it hangs, and is given up in the background
             with trio.move_on_after(patience_s):
                 await has_ended.wait()
-
-    async def _load_onto(self, stack: AsyncExitStack, *, source: Source) -> LoadedDrafter | None:
-        assert self._load is not None
-        return await self._load(stack, source)
 
     @trio.lowlevel.enable_ki_protection
     async def _serve(

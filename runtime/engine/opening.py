@@ -1,23 +1,33 @@
-"""Opening a runtime: checks the arguments, loads and times the models, and starts the actors."""
+"""Opening a runtime: checks the arguments, loads and times the models, and starts the actors; and `stream` on the
+runtime in use.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import attrs
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.distributed.rank_group import RankGroup
-from actors.drafters.drafter import policy_by_settings
+from actors.drafters.draft_actor import DraftActor
+from actors.drafters.drafter import MakePolicy, policy_by_settings
+from actors.drafters.lookup_actor import LookupActor
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import recommended_working_set, wired_memory
 from actors.mlx.model import MLXModel
 from actors.model import Model
+from actors.persistence.saved_sequence import SavableModel
 from actors.remote.link import SILENCE_S
+from actors.remote.remote_drafter import LoadedElsewhere, RemoteDrafter
+from actors.target.target_actor import TargetActor
 from actors.trained.drafter_model import TrainedDrafter
 from actors.translated.translated_model import TranslatedModel
 from actors.warm_up import warm_up
@@ -25,18 +35,28 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
+from protocol.copy_corpus import CopyCorpus
 from protocol.drafter_wire import VERSION, LoadDrafter
-from protocol.errors import ModelError, RankError, WrongEventLoopError
-from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions
+from protocol.errors import (
+    ModelError,
+    NoRuntimeError,
+    OutriderError,
+    RankError,
+    RuntimeClosedError,
+    WrongEventLoopError,
+)
+from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions, WorkAhead
 from protocol.prices import Prices
-from protocol.settings import AUTO_DRAFT, NGRAM, keywords_of
+from protocol.settings import AUTO_DRAFT, NGRAM, SettingsLike, keywords_of
+from protocol.settings_keywords import SettingsArguments
+from protocol.target_queue import TargetQueue
 from protocol.trace import Actor, Event
-from runtime.engine.drafter_slot import LoadedDrafter
+from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
 from runtime.engine.events import Events
-from runtime.engine.nursery import interrupts_unwrapped
-from runtime.engine.open_options import OpenArguments
-from runtime.engine.running import running
-from runtime.engine.runtime import Runtime
+from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
+from runtime.engine.runtime import CLOSED, Runtime
+from runtime.generation.text import Prompt
+from runtime.generation.token_stream import TokenStream
 from runtime.loading import mlx_environment
 from runtime.loading.model_sources import (
     Loaded,
@@ -49,7 +69,7 @@ from runtime.loading.model_sources import (
     load_draft_onto,
 )
 from runtime.loading.tokenizers import check_template_args, copy_of
-from runtime.persistence.prefix_files import check_folder
+from runtime.persistence.disk_prefix_cache import DiskPrefixCache, check_folder
 from runtime.ranks.leading import check_group, ending_all, leading, worker_for
 from runtime.ranks.sharded_target import check_drafter, load_target_onto
 from runtime.remote import draft_process
@@ -58,6 +78,38 @@ from runtime.remote.drafting import load_elsewhere
 from runtime.tracing.trace_files import Recorder, TimelineFile, Trace, check_trace
 
 logger = logging.getLogger("outrider")
+
+
+_current: ContextVar[Runtime | None] = ContextVar("outrider_runtime", default=None)
+
+
+class OpenArguments(TypedDict, total=False):
+    """The options of `open` beside `target` and `draft`; `protocol.open_options.OpenOptions` says what they mean."""
+
+    rewind: str
+    max_kv_size: int | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    max_streams: int | Literal["auto"] | None
+    max_batch: int
+    prefix_cache_bytes: int
+    prefix_cache_dir: str | os.PathLike[str] | None
+    prefix_cache_dir_bytes: int
+    copy_corpus: int
+    defaults: SettingsLike | None
+    chat_template_args: Mapping[str, Any] | None
+    trace: Trace
+    tune_mlx: bool
+    group: RankGroup | None
+    draft_rank: int | None
+    draft_process: bool
+    draft_device: str | None
+    work_ahead: WorkAhead
+
+
+class OpenArgumentsAndSettings(OpenArguments, SettingsArguments, total=False):
+    """Options of `open` and settings side by side, as `generate_sync` takes them."""
 
 
 @asynccontextmanager
@@ -141,15 +193,9 @@ OPTIONS = tuple(name for name in attrs.fields_dict(OpenOptions) if name not in (
 
 
 def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dict[Actor, Source], OpenOptions]:
-    """Check the arguments of `open`, as far as possible without loading a model.
-
-    Args:
-        target, draft: as for `open`.
-        options: options of `open`, by name; those that are missing have their defaults.
+    """Check the arguments of `open`, as far as possible without loading a model. Raises: as `open`.
 
     Returns: the models to load, and the options.
-
-    Raises: SettingsError, ModelError: as `open`.
     """
     check_unknown({name: value for name, value in options.items() if name not in OPTIONS}, OPTIONS)
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
@@ -172,18 +218,39 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
 
 
 async def _begin_trace(trace: Trace, events: Events, stack: AsyncExitStack) -> Callable[[Event], None] | None:
-    listener = check_trace(trace)
+    if (listener := check_trace(trace)) is None:
+        return None
     if isinstance(listener, Recorder) and listener is not trace:
         await stack.enter_async_context(listener)
-    if listener is not None:
-        events.listen(_guarded(listener))
+    has_failed = False
+
+    def call(event: Event) -> None:
+        nonlocal has_failed
+        if has_failed:
+            return
+        # This is the user's code: whatever it raises, generation goes on.
+        try:
+            listener(event)
+        except Exception:
+            has_failed = True
+            logger.exception("the trace function failed on %r and is not called again", event)
+
+    events.listen(call)
     return listener
 
 
 async def _max_streams(options: OpenOptions, model: MLXModel, worker: Worker) -> int | None:
     """Most streams at work at once, with "auto" decided by whether texts can share passes."""
-    # Found out in any case, so that no stream waits for that.
-    shares_passes = options.max_batch > 1 and options.max_streams != 1 and await _probe_sharing(model, worker)
+    shares_passes = False
+    if options.max_batch > 1 and options.max_streams != 1:  # found out in any case, so that no stream waits for that
+        try:
+            with interrupts_unwrapped():
+                obstacle = await worker.run(Job("warm-up", model.sharing_obstacle))
+        except JobError as error:
+            obstacle = str(error)
+        if obstacle is not None:
+            logger.info("streams take turns at the target: %s", obstacle)
+        shares_passes = obstacle is None
     if options.max_streams != "auto":
         return options.max_streams
     return max(AUTO_TURNS, min(AUTO_STREAMS, options.max_batch)) if shares_passes else AUTO_TURNS
@@ -191,14 +258,7 @@ async def _max_streams(options: OpenOptions, model: MLXModel, worker: Worker) ->
 
 @attrs.frozen
 class _DraftLoader:
-    """Loads the drafters of a runtime.
-
-    Attributes:
-        options: of `open`.
-        caches: those of caches among them.
-        source, target, worker: the target, where it came from, and its worker.
-        events, prices: the runtime's.
-    """
+    """Loads the drafters of a runtime for `target`, which came from `source` and is at work on `worker`."""
 
     options: OpenOptions
     caches: CacheOptions
@@ -223,14 +283,7 @@ class _DraftLoader:
         return loaded
 
     async def load(self, stack: AsyncExitStack, draft: Source, group: RankGroup | None) -> LoadedDrafter | None:
-        """Load a drafter with a model.
-
-        Args:
-            stack: what is released with the drafter.
-            draft: where it comes from.
-            group: the ranks, one of which may draft.
-
-        Returns: None if the draft is "auto" and nothing fits.
+        """Load a drafter with a model, here or at the rank of `group` that drafts; None if "auto" finds nothing.
 
         Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
         """
@@ -258,18 +311,6 @@ class _DraftLoader:
         options = {name: getattr(self.options, name) for name in DRAFTING_OPTIONS}
         size, caches = self.target.model.vocab_size, attrs.asdict(self.caches)
         return LoadDrafter(VERSION, target, draft, size, caches, options, self.events.wants_instants)
-
-
-async def _probe_sharing(model: MLXModel, worker: Worker) -> bool:
-    """Whether texts can share passes."""
-    try:
-        with interrupts_unwrapped():
-            obstacle = await worker.run(Job("warm-up", model.sharing_obstacle))
-    except JobError as error:
-        obstacle = str(error)
-    if obstacle is not None:
-        logger.info("streams take turns at the target: %s", obstacle)
-    return obstacle is None
 
 
 async def _time_models(target: tuple[Model, Worker], draft: LoadedDrafter | None, prices: Prices) -> None:
@@ -321,19 +362,118 @@ def _warn_if_too_large(*models: MLXModel | TranslatedModel | TrainedDrafter) -> 
         )
 
 
-def _guarded(trace: Callable[[Event], None]) -> Callable[[Event], None]:
-    """A user's trace function, whose errors do not reach the runtime; it is not called again after the first."""
-    failed = False
+@asynccontextmanager
+@trio.lowlevel.enable_ki_protection
+async def running(
+    target: tuple[Model, Worker],
+    draft: LoadedDrafter | None,
+    *,
+    tokenizer: TokenizerWrapper | None = None,
+    shared_tokenizer: TokenizerWrapper | None = None,
+    events: Events | None = None,
+    prices: Prices | None = None,
+    make_policy: MakePolicy = policy_by_settings,
+    draft_resources: AsyncExitStack | None = None,
+    load_draft: Load | None = None,
+    chains: bool | None = None,
+    **options: Unpack[OpenArguments],
+) -> AsyncIterator[Runtime]:
+    """A runtime over loaded models and running workers.
 
-    def call(event: Event) -> None:
-        nonlocal failed
-        if failed:
-            return
-        # This is the user's code: whatever it raises, generation goes on.
+    Args:
+        target, draft: models and their workers, real or in simulated time, which the caller enters and leaves.
+        shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
+        events: where the workers announce their spans.
+        prices: what the models are known to cost; nothing if None.
+        draft_resources: closed once the drafter is detached, or the runtime is left.
+        load_draft: loads a drafter to attach; None if none can be attached.
+        chains: see `DraftActor`.
+        **options: those of `open` that are about streams and prefix caches; `max_streams` is a number or None.
+
+    Cancellation: as `open`.
+    """
+    events, prices, given = events or Events(), prices or Prices(), OpenOptions(**options)
+    assert given.max_streams != "auto", "decided by who knows the models"
+    async with BackgroundNursery() as nursery:
+        runtime: Runtime | None = None
+
+        def on_failure(error: OutriderError) -> None:
+            assert runtime is not None
+            runtime._sessions.fail(error)
+
+        target_queue = TargetQueue(prices.verify, given.max_batch)
+        target_actor = TargetActor(
+            *target,
+            events,
+            prices,
+            on_failure=on_failure,
+            prefix_cache_bytes=given.prefix_cache_bytes,
+            target_queue=target_queue,
+            max_batch=given.max_batch,
+        )
+
+        def keep_on_disk(actor: TargetActor | DraftActor) -> None:
+            if given.prefix_cache_dir is not None and isinstance(actor.model, SavableModel):
+                DiskPrefixCache(actor, check_folder(given.prefix_cache_dir), given.prefix_cache_dir_bytes)
+
+        def make_drafter(draft: LoadedDrafter) -> DrafterActor:
+            clock, mailbox, vocab_size = target[1].clock, target_actor.mailbox, target[0].vocab_size
+            if draft == NGRAM:
+                return LookupActor(events, prices, clock, target=mailbox, make_policy=make_policy)
+            if isinstance(draft, LoadedElsewhere):
+                return RemoteDrafter(draft, events, prices, clock, target=mailbox, target_vocab_size=vocab_size)
+            actor = DraftActor(
+                *draft,
+                events,
+                prices,
+                target=mailbox,
+                target_vocab_size=vocab_size,
+                make_policy=make_policy,
+                prefix_cache_bytes=given.prefix_cache_bytes,
+                target_queue=target_queue,
+                chains=chains,
+                max_batch=given.max_batch,
+            )
+            keep_on_disk(actor)
+            return actor
+
+        drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
+        if draft is not None:
+            await drafter.put(draft, draft_resources or AsyncExitStack())
+        del draft  # the slot holds it, until it is detached
+        keep_on_disk(target_actor)
+        if (store := target_actor.prefix_cache.store) is not None:
+            nursery.start_soon(store.run)
+        await nursery.start(target_actor.serve)
+        runtime = Runtime(
+            target_actor,
+            drafter,
+            tokenizer,
+            events,
+            prices,
+            nursery,
+            given.max_streams,
+            tokenizer if shared_tokenizer is None else shared_tokenizer,
+            given.defaults,
+            CopyCorpus(given.copy_corpus) if given.copy_corpus else None,
+        )
+        end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
+        # A cancellation from further out ends the actors first; the block ends when it gets to it.
+        target_actor.when_over(end)
+        before = _current.get()
+        _current.set(runtime)
         try:
-            trace(event)
-        except Exception:
-            failed = True
-            logger.exception("the trace function failed on %r and is not called again", event)
+            yield runtime
+        finally:
+            _current.set(before)
+            end()
 
-    return call
+
+def stream(prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]) -> TokenStream:
+    """`Runtime.stream`, on the runtime that the current task is running under.
+
+    Raises: NoRuntimeError: there is none; and what `Runtime.stream` raises.
+    """
+    if (runtime := _current.get()) is None:
+        raise NoRuntimeError("no runtime is open here; use this inside `async with runtime.open(...)`")
+    return runtime.stream(prompt, settings, **overrides)

@@ -54,10 +54,7 @@ class RequestValidation:
         has_drafter: Callable[[], bool],
         defaults: SettingsLike | None = None,
     ) -> None:
-        """Of one runtime.
-
-        Args:
-            has_drafter: whether a session that begins now would have a drafter.
+        """`has_drafter` tells whether a session that begins now would have a drafter.
 
         Raises: SettingsError: the defaults cannot be used with this target.
         """
@@ -93,10 +90,7 @@ class RequestValidation:
         return checked
 
     def generation(self, prompt: Prompt, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> Generation:
-        """What begins a stream.
-
-        Args:
-            arguments: of the stream by name: settings, and about tools.
+        """What begins a stream; `arguments` are settings by name, and about tools.
 
         Raises: as `checked`, `opened` and `taken_tools`.
         """
@@ -107,14 +101,7 @@ class RequestValidation:
     def generations(
         self, prompts: Iterable[ManyPrompt], settings: SettingsLike | None, arguments: Mapping[str, Any]
     ) -> list[Generation]:
-        """What begins the stream of each of many prompts; see `Runtime.generate_many`.
-
-        Args:
-            prompts: each with the arguments that replace the shared ones, or without any.
-            settings, arguments: of all streams, as for `generation`.
-
-        Raises: as `generation`.
-        """
+        """What begins the stream of each of many prompts; see `Runtime.generate_many`. Raises: as `generation`."""
         about_tools, overrides = split_tools(arguments)
         keywords = with_overrides(settings, overrides)
         shared, shared_tools = self.checked(keywords), taken_tools(dict(about_tools))
@@ -127,10 +114,8 @@ class RequestValidation:
         return check_each(prompts, checked)
 
     def opened(self, prompt: Prompt, settings: Settings, tools: Tools | None = None) -> Open:
-        """The message that opens a session, with a new session id.
-
-        Args:
-            tools: what the model may call, for the chat template, and for a grammar if they need one; or None.
+        """The message that opens a session, with a new session id. The chat template, and a grammar if they need one,
+        are told of the tools.
 
         Raises:
             PromptError: the prompt is empty, longer than the context, or not encodable; or it is text, and there are
@@ -150,21 +135,28 @@ class RequestValidation:
         if tools is not None and (grammar := self._grammar(tools, ids)) is not None:
             settings = attrs.evolve(settings, logits_processors=(grammar, *settings.logits_processors))
         check_prompt_length(len(ids), context_length)
+        seed = secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed
+        return self._open(ids, settings, seed, context_length)
+
+    def _open(
+        self, prompt: tuple[int, ...], settings: Settings, seed: int, context_length: int | None, num_resumed: int = 0
+    ) -> Open:
+        ends = set(settings.stop_tokens)
+        if self._tokenizer is not None and not settings.ignore_eos:
+            ends |= set(self._tokenizer.eos_token_ids)
         return Open(
             session=next(self._ids),
-            prompt=ids,
+            prompt=prompt,
             settings=settings,
-            seed=secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed,
-            stop_tokens=self._stop_tokens(settings),
+            seed=seed,
+            stop_tokens=frozenset(ends),
             context_length=context_length,
             drafted=self.is_drafted(settings),
+            num_resumed=num_resumed,
         )
 
     def _num_cached(self, settings: Settings) -> int:
-        """Tokens in the prompt cache file, if the settings name one.
-
-        Raises: SessionFileError: it is no such file, or does not suit the options of the target's caches.
-        """
+        """Tokens in the prompt cache file, if the settings name one. Raises: SessionFileError: it does not fit."""
         if settings.prompt_cache_file is None:
             return 0
         file = read_header(settings.prompt_cache_file)
@@ -200,10 +192,7 @@ class RequestValidation:
         reuse_prefix: bool = True,
         prefill_step_size: int | Literal["auto"] | None = None,
     ) -> Open:
-        """The message that opens a session which scores a continuation; see `Runtime.score`.
-
-        Raises: PromptError, SettingsError: see there.
-        """
+        """The message that opens a session which scores a continuation; see `Runtime.score`, also for errors."""
         if prefill_step_size is None:
             prefill_step_size = self._defaults.get("prefill_step_size", "auto")
         settings = Settings(logprobs=logprobs, reuse_prefix=reuse_prefix, prefill_step_size=prefill_step_size)
@@ -228,7 +217,6 @@ class RequestValidation:
     def _encode_both(
         self, prompt: Prompt, continuation: str | Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The token ids of a prompt and of its continuation; see `Runtime.score`."""
         if isinstance(continuation, str) and isinstance(prompt, str) and continuation:
             # A tokenizer has few words that end with a space, and many that begin with one.
             ids = self.encode(prompt.rstrip() or prompt)
@@ -263,9 +251,6 @@ class RequestValidation:
     def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
         """The message that opens a session which resumes a saved stream, with a new session id.
 
-        Args:
-            session: the saved session; its tokens are in the vocabulary.
-
         Raises:
             SettingsError: `max_tokens` leaves nothing to generate.
             SessionFileError: the text does not fit in the context.
@@ -281,16 +266,7 @@ class RequestValidation:
                     f"the saved stream has {len(session.tokens)} tokens, and the target's context is {context_length}; "
                     "open the target that it was saved with"
                 )
-        return Open(
-            session=next(self._ids),
-            prompt=session.tokens,
-            settings=settings,
-            seed=seed,
-            stop_tokens=self._stop_tokens(settings),
-            context_length=context_length,
-            drafted=self.is_drafted(settings),
-            num_resumed=num_resumed,
-        )
+        return self._open(session.tokens, settings, seed, context_length, num_resumed)
 
     def _grammar(self, tools: Tools, prompt: tuple[int, ...]) -> Grammar | None:
         format = check_callable(tools, self._tokenizer)
@@ -299,12 +275,6 @@ class RequestValidation:
         reasoning = ReasoningTracker(self._tokenizer, prompt)
         written = call_grammar(tools, format, self._tokenizer, **marks_of(reasoning))
         return Grammar(written, self._tokenizer, what="the grammar of the tools")
-
-    def _stop_tokens(self, settings: Settings) -> frozenset[int]:
-        ends = set(settings.stop_tokens)
-        if self._tokenizer is not None and not settings.ignore_eos:
-            ends |= set(self._tokenizer.eos_token_ids)
-        return frozenset(ends)
 
     def is_drafted(self, settings: Settings) -> bool:
         """Whether a session with these settings is drafted; logs once what prevents it."""
@@ -317,10 +287,7 @@ class RequestValidation:
         return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
-        """The token ids of a prompt; `switches` are further variables of the chat template.
-
-        Raises: PromptError: the prompt is empty, not encodable, or was seen to fill the context.
-        """
+        """See `Runtime.encode`."""
         model = self._model
         return encode_prompt(prompt, self._tokenizer, model.vocab_size, model.context_length, switches)
 

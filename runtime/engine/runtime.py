@@ -10,6 +10,7 @@ import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
+from actors.mlx.memory import peak_memory
 from actors.persistence.saved_sequence import SavableModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
@@ -35,7 +36,7 @@ from runtime.generation.tool_calls.functions import Functions
 from runtime.generation.tool_calls.tools import StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
-from runtime.persistence.saving import SessionSaver
+from runtime.persistence.saved_session import SessionSaver
 
 # Characters of a document that are tokenised without a pause; a few milliseconds.
 _CHARACTERS_AT_ONCE = 8192
@@ -81,18 +82,8 @@ class Runtime:
         defaults: SettingsLike | None = None,
         corpus: CopyCorpus | None = None,
     ) -> None:
-        """A runtime over the actors of `runtime.engine.running`.
-
-        Args:
-            target: the actor, which is serving.
-            drafter: the drafter's slot.
-            tokenizer: the target's, for this runtime alone; or None.
-            events: the trace, from which the models' time is counted for the sessions.
-            prices: measured costs of both models; the actors update them.
-            nursery: of the generations that are begun many at a time.
-            max_streams, defaults: see `open`.
-            shared_tokenizer: the target's tokenizer, as the user gets it; or None.
-            corpus: what streams copy from beside their own texts; None for nothing.
+        """A runtime over actors that are serving; see `runtime.engine.opening.running`. Generations that are begun many
+        at a time are in the nursery. `tokenizer` is the target's, for this runtime alone.
         """
         self._target = target
         self._drafter = drafter
@@ -119,18 +110,18 @@ class Runtime:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
             settings: a `Settings`, which sets every field, or a mapping of some settings by name. Settings that are
                 named nowhere are the `defaults` of `open`.
-            **overrides: settings by name, see `Settings`; each replaces that of `settings`. And for messages `tools`,
+            **overrides: settings by name, each of which replaces that of `settings`; and for messages `tools`,
                 `tool_choice` and `parallel_tool_calls`, see `StreamArguments`.
 
-        Returns: a stream that generates from now on. Where `max_streams` others are at work, it begins after the
-            streams that were begun before it. See `TokenStream` for how to end it, also while it waits.
+        Returns: a stream that generates from now on, or once fewer than `max_streams` that were begun before it are at
+            work. See `TokenStream` for how to end it.
 
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range, stop strings are given and the target has no
                 tokenizer, or a tool is invalid.
             PromptError: the prompt is empty, longer than the context, or not encodable.
-            ProcessorError: a logits processor cannot save its state. If another stream is calling the processor at this
-                moment, it is asked later on a model's thread, and the error comes out of the stream.
+            ProcessorError: a logits processor cannot save its state. If another stream is calling it at this moment,
+                the error comes out of the stream.
             RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
         """
         self.check_open()
@@ -141,7 +132,7 @@ class Runtime:
     ) -> Score:
         """The log-probability of each token of a continuation, given the prompt and the tokens before it.
 
-        They are the target's own, without temperature, filters and processors. Both are read in chunks, as any prompt.
+        They are the target's own, without temperature, filters and processors.
 
         Args:
             prompt: as for `stream`.
@@ -149,7 +140,7 @@ class Runtime:
                 prompt has as many tokens as it has alone; spaces at its end belong to the continuation. After any
                 other prompt, the continuation is tokenised alone, without special tokens.
             logprobs: number of the likeliest tokens at each position to give log-probabilities for; 0 (default) to 128.
-            reuse_prefix, prefill_step_size: as the settings, but reused by default: continuations often share a prompt.
+            reuse_prefix, prefill_step_size: as the settings, but reused by default.
 
         Raises: before any model work as `stream`, and:
             PromptError: the continuation is empty, or has no token of its own.
@@ -158,18 +149,12 @@ class Runtime:
         Cancellation: strikes between two passes; what was read stays in the prefix cache.
         """
         self.check_open()
-        opened = self._validation.to_score(prompt, continuation, **options)
-        return await self._sessions.score(opened)
+        return await self._sessions.score(self._validation.to_score(prompt, continuation, **options))
 
     async def generate(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> Completion:
-        """Generate a whole text.
-
-        Args, Raises: as `stream`; errors of a running stream are raised here too.
-
-        Cancellation: ends the generation; what was generated until then is lost.
-        """
+        """Generate a whole text. Args, Raises: as `stream`, and what ends one. A cancellation ends the generation."""
         return await complete(self.stream(prompt, settings, **overrides))
 
     def generate_many(
@@ -180,16 +165,13 @@ class Runtime:
         max_concurrent: int = 8,
         **overrides: Unpack[StreamArguments],
     ) -> Completions:
-        """Generate a whole text for each of many prompts.
+        """Generate a whole text for each of many prompts, the one that it would have alone.
 
-        Each text is the one that its prompt would have alone. The exception is a logits processor that keeps a state
-        and cannot save and restore it: all generations share that state.
+        The exception is a logits processor that keeps a state and cannot save it: all generations share that state.
 
         Args:
-            prompts: each as for `stream`, or a pair (prompt, its own settings, or these and its own tools by name); may
-                be empty.
-            settings, overrides: as for `stream`; for every prompt, the seed and the tools included. A prompt's own
-                replace them.
+            prompts: each as for `stream`, or a pair (prompt, its own settings and tools by name); may be empty.
+            settings, overrides: as for `stream`; for every prompt, the seed included. A prompt's own replace them.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
 
         Returns: an awaitable of all completions in the order of the prompts, and an async iterator over completions as
@@ -211,28 +193,21 @@ class Runtime:
         max_concurrent: int = 8,
         **overrides: Unpack[StreamArguments],
     ) -> TokenStreams:
-        """Generate a text for each of many prompts, and give the tokens of all of them as they come.
-
-        Args, Raises: as `generate_many`.
-
-        Returns: an async iterator over pairs (index of the prompt, token); see `TokenStreams`.
+        """As `generate_many`, as an async iterator over the tokens as they come: pairs (index of the prompt, token);
+        see `TokenStreams`.
         """
         self.check_open()
         generations = self._validation.generations(prompts, settings, dict(overrides))
         return self._sessions.begin_many(TokenStreams, generations, max_concurrent)
 
     async def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> None:
-        """Add texts that every stream may copy from, within `copy_corpus`; in `serve`, those of all clients.
-
-        Args:
-            texts: each is text, or token ids.
+        """Add texts, as text or token ids, that every stream may copy from, within `copy_corpus`; in `serve`, those of
+        all clients. What was added before an error or a cancellation stays.
 
         Raises:
             SettingsError: the runtime was opened without a `copy_corpus`.
-            PromptError: one is neither text nor ids of the vocabulary; those before it were added.
+            PromptError: one is neither text nor ids of the vocabulary.
             RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
-
-        Cancellation: what was added until then stays.
         """
         with self._sessions.while_open():
             if self._sessions.corpus is None:
@@ -254,18 +229,14 @@ class Runtime:
     def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
 
-        May be called in any thread, by one at a time: a long text takes a while, for which trio's thread would stand
-        still.
+        May be called in any thread, by one at a time: a long text would stop trio's for a while.
 
         Raises: PromptError: the prompt is empty, not encodable, or so long that it is sure to fill the context.
         """
         return self._validation.encode(prompt, **switches)
 
     def check_settings(self, settings: Mapping[str, Any]) -> Settings:
-        """The settings of one stream, checked and completed by the defaults. May be called in any thread.
-
-        Raises: as `check_open`, and SettingsError: one is unknown or out of its range.
-        """
+        """The settings of one stream, checked and completed by the defaults, in any thread. Raises: as `stream`."""
         self.check_open()
         return self._validation.checked(settings)
 
@@ -304,23 +275,22 @@ class Runtime:
         tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
-        """Resume a conversation from a file of `Conversation.save`.
+        """Resume a conversation from a file of `Conversation.save`, with the text that it would have had without.
 
-        It continues with the text that it would have had without the file, under the same conditions. The target must
-        be the model that it was saved with, by its fingerprint (see `actors.persistence.fingerprint`); the tokenizer's
-        vocabulary and `open`'s options for caches must be the same, too. Cached tokens from the file join the prefix
-        cache, within `prefix_cache_bytes`; what finds no room is read again.
+        The target must be the model that it was saved with, by its fingerprint (see `actors.persistence.fingerprint`);
+        the tokenizer's vocabulary and `open`'s options for caches must be the same, too. Cached tokens from the file
+        join the prefix cache, within `prefix_cache_bytes`; what finds no room is read again.
 
         Nothing in a file is ever executed, and nothing of it is used before a checksum over the whole file holds.
 
         Args:
             path: of the file; or a binary file object that can seek, such as `io.BytesIO`, which is read in another
                 thread from its position to its end.
-            any_draft: whether a drafter may differ from the one that the session was saved with. A draft model reads
-                the text again, a trained drafter what comes from now on; under the match rule the text that comes is
-                the same. So it is where the file has no cache of a drafter. A runtime without one ignores the file's.
-            tools: as for `conversation`. The file has no functions: without the ones that it was
-                saved with, the model is told of none, and the text is read again.
+            any_draft: whether a drafter may differ from the one that the session was saved with. A draft model then
+                reads the text again, a trained drafter what comes from now on, as where the file has no cache of a
+                drafter; under the match rule the text that comes is the same.
+            tools: as for `conversation`. The file has no functions: without the ones that it was saved with, the model
+                is told of none, and the text is read again.
             **overrides: settings by name; each replaces the saved one. Where there were `logits_processors` or a
                 `sampler`, they must be given again, or [] or None to continue without.
 
@@ -352,8 +322,7 @@ class Runtime:
     ) -> TokenStream:
         """Resume a stream from a file of `TokenStream.save`, behind the last token that was given.
 
-        The index of the first token follows that of the last one given. `max_tokens` counts from the stream's
-        beginning; `statistics` count what happens from now on. The file's cache is used as with `reuse_prefix`.
+        Token indices and `max_tokens` count from the stream's beginning, `statistics` from now on.
 
         Args: as `load`. Processors that can save and restore their state find it again; any other must be in the state
             that it had.
@@ -421,7 +390,7 @@ class Runtime:
     def _models(self) -> SessionSaver:
         # A drafter that has failed for good cannot be asked for anything. A draft model of another vocabulary reads the
         # text again.
-        draft = self._drafter.actor
+        draft = self._draft
         if not (isinstance(draft, DraftActor) and draft.is_alive and isinstance(draft.model, SavableModel)):
             draft = None
         return SessionSaver(self._target, draft, self._tokenizer)
@@ -429,19 +398,12 @@ class Runtime:
     # --- the drafter ------------------------------------------------------------------------------
 
     async def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> None:
-        """Load a draft model into the open runtime; streams that begin afterwards are drafted.
-
-        The model is checked and timed as by `open`. Streams that are under way stay undrafted.
-
-        Args:
-            draft: as for `open`; "ngram" drafts by prompt lookup, without a model, and "auto" may find none.
-            **unknown: an error.
+        """Load a draft model, given as for `open`, into the open runtime; streams that begin afterwards are drafted.
 
         Raises: and then the runtime is as it was:
             DrafterAttachedError: the runtime has a drafter, or is loading one.
             SettingsError, ModelError, VocabularyMismatchError: as `open`.
-            RuntimeClosedError, RuntimeBrokenError: the runtime is closed, its target has failed, or it was closed
-                meanwhile.
+            RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed; also meanwhile.
 
         Cancellation: waits for the load; the runtime is as it was.
         """
@@ -452,10 +414,9 @@ class Runtime:
     async def detach_draft(self) -> None:
         """Release the draft model, its memory and its thread; does nothing without one.
 
-        A draft model that hangs is not waited for: its thread is left behind later, with a warning.
-
-        Streams that are under way continue undrafted, with the text that they would have had; above temperature 0
-        without a seed, with another sample of the same distribution.
+        A draft model that hangs is not waited for: its thread is left behind later, with a warning. Streams that are
+        under way continue undrafted, with the text that they would have had; above temperature 0 without a seed, with
+        another sample of the same distribution.
 
         Cancellation: the drafter is detached in any case, after the draft step that is running; only the waiting ends.
         """
@@ -467,8 +428,8 @@ class Runtime:
         """Close the runtime: end every stream, and take no others. Closing twice is closing once.
 
         After `nursery.start(runtime.keep_open, …)`, this returns once the models are released and the threads are
-        joined, which takes as long as the forward passes that are running, at most one a model. Inside
-        `async with runtime.open(…)` it returns at once; models and threads are released as the block is left.
+        joined, after at most one forward pass a model. Inside `async with runtime.open(…)` it returns at once; leaving
+        the block releases them.
 
         Cancellation: the runtime is closed in any case; only the waiting ends.
         """
@@ -486,38 +447,35 @@ class Runtime:
         return f"<outrider Runtime, {state}: {self.num_streams} streams, {self.num_waiting} waiting>"
 
     def check_open(self) -> None:
-        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
-
-        May be called in any thread.
-        """
+        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed."""
         self._sessions.check_open()
 
     def health(self) -> Health:
         """Whether the models are alive; asks nothing of them, so that a server can call it at any time."""
-        is_open = self._sessions.is_open
-        return Health(
-            target=is_open and self._target.is_alive,
-            draft=None if (draft := self._draft) is None else is_open and draft.is_alive,
-        )
+        is_open, draft = self._sessions.is_open, self._draft
+        return Health(is_open and self._target.is_alive, None if draft is None else is_open and draft.is_alive)
 
     async def wait_broken(self) -> RuntimeBrokenError:
-        """Wait until the target has failed and every stream has its error; a server then has nothing left to do.
-
-        Returns: the error of every stream; at once if that has happened already.
-
-        Cancellation: ends the waiting; closing the runtime does not.
+        """Wait until the target has failed and every stream has its error, which is returned. Closing the runtime does
+        not end the waiting.
         """
         await self._sessions.has_failed.wait()
         assert self._sessions.failure is not None
         return self._sessions.failure
 
     def statistics(self) -> Statistics:
-        """Counts over all streams so far, and how busy the models have been; a frozen snapshot.
-
-        `generation_tps` is over the runtime's whole life.
+        """Counts over all streams so far, and how busy the models have been; a frozen snapshot. `generation_tps` is
+        over the runtime's whole life.
         """
-        elapsed_s = self._target.worker.clock() - self._began
-        return self._sessions.statistics(elapsed_s, self.busy_seconds, is_drafted=self._draft is not None)
+        elapsed_s, counts = self._target.worker.clock() - self._began, self._sessions.counts()
+        counts.target_seconds, counts.draft_seconds = self.busy_seconds
+        return counts.snapshot(
+            elapsed=elapsed_s,
+            generation_seconds=elapsed_s,
+            peak_memory=peak_memory(),
+            estimates=self.estimates,
+            lookahead=0 if self._draft is None else None,
+        )
 
     @property
     def busy_seconds(self) -> tuple[float, float]:
@@ -532,7 +490,7 @@ class Runtime:
     @property
     def max_streams(self) -> int | None:
         """Most streams that are at work at the same time; None for no bound."""
-        return self._sessions.admission.max_sessions
+        return self._sessions.max_streams
 
     @property
     def num_streams(self) -> int:
@@ -542,14 +500,11 @@ class Runtime:
     @property
     def num_waiting(self) -> int:
         """Streams that wait for admission, because `max_streams` are at work."""
-        return self._sessions.admission.num_waiting
+        return self._sessions.num_waiting
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
-        """The target's tokenizer, as mlx-lm wraps it; None if the target was opened without one.
-
-        The runtime works with a copy: changes to this object, such as its truncation, have no effect on it.
-        """
+        """The target's tokenizer, as mlx-lm wraps it, of which the runtime uses a copy; None if it has none."""
         return self._shared_tokenizer
 
     @property

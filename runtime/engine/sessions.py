@@ -13,7 +13,6 @@ import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.memory import peak_memory
 from actors.session import Session
 from actors.target.target_actor import TargetActor
 from protocol.copy_corpus import EVERYBODY, CopyCorpus
@@ -22,7 +21,7 @@ from protocol.messages import Close, Open
 from protocol.prices import Prices
 from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
-from protocol.statistics import Counts, Statistics
+from protocol.statistics import Counts
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.many_prompts import check_max_concurrent
@@ -57,19 +56,20 @@ SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awa
 class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
-    A session begins at both actors as soon as it is admitted. It ends when its text is over, when its consumer closes
-    or drops the stream, or with the runtime. Whatever ends it, its counts move to those of past sessions.
+    A session begins at both actors as soon as it is admitted: at once if there is room, else in the order of arrival.
+    It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
+    its counts move to those of past sessions.
+
+    It counts as admitted until both actors have released it, caches included: the bound is on the models' work and on
+    the memory for caches. A finished text that a slow consumer has not read yet does not count.
 
     Attributes:
-        target: the actor that sessions begin at.
-        drafter: its actor is the other one, if there is a drafter.
-        prices: the measured costs, for the streams' statistics.
+        max_streams: most sessions at work at a time, >= 1; None for no bound.
         corpus: what sessions copy from beside their own texts, or None.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
-        admission: which sessions wait.
     """
 
     _target: TargetActor
@@ -77,7 +77,7 @@ class Sessions:
     _tokenizer: TokenizerWrapper | None
     _prices: Prices
     _nursery: trio.Nursery
-    _max_streams: int | None
+    max_streams: int | None
     _save_stream: SaveStream
     corpus: CopyCorpus | None = None
     _adding: trio.Lock = attrs.field(init=False, factory=trio.Lock)  # to the corpus
@@ -85,17 +85,13 @@ class Sessions:
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
-    admission: StreamAdmission = attrs.field(init=False)
+    _num_admitted: int = attrs.field(init=False, default=0)
+    _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
     _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
     # Held while a session's counts move to `past`: another thread may be adding all of them up.
     _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _closed: OutriderError | None = attrs.field(init=False, default=None)
-
-    def __attrs_post_init__(self) -> None:
-        self.admission = StreamAdmission(
-            self._max_streams, self._begin_at_actors, lambda: self._closed is None and self._target.is_serving
-        )
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -107,10 +103,12 @@ class Sessions:
 
     @property
     def num_streams(self) -> int:
-        """See `Runtime.num_streams`."""
         # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
-        wanted = sum(not session.is_unwanted for session in list(self.by_id.values()))
-        return wanted - self.admission.num_waiting
+        return sum(not session.is_unwanted for session in list(self.by_id.values())) - self.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not session.is_unwanted for session in list(self._waiting.values()))
 
     def counts(self) -> Counts:
         """The counts of all sessions so far, added up. May be called in any thread."""
@@ -121,20 +119,8 @@ class Sessions:
                 counts.add(session.counts)
         return counts
 
-    def statistics(self, elapsed_s: float, busy_s: tuple[float, float], *, is_drafted: bool) -> Statistics:
-        """The statistics of a runtime that has been open for some time, in which its models were busy for some."""
-        counts = self.counts()
-        counts.target_seconds, counts.draft_seconds = busy_s
-        return counts.snapshot(
-            elapsed=elapsed_s,
-            generation_seconds=elapsed_s,
-            peak_memory=peak_memory(),
-            estimates=self._prices.estimates(),
-            lookahead=None if is_drafted else 0,
-        )
-
     def check_open(self) -> None:
-        """Raises: RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed."""
+        """See `Runtime.check_open`."""
         if self._closed is not None:
             # A new object each time: a traceback grows on an exception that is raised again.
             raise _again(self._closed)
@@ -157,10 +143,7 @@ class Sessions:
             raise _again(self._closed)
 
     def begin(self, opened: Open, tools: Tools | None = None, *, saved: SavedStream | None = None) -> TokenStream:
-        """Begin a generation, or resume one that was saved.
-
-        Args:
-            tools: what the model was told that it may call; None to tell no calls apart.
+        """Begin a generation, or resume one that was saved; `tools` are what the model was told that it may call.
 
         Raises: as `check_open`.
         """
@@ -179,6 +162,10 @@ class Sessions:
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
             find_stop.resume(opened.prompt[opened.num_prompt :])
+        calls: AnswerReader | None = None
+        if tools is not None:
+            format = check_callable(tools, self._tokenizer)
+            calls = AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
         reader = TokenReader(
             session,
             GrowingText(self._tokenizer, opened),
@@ -186,7 +173,7 @@ class Sessions:
             clock=self._target.worker.clock,
             on_token=session.counts.give,
             estimates=self._prices.estimates,
-            calls=None if tools is None else self._call_reader(tools, reasoning),
+            calls=calls,
         )
         arrivals = Arrivals(session, receive, partial(self._end_soon, opened.session))
         if saved is not None:
@@ -196,27 +183,20 @@ class Sessions:
         if saved is not None and saved.is_over:
             session.end()
         else:
-            self.admission.enter(session)
+            self._enter(session)
         stream = TokenStream(reader, arrivals, partial(self._save_stream, opened, arrivals))
         if reader.finish_reason is not None:
             stream.close()
         return stream
 
     def begin_many(self, kind: Callable[..., M], generations: Sequence[Generation], max_concurrent: int) -> M:
-        """Begin many generations, `max_concurrent` at a time.
-
-        Args:
-            kind: what their consumer reads: `Completions` or `TokenStreams`.
+        """Begin many generations, `max_concurrent` at a time, as `Completions` or `TokenStreams`.
 
         Raises: SettingsError: `max_concurrent` is out of its range.
         """
         check_max_concurrent(max_concurrent)
         start_soon, run_soon = self._nursery.start_soon, self.run_soon
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
-
-    def _call_reader(self, tools: Tools, reasoning: ReasoningTracker) -> AnswerReader:
-        format = check_callable(tools, self._tokenizer)
-        return AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
@@ -231,7 +211,7 @@ class Sessions:
         session.counts.prompt_tokens = len(opened.prompt)
         self.by_id[opened.session] = session
         try:
-            self.admission.enter(session)
+            self._enter(session)
             async for commit in receive:  # none comes; the channel is closed once the session is over
                 raise ProtocolError(f"a session that scores has committed {commit!r}")
         finally:
@@ -246,7 +226,6 @@ class Sessions:
         return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
 
     async def add_to_corpus(self, tokens: Sequence[int], owner: bytes) -> None:
-        """Add a text to the corpus, which must be there."""
         assert self.corpus is not None
         async with self._adding:
             for _ in self.corpus.add(tokens, owner):
@@ -259,7 +238,7 @@ class Sessions:
                 self._nursery.start_soon(self.add_to_corpus, tokens, owner)
 
     def run_soon(self, call: Callable[[], None]) -> None:
-        """Have a function called in trio's thread; may be called from any thread, at any moment."""
+        """Have a function called in trio's thread; for any thread, at any moment."""
         try:
             self._trio_token.run_sync_soon(call)
         except trio.RunFinishedError:
@@ -306,7 +285,22 @@ class Sessions:
             session.end(_again(error))
             self._end(id)
 
-    def _begin_at_actors(self, session: Session) -> None:
+    def _enter(self, session: Session) -> None:
+        """Begin a session as soon as there is room."""
+        if self.max_streams is None or self._num_admitted < self.max_streams:
+            self._admit(session)
+        else:
+            self._waiting[session.opened.session] = session
+
+    def _leave(self) -> None:
+        self._num_admitted -= 1
+        # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
+        if self._waiting and self._closed is None and self._target.is_serving:
+            self._admit(self._waiting.pop(next(iter(self._waiting))))
+
+    def _admit(self, session: Session) -> None:
+        self._num_admitted += 1
+        session.on_left = self._leave
         draft = self._drafter.actor
         if (draft is None or not draft.is_serving) and session.opened.drafted:
             # The drafter was detached while this session waited for admission, or everything is about to end.
@@ -327,57 +321,10 @@ class Sessions:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
-        self.admission.give_up(id)
+        self._waiting.pop(id, None)
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
-
-
-@attrs.define(eq=False)
-class StreamAdmission:
-    """A queue in front of the actors: admits a session at once if there is room, else in the order of arrival.
-
-    A session counts as admitted until both actors have released it, caches included: the bound is on the models' work
-    and on the memory for caches. A finished text that a slow consumer has not read yet does not count.
-
-    Attributes:
-        max_sessions: most sessions at a time, >= 1; None for no bound.
-        begin: hands a session to the actors; never waits.
-        can_begin: whether the actors still take sessions.
-    """
-
-    max_sessions: int | None
-    _begin: Callable[[Session], None]
-    _can_begin: Callable[[], bool]
-    _num_admitted: int = attrs.field(init=False, default=0)
-    _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sessions that wait for admission."""
-        return sum(not session.is_unwanted for session in list(self._waiting.values()))
-
-    def enter(self, session: Session) -> None:
-        """Begin a session as soon as there is room."""
-        if self.max_sessions is None or self._num_admitted < self.max_sessions:
-            self._admit(session)
-        else:
-            self._waiting[session.opened.session] = session
-
-    def give_up(self, id: int) -> None:
-        """Forget a session that waits; does nothing for any other."""
-        self._waiting.pop(id, None)
-
-    def _admit(self, session: Session) -> None:
-        self._num_admitted += 1
-        session.on_left = self._leave
-        self._begin(session)
-
-    def _leave(self) -> None:
-        self._num_admitted -= 1
-        # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
-        if self._waiting and self._can_begin():
-            self._admit(self._waiting.pop(next(iter(self._waiting))))
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:

@@ -37,14 +37,9 @@ _SYMBOL = "cblas_sgemm"
 _ALLOWED = f'"{OPENBLAS}", "{SYSTEM}" or the path of a library'
 
 
-# --- decisions ------------------------------------------------------------------------------------
-
-
 def candidates(machine: str) -> tuple[str, ...]:
-    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first.
-
-    Args:
-        machine: the value of `platform.machine()`, such as "x86_64" or "aarch64".
+    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, for a
+    `platform.machine()` such as "x86_64" or "aarch64".
     """
     triplet = f"/usr/lib/{machine}-linux-gnu"
     return (
@@ -64,12 +59,9 @@ def choose(
     exists: Callable[[str], bool] = os.path.exists,
     search: Callable[[str], str | None] = ctypes.util.find_library,
 ) -> str | None:
-    """The library that a value of --blas or OUTRIDER_BLAS stands for.
+    """The library that "openblas", "system" (or ""), or a path stands for.
 
     Args:
-        wanted: "openblas", "system" (or ""), or a path.
-        machine: see `candidates`.
-        exists: whether there is a file at a path.
         search: finds a library by its short name with the system's linker; called last, since it starts processes.
 
     Returns: a path, or a name that the linker knows; None to keep MLX's own.
@@ -93,22 +85,13 @@ def choose(
     return found
 
 
-# --- loading --------------------------------------------------------------------------------------
-
-
 @attrs.define
 class _LoadedBlas:
-    """The BLAS that this process loaded in place of MLX's own.
+    """The BLAS that this process loaded in place of MLX's own."""
 
-    Attributes:
-        library: its path or name; None for MLX's own.
-        handle: its handle.
-        environment_error: why the BLAS that the environment names could not be loaded.
-    """
-
-    library: str | None = None
+    library: str | None = None  # its path or name
     handle: ctypes.CDLL | None = None
-    environment_error: SettingsError | None = None
+    environment_error: SettingsError | None = None  # why the BLAS that the environment names could not be loaded
 
 
 _loaded = _LoadedBlas()
@@ -117,8 +100,7 @@ _loaded = _LoadedBlas()
 def load_before_mlx(wanted: str) -> None:
     """Load a BLAS, so that MLX uses it in this process. To be called before mlx is imported.
 
-    The models that compute at the same time share the cores, unless the user has set a number of threads or the library
-    does not let it be changed.
+    The models that compute at the same time then share the cores; see `shares_cores`.
 
     Args:
         wanted: see `choose`.
@@ -143,28 +125,21 @@ def load_before_mlx(wanted: str) -> None:
             f"blas {shown(wanted)} comes too late: mlx is imported already; set {VARIABLE} and import runtime "
             "before mlx"
         )
-    _loaded.handle = _load(library)
-    _loaded.library = library
-    if shares_cores():
-        CORES.control(_set_threads, num_usable_cores())
-
-
-def _load(library: str) -> ctypes.CDLL:
     try:
         # Loaded with local symbols first: a library that is not a BLAS must not replace anything.
-        candidate = ctypes.CDLL(library)
-        if not hasattr(candidate, _SYMBOL):
+        if not hasattr(ctypes.CDLL(library), _SYMBOL):
             raise SettingsError(f"{library} is no BLAS that MLX could call: it has no {_SYMBOL}; give another")
-        return ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+        _loaded.handle = handle = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise SettingsError(f"cannot load {library} as a BLAS library: {error}") from error
+    _loaded.library = library
+    if shares_cores():
+        CORES.control(lambda threads: handle.openblas_set_num_threads(ctypes.c_int(threads)), num_usable_cores())
 
 
 def load_from_environment() -> None:
-    """Load the BLAS that the environment variable names.
-
-    An error is kept for `check_environment`, so that the command line can report it in one line. If mlx is imported
-    already, there is a warning only, since MLX keeps the BLAS that it has.
+    """Load the BLAS that the environment variable names. An error is kept for `check_environment`, so that the command
+    line can report it in one line; if mlx is imported already, there is only a warning.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", SYSTEM) and sys.platform == "linux" and is_mlx_imported():
@@ -181,10 +156,7 @@ def load_from_environment() -> None:
 
 
 def check_environment() -> None:
-    """Check that the BLAS that the environment names was loaded.
-
-    Raises: SettingsError: it could not be loaded.
-    """
+    """Raises: SettingsError: the BLAS that the environment names could not be loaded."""
     if _loaded.environment_error is not None:
         raise SettingsError(*_loaded.environment_error.args)
 
@@ -198,9 +170,6 @@ def num_usable_cores() -> int:
     """Number of cores that this process may use."""
     affinity: Callable[[int], Collection[int]] | None = getattr(os, "sched_getaffinity", None)
     return max(1, len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
-
-
-# --- the BLAS in use ------------------------------------------------------------------------------
 
 
 def blas_in_use() -> str | None:
@@ -217,11 +186,8 @@ def blas_in_use() -> str | None:
 
 
 def describe(files: Sequence[str], threads: int | None = None) -> str | None:
-    """The BLAS among some library files, as text; None if there is none.
-
-    Args:
-        files: names of files. If the reference BLAS and another one are loaded, the other one is used.
-        threads: number of its threads, if known.
+    """The BLAS among the names of some library files, as text; None if there is none. If the reference BLAS and another
+    one are loaded, the other one is used.
     """
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:
@@ -242,11 +208,6 @@ def shares_cores() -> bool:
     """
     has_set = any(os.environ.get(name) for name in THREAD_VARIABLES)
     return not has_set and hasattr(_loaded.handle, "openblas_set_num_threads")
-
-
-def _set_threads(threads: int) -> None:
-    assert _loaded.handle is not None
-    _loaded.handle.openblas_set_num_threads(ctypes.c_int(threads))
 
 
 # How the names of their files begin. The kernels that MLX has compiled are loaded libraries, too: their names begin

@@ -1,8 +1,5 @@
-"""Drafters on this disk and on the hub: which are trained for a target, and what drafts for a given one.
-
-A trained drafter (EAGLE, Medusa and the like) is recognised by its configuration. `suggest_draft` finds drafters in
-folders, then in the table `known_drafters.json` and among small models of the target's family; it does not use the
-network.
+"""What can draft for a target: drafters in folders, then in the tables `known_drafters.json` and `small_models.json`.
+Does not use the network.
 """
 
 from __future__ import annotations
@@ -17,91 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from huggingface_hub import (
-    hf_hub_download,
-    parse_local_safetensors_file_metadata,
-    scan_cache_dir,
-    snapshot_download,
-)
+from huggingface_hub import parse_local_safetensors_file_metadata, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, SafetensorsParsingError
 from tokenizers import Tokenizer
 
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.mtp import names_a_layer
-from actors.trained.kinds.recognition import kind_of, nearest_to
+from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP
-from runtime.loading.model_files import folder_of, num_bytes_in
-from runtime.loading.model_spec import ModelSpec
+from runtime.loading.model_files import config_in, folder_of, num_bytes_in
 
-# The files of a trained drafter.
-_FILES = ["*.json", "*.safetensors", "*.pt"]
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
 # What the names of conversions of a model have after its own.
 _CONVERSION = r"(-(\d+bit|bf16|fp16|fp8|mxfp4|mxfp8|nvfp4|dwq|qat|mlx|dynamic))*"
-
-
-# --- trained drafters -----------------------------------------------------------------------------
-
-
-def trained_drafter_at(directory: Path) -> str | None:
-    """The kind of trained drafter in a directory; None for a language model, or if the config cannot be read."""
-    config = _config(directory)  # where it cannot be read, loading the model reports what is wrong
-    return None if config is None else kind_of(config)
-
-
-def trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
-    """Download the trained drafter that a hub id names; for a language model, only its configuration is.
-
-    Returns: the folder of its files; None for a language model, or if the hub cannot be asked.
-
-    Raises: as `check_trained_drafter`.
-    """
-    name = str(spec)
-    try:
-        config = hf_hub_download(name, "config.json", revision=spec.revision)
-    except (OSError, ValueError):
-        return None  # loading the model reports what is wrong
-    if check_trained_drafter(spec, Path(config).parent) is None:
-        return None
-    return Path(snapshot_download(name, revision=spec.revision, allow_patterns=_FILES))
-
-
-def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
-    """The kind of the trained drafter in a directory; None for a language model.
-
-    Raises:
-        ModelError: it is of a kind that cannot be used.
-        SettingsError: it is asked for with what only a language model has.
-    """
-    if (kind := trained_drafter_at(directory)) is None:
-        return None
-    if kind not in SUPPORTED:
-        raise ModelError(
-            f"draft {str(spec)!r} is a drafter trained for its target, of the kind {kind}, which cannot be used; "
-            f'nearest to it is {nearest_to(kind)}; or draft with "ngram"'
-        )
-    check_of_weights(spec, kind)
-    return kind
-
-
-def check_of_weights(spec: ModelSpec, kind: str) -> None:
-    """Raise an error if a trained drafter is asked for with what only a language model has.
-
-    Raises: SettingsError: it is.
-    """
-    # No code comes with a drafter, so that it may be trusted as the target's is.
-    plain = attrs.evolve(spec, revision=None, quantize=None, trust_remote_code=False)
-    if not plain.is_plain:
-        raise SettingsError(
-            f"draft {shown_path(str(spec))} is a drafter trained for its target ({kind}), and takes no adapter and no "
-            "options of mlx-lm; leave out all but revision and quantize"
-        )
-
-
-# --- what drafts for a target ----------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -113,9 +41,7 @@ class Suggestion:
         folder: where it is on this disk, so that nothing is downloaded; None for one on the hub.
         num_bytes: size of its weights; approximate for a model on the hub, None for a trained drafter there and "mtp".
         kind: of a trained drafter, such as "EAGLE-3"; None for a language model.
-        parameters: of a trained drafter on the hub, how many it has, as the hub says it, such as "0.5B"; None if that
-            is not known.
-        licence: likewise, the name of its licence.
+        parameters, licence: of a trained drafter on the hub, as the hub says them, such as "0.5B"; None if not known.
     """
 
     model: str
@@ -132,9 +58,8 @@ class Suggestion:
 
     @property
     def is_checked(self) -> bool:
-        """Whether its vocabulary was compared with the target's, token by token.
-
-        True for a model on the disk; a model on the hub, and a trained drafter, is checked when it is opened.
+        """Whether its vocabulary was compared with the target's, token by token. A model on the hub, and a trained
+        drafter, is checked when it is opened.
         """
         return self.is_on_disk and self.kind is None
 
@@ -159,7 +84,7 @@ class Suggestion:
 
 
 def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | None = None) -> tuple[Suggestion, ...]:
-    """What can draft for a target, the best first.
+    """What can draft for a target, the best first; empty if nothing fits.
 
     First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
     the target is a directory, in those beside it: trained drafters that were made for a model of the target's shape,
@@ -170,15 +95,18 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         target: a path, or a hub id that was downloaded.
         cache_dir: Hugging Face's cache; None for the default one.
 
-    Returns: the suggestions; empty if nothing fits.
-
     Raises:
         SettingsError: the target is neither a path nor a hub id.
         ModelError: the target is not on this disk, or has no readable config.json.
     """
-    directory = _directory(target, cache_dir)
-    config = _config(directory)
-    if config is None:
+    if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
+        raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
+    if (folder := folder_of(target, cache_dir)) is None:
+        raise ModelError(
+            f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
+        )
+    directory = folder.resolve()
+    if (config := config_in(directory)) is None:
         raise ModelError(
             f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
@@ -186,7 +114,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     vocabulary, shape = _vocabulary(directory), _shape(config)
     found, trained, known = [], [], list(known_drafters(os.fspath(target)))
     for name, candidate in _on_disk(directory, cache_dir):
-        other, num_bytes = _config(candidate), num_bytes_in(candidate)
+        other, num_bytes = config_in(candidate), num_bytes_in(candidate)
         if other is None or candidate == directory or num_bytes == 0:
             continue
         if (kind := kind_of(other)) is not None:
@@ -210,16 +138,6 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
 # --- what is on the disk --------------------------------------------------------------------------
 
 
-def _directory(target: Any, cache_dir: str | Path | None) -> Path:
-    if not isinstance(target, (str, os.PathLike)) or not os.fspath(target):
-        raise SettingsError(f"target must be a path or a hub id, got {shown(target)}")
-    if (folder := folder_of(target, cache_dir)) is None:
-        raise ModelError(
-            f"target {shown_path(os.fspath(target))} is not on this disk; give a directory, or open it once"
-        )
-    return folder.resolve()
-
-
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
     """(name, directory) of each model on the disk."""
     if "snapshots" not in target.parts:
@@ -237,14 +155,6 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         current = [revision for revision in repository.revisions if "main" in revision.refs]
         if repository.repo_type == "model" and current:
             yield repository.repo_id, current[0].snapshot_path.resolve()
-
-
-def _config(directory: Path) -> dict[str, Any] | None:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
 
 
 def _vocab_size(config: dict[str, Any]) -> int:
@@ -283,7 +193,7 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
 
 
 def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
-    """Whether common ids stand for the same tokens; see `runtime.generation.text.check_vocabularies`."""
+    """Whether common ids stand for the same tokens."""
     if ours is None or theirs is None:
         return False
     by_id = {id: token for token, id in ours.items()}
@@ -291,19 +201,19 @@ def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
     return bool(common) and all(mine == token for mine, token in common)
 
 
-# --- trained drafters that are known ---------------------------------------------------------------
+# --- the tables -----------------------------------------------------------------------------------
 
 
 @cache
-def _table() -> list[dict[str, Any]]:
-    table: list[dict[str, Any]] = json.loads(Path(__file__).with_name("known_drafters.json").read_text("utf-8"))
-    return table
+def _table(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(Path(__file__).with_name(f"{name}.json").read_text("utf-8"))
+    return rows
 
 
 def known_drafters(target: str) -> Iterator[Suggestion]:
     """The drafters on the hub that are known to be trained for a model, by the model's path or hub id."""
     name = _model_name(target)
-    for source in _table():
+    for source in _table("known_drafters"):
         for trained_for, drafters in source["drafters"].items():
             if re.fullmatch(re.escape(trained_for) + _CONVERSION, name, re.IGNORECASE):
                 for drafter, facts in drafters.items():
@@ -318,74 +228,16 @@ def _model_name(model: str) -> str:
     return parts[-1] if parts else ""
 
 
-# --- small models of known families; their vocabularies are checked when they are opened -----------
-
-
-@attrs.frozen
-class Family:
-    """Models that share a vocabulary.
-
-    Attributes:
-        model_types: values of `model_type` in config.json.
-        vocab_sizes: smallest and largest number of embedding rows, padding included.
-        small_models: the smallest first.
-    """
-
-    model_types: frozenset[str]
-    vocab_sizes: tuple[int, int]
-    small_models: tuple[Suggestion, ...]
-
-
-def _small(model: str, num_megabytes: int) -> Suggestion:
-    return Suggestion(model, None, num_megabytes * 10**6)
-
-
-FAMILIES = (
-    Family(
-        frozenset({"qwen3", "qwen3_moe"}),
-        (151_936, 151_936),
-        (_small("mlx-community/Qwen3-0.6B-4bit", 335), _small("mlx-community/Qwen3-1.7B-4bit", 970)),
-    ),
-    Family(
-        frozenset({"qwen2"}),
-        (151_936, 152_064),
-        (
-            _small("mlx-community/Qwen2.5-0.5B-Instruct-4bit", 280),
-            _small("mlx-community/Qwen2.5-Coder-0.5B-Instruct-4bit", 280),
-            _small("mlx-community/Qwen2.5-1.5B-Instruct-4bit", 870),
-        ),
-    ),
-    Family(
-        frozenset({"llama"}),
-        (128_256, 128_256),
-        (_small("mlx-community/Llama-3.2-1B-Instruct-4bit", 700),),
-    ),
-    Family(
-        frozenset({"llama"}),
-        (49_152, 49_152),
-        (_small("mlx-community/SmolLM2-135M-Instruct", 270),),
-    ),
-    Family(
-        frozenset({"gemma3", "gemma3_text"}),
-        (262_144, 262_208),
-        (_small("mlx-community/gemma-3-270m-it-4bit", 150), _small("mlx-community/gemma-3-1b-it-4bit", 730)),
-    ),
-    Family(
-        frozenset({"gemma2"}),
-        (256_000, 256_000),
-        (_small("mlx-community/gemma-2-2b-it-4bit", 1470),),
-    ),
-    Family(
-        frozenset({"lfm2", "lfm2_moe"}),
-        (65_536, 65_536),
-        (_small("mlx-community/LFM2-350M-4bit", 200),),
-    ),
-)
-
-
 def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
-    """The small models of a model's family, the smallest first; none if the family is not in the table."""
-    for family in FAMILIES:
-        low, high = family.vocab_sizes
-        if model_type in family.model_types and low <= vocab_size <= high:
-            yield from family.small_models
+    """The small models that share a model's vocabulary, the smallest first; none if its family is not in the table.
+
+    Their vocabularies are checked when they are opened.
+
+    Args:
+        vocab_size: number of embedding rows, padding included.
+    """
+    for family in _table("small_models"):
+        low, high = family["vocab_sizes"]
+        if model_type in family["model_types"] and low <= vocab_size <= high:
+            for model, num_megabytes in family["megabytes"].items():
+                yield Suggestion(model, None, num_megabytes * 10**6)

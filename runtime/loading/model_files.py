@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from protocol.errors import ModelError
+from actors.workers.worker import JobError
+from protocol.errors import ModelError, OutriderError
 from protocol.reprs import shown_path
 from runtime.loading.model_spec import ModelSpec
 
@@ -27,10 +28,9 @@ def name_of(source: Any) -> str:
 
 
 def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
-    """The folder that a model is loaded from; None if it was given as a model, or is not on this disk.
+    """The folder that a model source is loaded from; None if it was given as a model, or is not on this disk.
 
     Args:
-        source: see `runtime.loading.model_sources.Source`.
         cache_dir: Hugging Face's cache; None for the default one.
     """
     if isinstance(source, tuple):
@@ -47,6 +47,15 @@ def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+def config_in(folder: Path) -> dict[str, Any] | None:
+    """What config.json says; None if it cannot be read: loading the model reports what is wrong."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
 def num_bytes_in(folder: Path) -> int:
     """Size of the weights in a folder."""
     # In Hugging Face's cache a file may be a link to one that is gone.
@@ -54,32 +63,30 @@ def num_bytes_in(folder: Path) -> int:
 
 
 def load_error(role: str, source: Any, cause: BaseException | None) -> ModelError:
-    """What to raise from an exception of mlx-lm's.
-
-    Args:
-        role: "target" or "draft".
-        source: see `runtime.loading.model_sources.Source`.
-        cause: what was raised, of any kind.
-    """
-    return ModelError(f"cannot load {role} {name_of(source)!r}: {_reason(source, cause)}")
-
-
-def _reason(source: Any, cause: BaseException | None) -> str:
+    """What to raise from an exception of mlx-lm's, of any kind, for the role "target" or "draft"."""
     if isinstance(source, tuple):
-        return str(cause)
-    if (folder := folder_of(source)) is None:
+        reason = str(cause)
+    elif (folder := folder_of(source)) is None:
         said = str(cause).removeprefix("Got: ").partition("\nAn error happened")[0]
-        return f"there is no such folder, and from the Hugging Face hub it could not be fetched: {said}"
-    return next(_faults(folder, str(cause)), None) or f"{type(cause).__name__}: {cause}"
+        reason = f"there is no such folder, and from the Hugging Face hub it could not be fetched: {said}"
+    else:
+        reason = next(_faults(folder, str(cause)), None) or f"{type(cause).__name__}: {cause}"
+    return ModelError(f"cannot load {role} {name_of(source)!r}: {reason}")
+
+
+@contextmanager
+def load_errors(role: str, source: Any) -> Iterator[None]:
+    """Raise the `OutriderError` that a job has failed with, or a `ModelError` with what it raised as the cause."""
+    try:
+        yield
+    except JobError as error:
+        if isinstance(error.__cause__, OutriderError):
+            raise error.__cause__ from None
+        raise load_error(role, source, error.__cause__) from error.__cause__
 
 
 def _faults(folder: Path, said: str) -> Iterator[str]:
-    """What is wrong with the files of a model that cannot be loaded.
-
-    Args:
-        folder: where they are.
-        said: mlx-lm's reason.
-    """
+    """What is wrong with the files of a model that cannot be loaded for mlx-lm's reason `said`."""
     for file in sorted(file for file in folder.glob("*.json") if file.is_file()):
         try:
             content = json.loads(file.read_text(encoding="utf-8"))

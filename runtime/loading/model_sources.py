@@ -1,4 +1,7 @@
-"""Model sources: checks what a user names as a model, and its options, and loads it on its thread."""
+"""Model sources: checks what a user names as a model, and its options, and loads it on its thread.
+
+A trained drafter (EAGLE, Medusa and the like) is recognised by its configuration.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import attrs
 import mlx.core as mx
 import trio
+from huggingface_hub import hf_hub_download, snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -21,6 +25,8 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel, load
 from actors.trained.drafter_model import TrainedDrafter
+from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.kinds.recognition import kind_of, nearest_to
 from actors.translated.translated_model import TranslatedModel
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
@@ -28,14 +34,8 @@ from protocol.errors import ModelError, OutriderError, SettingsError, Vocabulary
 from protocol.open_options import OpenOptions
 from protocol.reprs import shown, shown_path
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
-from runtime.loading.drafters import (
-    check_of_weights,
-    check_trained_drafter,
-    suggest_draft,
-    trained_drafter_at,
-    trained_drafter_on_the_hub,
-)
-from runtime.loading.model_files import folder_of, load_error, name_of
+from runtime.loading.drafters import suggest_draft
+from runtime.loading.model_files import config_in, folder_of, load_error, load_errors, name_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
@@ -48,7 +48,6 @@ T = TypeVar("T")
 
 Source = str | os.PathLike[str] | ModelSpec | tuple[Module, Any]
 
-
 # When the layers of a pass are evaluated while another model may work; see `LayerEvaluation`.
 LAYER_EVALUATION_VARIABLE = "OUTRIDER_LAYER_EVALUATION"
 
@@ -58,11 +57,7 @@ _TOKENIZER_ATTRIBUTES = ("encode", "decode", "get_vocab", "eos_token_id")
 
 @attrs.frozen
 class Loaded:
-    """A model on its thread, and its tokenizer if it has one.
-
-    Attributes:
-        folder: with its files, if it was loaded from one.
-    """
+    """A model on its thread, its tokenizer if it has one, and the folder that it was loaded from, if it was."""
 
     model: MLXModel
     tokenizer: TokenizerWrapper | None
@@ -71,11 +66,7 @@ class Loaded:
 
 @attrs.frozen
 class LoadedDraft:
-    """A drafter on its thread, and its tokenizer if it has one.
-
-    Attributes:
-        kind: of a trained drafter, such as "EAGLE-3"; None for a language model.
-    """
+    """A drafter on its thread, its tokenizer if it has one, and the kind of a trained drafter, such as "EAGLE-3"."""
 
     model: MLXModel | TranslatedModel | TrainedDrafter
     tokenizer: TokenizerWrapper | None
@@ -86,37 +77,25 @@ class DraftedModel(Protocol):
     """What the loading of a drafter needs of its target; an `MLXModel` has it."""
 
     @property
-    def module(self) -> Module:
-        """mlx-lm's model."""
-        ...
+    def module(self) -> Module: ...
 
     @property
-    def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
-        ...
+    def vocab_size(self) -> int: ...
 
-    def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `MLXModel.record_features`."""
-        ...
+    def record_features(self, layer_ids: Sequence[int] | None) -> None: ...
 
 
 class DraftedTarget(Protocol):
     """The same with what comes with the model, as in `Loaded`."""
 
     @property
-    def model(self) -> DraftedModel:
-        """The model."""
-        ...
+    def model(self) -> DraftedModel: ...
 
     @property
-    def tokenizer(self) -> TokenizerWrapper | None:
-        """Its tokenizer, if it has one."""
-        ...
+    def tokenizer(self) -> TokenizerWrapper | None: ...
 
     @property
-    def folder(self) -> Path | None:
-        """See `Loaded.folder`."""
-        ...
+    def folder(self) -> Path | None: ...
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -207,6 +186,53 @@ def check_draft_source(source: Any) -> Source:
     return check_source("draft", source)
 
 
+def trained_drafter_at(directory: Path) -> str | None:
+    """The kind of trained drafter in a directory; None for a language model, or if the config cannot be read."""
+    config = config_in(directory)
+    return None if config is None else kind_of(config)
+
+
+def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
+    """Download the trained drafter that a hub id names; for a language model, or if the hub cannot be asked, None."""
+    name = str(spec)
+    try:
+        config = hf_hub_download(name, "config.json", revision=spec.revision)
+    except (OSError, ValueError):
+        return None  # loading the model reports what is wrong
+    if check_trained_drafter(spec, Path(config).parent) is None:
+        return None
+    return Path(snapshot_download(name, revision=spec.revision, allow_patterns=["*.json", "*.safetensors", "*.pt"]))
+
+
+def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
+    """The kind of the trained drafter in a directory; None for a language model.
+
+    Raises:
+        ModelError: it is of a kind that cannot be used.
+        SettingsError: it is asked for with what only a language model has.
+    """
+    if (kind := trained_drafter_at(directory)) is None:
+        return None
+    if kind not in SUPPORTED:
+        raise ModelError(
+            f"draft {str(spec)!r} is a drafter trained for its target, of the kind {kind}, which cannot be used; "
+            f'nearest to it is {nearest_to(kind)}; or draft with "ngram"'
+        )
+    check_of_weights(spec, kind)
+    return kind
+
+
+def check_of_weights(spec: ModelSpec, kind: str) -> None:
+    """Raises: SettingsError: a trained drafter is asked for with what only a language model has."""
+    # No code comes with a drafter, so that it may be trusted as the target's is.
+    plain = attrs.evolve(spec, revision=None, quantize=None, trust_remote_code=False)
+    if not plain.is_plain:
+        raise SettingsError(
+            f"draft {shown_path(str(spec))} is a drafter trained for its target ({kind}), and takes no adapter and no "
+            "options of mlx-lm; leave out all but revision and quantize"
+        )
+
+
 def caches_of(options: OpenOptions) -> CacheOptions:
     """The options of caches among those of `open`."""
     names = attrs.fields_dict(CacheOptions).keys() & attrs.fields_dict(OpenOptions).keys()
@@ -220,13 +246,11 @@ def check_unknown(
     positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
-    """Report options that do not exist, with a hint at what was meant.
+    """Report options that a function does not have, with a hint at what was meant.
 
     Args:
         options: the unknown options, by name.
-        known: names of the function's keyword-only options.
-        positional: names of its other arguments.
-        function: its name.
+        known, positional: names of the function's keyword-only options, and of its other arguments.
 
     Raises: SettingsError: there is at least one.
     """
@@ -250,10 +274,7 @@ def check_unknown(
 
 
 def layer_evaluation_by_environment() -> LayerEvaluation | None:
-    """The value of `OUTRIDER_LAYER_EVALUATION`; None where it is not set.
-
-    Raises: SettingsError: it is set to something else than the value of a `LayerEvaluation`.
-    """
+    """The value of `OUTRIDER_LAYER_EVALUATION`, if it is set. Raises: SettingsError: it is set to something else."""
     value = os.environ.get(LAYER_EVALUATION_VARIABLE)
     values = [evaluation.value for evaluation in LayerEvaluation]
     if value and value not in values:
@@ -277,23 +298,16 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         mx.eval(built)
     else:
         read = partial(load, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
-    try:
+    with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
         model = await worker.run(Job("load", partial(MLXModel, built, options, named, layer_evaluation)))
         wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
-    except JobError as error:
-        if isinstance(error.__cause__, OutriderError):
-            raise error.__cause__ from None
-        raise load_error(role, source, error.__cause__) from error.__cause__
     return Loaded(model, wrapper, folder_of(source))
 
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
-    """A model and its tokenizer, to be used on this thread. A weight in a file is read when it is first used.
-
-    Raises: ModelError: it cannot be loaded; mlx-lm's error is the cause.
-    """
+    """As `load_onto`, a model and its tokenizer on this thread. A weight in a file is read when it is first used."""
     if isinstance(source, tuple):
         built, tokenizer = source
     else:
@@ -338,12 +352,8 @@ async def load_draft_onto(
     quantize = source.quantization if isinstance(source, ModelSpec) else None
     sizes = target.module, target.vocab_size
     make = partial(TrainedDrafter, folder, *sizes, named, is_targets_own=is_targets_own, quantize=quantize)
-    try:
+    with load_errors("draft", source):
         drafter = await worker.run(Job("load", make))
-    except JobError as error:
-        if isinstance(error.__cause__, OutriderError):
-            raise error.__cause__ from None
-        raise load_error("draft", source, error.__cause__) from error.__cause__
     target.record_features(drafter.feature_layers)
     return LoadedDraft(drafter, None, "MTP" if is_targets_own else trained_drafter_at(folder))
 
@@ -353,13 +363,8 @@ async def load_auto_onto(
 ) -> T | None:
     """Load the best drafter on this disk that fits a target, for the draft "auto", and log which one, and why.
 
-    Nothing is downloaded: what `load` gets is the MTP layer in the target's own files, or a folder.
-
-    Args:
-        stack: what is released with the drafter.
-        target: to draft for.
-        load: loads one drafter. What it puts on its stack is released at once if it raises ModelError or
-            VocabularyMismatchError: then the next drafter is tried.
+    Nothing is downloaded: what `load` gets is the MTP layer in the target's own files, or a folder. Where it raises
+    ModelError or VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
 
     Returns: what `load` has returned; None if no drafter fits.
     """
@@ -381,8 +386,7 @@ async def load_auto_onto(
 
 def _fitting(target: DraftedTarget) -> tuple[list[tuple[Source, str]], str]:
     """What on this disk fits a target: the sources with descriptions, the best first; and what to say if none is taken.
-
-    To be called in a thread: it reads many files.
+    Reads many files.
     """
     if target.folder is None:
         return [], "the target was given as a model, and drafters are looked for beside the target's folder"
@@ -402,12 +406,8 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
     spec = source if isinstance(source, ModelSpec) else ModelSpec(source)
     if isinstance(spec.path, Path):
         return spec.path if trained_drafter_at(spec.path) is not None else None
-    try:
-        return await worker.run(Job("load", partial(trained_drafter_on_the_hub, spec)))
-    except JobError as error:
-        if isinstance(error.__cause__, OutriderError):
-            raise error.__cause__ from None
-        raise load_error("draft", source, error.__cause__) from error.__cause__
+    with load_errors("draft", source):
+        return await worker.run(Job("load", partial(_trained_drafter_on_the_hub, spec)))
 
 
 def _load_options(spec: ModelSpec) -> dict[str, Any]:

@@ -29,9 +29,8 @@ class ModelSpec:
 
     Attributes:
         path: a directory in Hugging Face layout, or a hub id.
-        adapter_path: a directory with a LoRA, DoRA or full adapter of `mlx_lm.lora`, which is put on the model; None
-            for none.
-        revision: branch, tag or commit of a hub id; None for the default branch. A directory has none.
+        adapter_path: a directory with a LoRA, DoRA or full adapter of `mlx_lm.lora`, which is put on the model.
+        revision: branch, tag or commit of a hub id; None for the default branch.
         trust_remote_code: whether code in the model's files may run: that of its tokenizer, and of its architecture if
             its config.json names a `model_file`.
         tokenizer_config: keyword arguments of the tokenizer, such as `{"eos_token": "<|im_end|>"}` or
@@ -81,10 +80,7 @@ class ModelSpec:
         return _quantization(self.quantize)
 
     def checked_adapter(self, role: str) -> Path | None:
-        """The directory of the adapter; None without one.
-
-        Raises: ModelError: there is no adapter in it.
-        """
+        """The directory of the adapter, if any. Raises: ModelError: there is no adapter in it."""
         if self.adapter_path is None:
             return None
         path = Path(self.adapter_path).expanduser()

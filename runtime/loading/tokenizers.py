@@ -21,10 +21,6 @@ logger = logging.getLogger("outrider")
 def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
     """mlx-lm's wrapper around a Hugging Face tokenizer, or the wrapper itself; None for None.
 
-    Args:
-        tokenizer: the tokenizer.
-        named: its model, for the message of the error.
-
     Raises: ModelError: it has special tokens alone, as transformers makes one where its files are missing.
     """
     if tokenizer is None:
@@ -51,15 +47,13 @@ def copy_of(
     """A private copy of a tokenizer, which several threads may use at once to encode and decode.
 
     Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: of two
-    threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set. The
-    original stays the user's.
+    threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set.
 
     Args:
-        tokenizer: any, or None.
         chat_template_args: variables that the copy gives its chat template, where a call does not give others.
 
-    Returns: the original where it cannot be copied (with variables, a copy of the wrapper alone). With a large
-        vocabulary, copying takes a second.
+    Returns: the original where it cannot be copied (with variables, a copy of the wrapper alone). Takes a second where
+        the vocabulary is large.
     """
     if tokenizer is None:
         return None

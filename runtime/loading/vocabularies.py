@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import VocabularyMismatchError
 from protocol.reprs import shown
 from protocol.vocabulary_map import Vocabulary, VocabularyMap, map_vocabularies
-from runtime.loading.token_pieces import BLANK, byte_fallback, byte_level_piece
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _REMEDY = "use a draft model with the target's tokenizer"
+
+_BLANK = "\u2581"  # in tokenizers in the way of SentencePiece
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper, remedy: str) -> None:
@@ -23,10 +28,6 @@ def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper, remedy
 
     Ids that only one of them has are harmless: the target never accepts an id that it does not know, and padding rows
     at the end of an embedding have no token at all.
-
-    Args:
-        target, draft: the tokenizers.
-        remedy: for the message of the error.
 
     Raises: VocabularyMismatchError: an id that both have stands for different tokens, or they share no id.
     """
@@ -37,13 +38,9 @@ def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper, remedy
 def vocabulary_map(
     target: TokenizerWrapper, target_size: int, draft: TokenizerWrapper, draft_size: int
 ) -> VocabularyMap | None:
-    """How a draft model reads its target's tokens; None if they are the same.
+    """How a draft model reads its target's tokens, by the widths of the models' logits; None if they are the same.
 
     To be called in the thread of the draft model: its tokenizer is used. Takes a second for large vocabularies.
-
-    Args:
-        target, draft: the tokenizers.
-        target_size, draft_size: widths of the models' logits.
 
     Raises: VocabularyMismatchError: the vocabularies differ, and one of the tokenizers does not tell the bytes of its
         tokens, or they share no token.
@@ -57,7 +54,7 @@ def vocabulary_map(
             f"{difference}, and the {whose}'s tokenizer does not tell the bytes of its tokens; {_REMEDY}"
         )
 
-    found = map_vocabularies(ours, theirs, partial(_tokenized, target), partial(_tokenized, draft))
+    found = map_vocabularies(ours, theirs, functools.partial(_tokenized, target), functools.partial(_tokenized, draft))
     if not found.shared:
         raise VocabularyMismatchError(f"{difference}, and no token is in both; {_REMEDY}")
     return found
@@ -125,15 +122,10 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
 
 @attrs.frozen
 class _Spelling:
-    """How the names of tokens spell text.
+    """How the names of tokens spell text."""
 
-    Attributes:
-        blank: the character that stands for a blank; None where each character of a name stands for a byte.
-        has_byte_tokens: whether there may be tokens for single bytes.
-    """
-
-    blank: str | None
-    has_byte_tokens: bool
+    blank: str | None  # what stands for one; None where each character of a name stands for a byte
+    has_byte_tokens: bool  # whether there may be tokens for single bytes
 
     @classmethod
     def of(cls, decoder: dict[str, Any]) -> _Spelling | None:
@@ -143,10 +135,10 @@ class _Spelling:
         if "ByteLevel" in kinds:
             return cls(None, False)
         metaspace = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)
-        is_replaced = any(part["type"] == "Replace" and part["pattern"] == {"String": BLANK} for part in parts)
+        is_replaced = any(part["type"] == "Replace" and part["pattern"] == {"String": _BLANK} for part in parts)
         if metaspace is None and not is_replaced:
             return None
-        return cls(metaspace or BLANK, "ByteFallback" in kinds)
+        return cls(metaspace or _BLANK, "ByteFallback" in kinds)
 
     def piece(self, name: str) -> bytes:
         """The bytes that a token adds to a text."""
@@ -163,3 +155,24 @@ def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _parts(part)
     else:
         yield decoder
+
+
+def byte_level_piece(name: str) -> bytes | None:
+    """The bytes of a token of a byte-level tokenizer; None if its name has characters that stand for no byte."""
+    values = [_byte_of_character().get(character) for character in name]
+    known = [value for value in values if value is not None]
+    return bytes(known) if len(known) == len(values) else None
+
+
+def byte_fallback(name: str) -> bytes | None:
+    """The byte of a token that stands for one, as SentencePiece names it; None for other tokens."""
+    byte = _BYTE_TOKEN.fullmatch(name)
+    return None if byte is None else bytes([int(byte[1], 16)])
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for, by the table of GPT-2 (its `encoder.py`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

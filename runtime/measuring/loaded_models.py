@@ -27,7 +27,7 @@ from protocol.prices import Prices
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.trace import Event
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas

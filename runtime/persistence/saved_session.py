@@ -1,42 +1,56 @@
-"""The content of a saved session: a conversation or a stream, its settings, and the fingerprints of its models."""
+"""Saved conversations and streams: their content, what must match it, and the way between the models and a file."""
 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 from array import array
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.sequence_state import SequenceRecord
-from actors.persistence.fingerprint import Fingerprint
-from actors.persistence.saved_sequence import SavedModelState
+from actors.drafters.draft_actor import DraftActor
+from actors.mlx.model import MLXModel
+from actors.mlx.sequence_state import SequenceRecord, SequenceState
+from actors.persistence import saved_sequence
+from actors.persistence.fingerprint import Fingerprint, vocabulary_digest
+from actors.persistence.saved_sequence import FilledSequence, SavedModelState
+from actors.target.target_actor import TargetActor
+from actors.workers.thread_worker import HangError
+from actors.workers.worker import JobError
 from protocol.errors import SessionFileError, SettingsError
-from protocol.messages import Likelihood
+from protocol.messages import Likelihood, Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.settings import MAX_SEED, Settings, settings_from
 from protocol.tensor import Tensor
+from runtime.generation.conversation import Account
+from runtime.generation.text import encode_prompt
 from runtime.generation.token_reader import Progress
 from runtime.generation.token_stream import SessionFile
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents, named
 
+logger = logging.getLogger("outrider")
+
+# Rounds that a save waits for at most, until the caches that it has taken are of use.
+_MAX_ROUNDS = 4
+# How long a save waits for the draft model, in seconds.
+DRAFTER_WAIT_S = 10.0
+
+T = TypeVar("T")
+
 
 @attrs.frozen
 class SavedStream:
-    """The state of a saved stream.
+    """The state of a saved stream. The session's tokens are the prompt, the given and the committed tokens."""
 
-    Attributes:
-        seed: of the stream's randomness, also where none was asked for.
-        progress: how far the text has come. The session's tokens are the prompt, the given and the committed tokens.
-    """
-
-    seed: int
+    seed: int  # also where none was asked for
     progress: Progress
 
     @property
@@ -59,13 +73,12 @@ class SavedSession:
         num_processors: number of `logits_processors`, which are functions and not in the file.
         cache_options: the options of the models' caches that affect the cached values.
         vocabulary: digest of the tokenizer's vocabulary; None where there was no tokenizer.
-        target, draft: fingerprint and cached sequence of each model; `draft` is None where there was none.
         stream: the rest of a stream's state; None for a conversation.
     """
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...] = ()
     tokens: tuple[int, ...]
-    thinking: bool | None
+    thinking: bool | None = None
     settings: Mapping[str, Any]
     num_processors: int
     cache_options: Mapping[str, int | None]
@@ -80,35 +93,18 @@ class SavedSession:
 
 
 async def write(path: SessionFile, session: SavedSession) -> int:
-    """Write a session, in another thread; see `session_file.write`. Returns the size in bytes.
-
-    Cancellation: leaves the old file.
-
-    Raises: SessionFileError.
-    """
+    """Write a session, in another thread; see `session_file.write`. A cancellation leaves the old file."""
     contents = _contents(session)
     return await trio.to_thread.run_sync(session_file.write, path, contents, trio.from_thread.check_cancelled)
 
 
 async def read(path: SessionFile) -> SavedSession:
-    """Read a session, in another thread; see `session_file.read`.
-
-    Cancellation: between two reads of a few megabytes.
-
-    Raises: SessionFileError.
-    """
+    """Read a session, in another thread; see `session_file.read`. A cancellation strikes every few megabytes."""
     contents = await trio.to_thread.run_sync(session_file.read, path, trio.from_thread.check_cancelled)
     try:
         return _session(contents)
     except _Unexpected as error:
         raise SessionFileError(f"{named(path)} is damaged: {error}; use another copy of it, or save again") from None
-
-
-def check_kind(path: SessionFile, session: SavedSession, *, is_stream: bool) -> None:
-    """Raises: SessionFileError: the file has a conversation where a stream is wanted, or the other way round."""
-    if (session.stream is not None) != is_stream:
-        has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
-        raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
 
 
 def check_path(path: Any) -> None:
@@ -132,7 +128,7 @@ def settings_for_json(settings: Settings) -> dict[str, Any]:
     names = [field.name for field in attrs.fields(Settings) if field.name not in left_out]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
     # JSON has no numbers as names, and no infinity.
-    values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
+    values["logit_bias"] = [[id, _finite(bias)] for id, bias in settings.logit_bias.items()]
     values["sampler"] = settings.sampler is not None
     return values
 
@@ -231,26 +227,23 @@ def _contents(session: SavedSession) -> Contents:
         "draft": model(session.draft),
     }
     if session.stream is not None:
-        content["stream"] = _stream_for_json(session.stream)
+        progress = session.stream.progress
+        content["stream"] = {
+            "num_prompt": progress.num_prompt,
+            "seed": session.stream.seed,
+            "num_given": len(progress.given),
+            "commits": [_commit_for_json(commit) for commit in progress.commits],
+            "finish_reason": progress.finish_reason,
+            "stop_reason": progress.stop_reason,
+        }
     return Contents(content, tensors)
 
 
-def _stream_for_json(stream: SavedStream) -> dict[str, Any]:
-    progress = stream.progress
-    return {
-        "num_prompt": progress.num_prompt,
-        "seed": stream.seed,
-        "num_given": len(progress.given),
-        "commits": [_commit_for_json(commit) for commit in progress.commits],
-        "finish_reason": progress.finish_reason,
-        "stop_reason": progress.stop_reason,
-    }
+def _finite(value: float) -> float | None:
+    return None if math.isinf(value) else value
 
 
 def _commit_for_json(commit: Commit) -> dict[str, Any]:
-    def finite(logprob: float) -> float | None:
-        return None if math.isinf(logprob) else logprob
-
     return {
         "num_tokens": len(commit.tokens),
         "num_from_draft": commit.num_from_draft,
@@ -258,7 +251,7 @@ def _commit_for_json(commit: Commit) -> dict[str, Any]:
         "finish_reason": commit.finish_reason,
         "stop_reason": commit.stop_reason,
         "likelihoods": [
-            [finite(likelihood.logprob), [[id, finite(logprob)] for id, logprob in likelihood.top]]
+            [_finite(likelihood.logprob), [[id, _finite(logprob)] for id, logprob in likelihood.top]]
             for likelihood in commit.likelihoods
         ],
     }
@@ -352,16 +345,15 @@ def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
 
 
 def _likelihood(described: Any) -> Likelihood:
+    def pair(described: Any) -> tuple[int, float]:
+        match described:
+            case [int(id), float() | None as logprob] if id >= 0:
+                return id, _logprob(logprob)
+        _unexpected("what it says of a log-probability")
+
     match described:
         case [float() | None as logprob, list(top)]:
-            return Likelihood(_logprob(logprob), tuple(_pair(one) for one in top))
-    _unexpected("what it says of a log-probability")
-
-
-def _pair(described: Any) -> tuple[int, float]:
-    match described:
-        case [int(id), float() | None as logprob] if id >= 0:
-            return id, _logprob(logprob)
+            return Likelihood(_logprob(logprob), tuple(map(pair, top)))
     _unexpected("what it says of a log-probability")
 
 
@@ -405,3 +397,159 @@ def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
 
 def _unexpected(what: str) -> NoReturn:
     raise _Unexpected(f"{what} is not as it should be")
+
+
+@attrs.frozen
+class SessionSaver:
+    """Saves sessions from the models of a runtime, and loads them into these models."""
+
+    target: TargetActor
+    draft: DraftActor | None  # None also where it is no `SavableModel`
+    tokenizer: TokenizerWrapper | None
+
+    async def save(self, path: SessionFile, account: Account) -> int:
+        """Write a conversation and its cached sequences to a file; see `Conversation.save`."""
+        check_path(path)
+        # Empty where the tokenizer has no chat template and there are no messages yet.
+        tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
+        messages = tuple(account.messages)
+        return await self._write(path, account.settings, tokens, messages=messages, thinking=account.thinking)
+
+    async def _write(
+        self,
+        path: SessionFile,
+        settings: Settings,
+        tokens: tuple[int, ...],
+        target: SequenceState | None = None,
+        draft: SequenceState | None = None,
+        **content: Any,
+    ) -> int:
+        session = SavedSession(
+            tokens=tokens,
+            settings=settings_for_json(settings),
+            num_processors=len(settings.logits_processors),
+            cache_options=self._cache_options,
+            vocabulary=await self._vocabulary(),
+            target=await saved_sequence.save(self.target, tokens, target),
+            draft=await self._of_drafter(lambda actor: saved_sequence.save(actor, tokens, draft)),
+            **content,
+        )
+        return await write(path, session)
+
+    async def _of_drafter(self, ask: Callable[[DraftActor], Awaitable[T]]) -> T | None:
+        """The draft model's answer; None without one. A file is complete without its state: it prefills again then."""
+        if self.draft is None:
+            return None
+        try:
+            with trio.move_on_after(DRAFTER_WAIT_S):
+                return await ask(self.draft)
+        except (JobError, HangError) as error:
+            logger.warning("what the draft model has cached is not saved: %s", error)
+        return None
+
+    async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
+        """Write a stream and its cached sequences to a file; see `TokenStream.save`. `progress` tells how far its text
+        has come, all commits included.
+        """
+        check_path(path)
+        progress()  # empties the channel of commits, where the models wait for a slow consumer
+        target = await saved_sequence.take(self.target, opened.session)
+        await trio.lowlevel.checkpoint()  # let the drafter hear of what the target has read
+        draft = await self._of_drafter(lambda draft: saved_sequence.take(draft, opened.session))
+        for _ in range(_MAX_ROUNDS):
+            now = progress()
+            committed = [token for commit in now.commits for token in commit.tokens]
+            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *committed)
+            # A recurrent cache is of no use until the text has a token that the cache does not have.
+            if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
+                break
+            await self._of_drafter(saved_sequence.let_pass)
+            await saved_sequence.let_pass(self.target)
+        return await self._write(path, opened.settings, tokens, target, draft, stream=SavedStream(opened.seed, now))
+
+    async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
+        """Read a conversation or a stream that fits these models; see `Runtime.load`. Changes nothing.
+
+        Raises: SessionFileError: the file cannot be read, or does not fit.
+        """
+        session = await read(path)
+        if (session.stream is not None) != is_stream:
+            has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
+            raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
+        check_vocabulary(path, session.vocabulary, await self._vocabulary())
+        if (largest := max(_ids(session), default=0)) >= (vocab_size := self.target.model.vocab_size):
+            raise SessionFileError(
+                f"{named(path)} has token {largest}, outside the target's vocabulary of {vocab_size} "
+                "ids; open the target that it was saved with"
+            )
+        num_ranks = self.target.model.num_ranks if isinstance(self.target.model, MLXModel) else 1
+        if session.target.num_ranks != num_ranks:
+            numbers = session.target.num_ranks, num_ranks
+            was, now = (f"{number} ranks" if number > 1 else "one machine" for number in numbers)
+            raise SessionFileError(
+                f"{named(path)} was saved with its target on {was}, and here it is on {now}; load it on {was}"
+            )
+        present = await saved_sequence.identify(self.target)
+        remedy = "open that one as the target, or begin the conversation anew"
+        check_model(path, "target", session.target.fingerprint, present, remedy)
+        check_cache_options(path, session.cache_options, self._cache_options)
+        if session.draft is None:
+            return session
+        where = session_file.shown(path)
+        if self.draft is None:
+            logger.info("what a draft model had cached for session %s is left out: there is none", where)
+            return attrs.evolve(session, draft=None)
+        present = await saved_sequence.identify(self.draft)
+        if any_draft and session.draft.fingerprint.difference(present) is not None:
+            logger.info("what another draft model had cached for session %s is left out", where)
+            return attrs.evolve(session, draft=None)
+        remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
+        check_model(path, "draft", session.draft.fingerprint, present, remedy)
+        return session
+
+    async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
+        """Put a session's cached sequences into the models' prefix caches, once all of them are found to fit. A
+        cancellation takes effect after that.
+
+        Raises: SessionFileError: a cached sequence does not fit its model.
+        """
+        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
+            (self.target, session.target, drafted and self.target.drafter.has_model)
+        ]
+        if self.draft is not None:
+            saved_states.append((self.draft, session.draft, True))
+        filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
+        with trio.CancelScope(shield=True):  # until the sequences are kept, nobody else would close them
+            try:
+                for actor, saved, beside_another in saved_states:
+                    if saved is not None and saved.sequence is not None:
+                        sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
+                        filled.append((actor, sequence))
+            except SessionFileError as error:
+                for actor, sequence in filled:
+                    await saved_sequence.discard(actor, sequence)
+                raise SessionFileError(
+                    f"{named(path)} does not fit: {error}; use another copy of it, or save again"
+                ) from error
+            for actor, sequence in filled:
+                await saved_sequence.keep(actor, sequence)
+
+    @property
+    def _cache_options(self) -> dict[str, int | None]:
+        model = self.target.model
+        return model.cache_options if isinstance(model, MLXModel) else {}
+
+    async def _vocabulary(self) -> str | None:
+        if (tokenizer := self.tokenizer) is None:
+            return None
+        # Takes a few tenths of a second for a large vocabulary.
+        return await trio.to_thread.run_sync(lambda: vocabulary_digest(tokenizer.get_vocab()))
+
+
+def _ids(session: SavedSession) -> Iterable[int]:
+    """All token ids in a session."""
+    yield from session.tokens
+    if session.stream is not None:
+        for commit in session.stream.progress.commits:
+            for likelihood in commit.likelihoods:
+                yield from (id for id, _ in likelihood.top)

@@ -2,10 +2,8 @@
 
 The session's description is JSON in the file's metadata; its arrays are the tensors. The last tensor is a SHA-256 of
 everything before it, header included. Nothing in the file is ever executed, and no size in its header is used before
-it was compared with the size of the file.
-
-The container is written and read here, since the `safetensors` package takes only a path or one `bytes` object of the
-whole file (no open files, no cancellation on the way, no checksum), and chooses the order of the tensors itself.
+it was compared with the size of the file. The `safetensors` package takes only a path or the bytes of a whole file (no
+cancellation, no checksum), and chooses the order of the tensors itself.
 """
 
 from __future__ import annotations
@@ -45,37 +43,25 @@ _CHUNK_BYTES = 1 << 22
 
 @attrs.frozen
 class Contents:
-    """The contents of a session file.
-
-    Attributes:
-        content: any value that JSON has.
-        tensors: by name; the name "checksum" is reserved.
-    """
+    """The contents of a session file: a value that JSON has, and tensors by name; the name "checksum" is reserved."""
 
     content: Any
     tensors: Mapping[str, Tensor]
 
 
-def _never() -> None:
-    """Check nothing: the default, for a call that cannot be cancelled."""
-
-
 # --- writing --------------------------------------------------------------------------------------
 
 
-def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = _never) -> int:
+def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = lambda: None) -> int:
     """Write a session file atomically; an existing file is replaced.
 
-    The file is written beside its place, flushed to the disk, and moved there in one step. So the path always has the
-    complete old or the complete new file, and nothing else is left behind; only a process that is killed leaves a
-    hidden file `.outrider-….tmp`. A symbolic link is followed. The file gets the permissions of the one that it
-    replaces; a new one is readable by its owner alone, since it has the texts of the session.
-
-    An open file is written from its position on; an error or a cancellation leaves what was written so far.
+    The file is written beside its place, flushed to the disk, and moved there in one step; a process that is killed
+    leaves a hidden file `.outrider-….tmp`. A symbolic link is followed. The file gets the permissions of the one that
+    it replaces; a new one is readable by its owner alone, since it has the texts of the session.
 
     Args:
-        path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`.
-        contents: to be written.
+        path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`, which is written
+            from its position on; an error or a cancellation leaves what was written so far.
         check_cancelled: called every few megabytes; what it raises ends the writing.
 
     Returns: the size of the file, in bytes.
@@ -108,10 +94,7 @@ def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled
 
 
 def _mode_of(place: Path) -> int:
-    """The permissions of a file that is written to a place.
-
-    Raises: OSError: the place has something that must not be replaced.
-    """
+    """The permissions of a file at a place. Raises: OSError: the place has something that must not be replaced."""
     try:
         status = place.stat()
     except FileNotFoundError:
@@ -178,12 +161,11 @@ def _flush_directory(directory: Path) -> None:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def read(path: SessionFile, check_cancelled: CheckCancelled = _never) -> Contents:
+def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> Contents:
     """Read a session file and check that it is unchanged.
 
-    The whole file is read twice. The first time, only its header is kept in memory, until the checksum is found to
-    match. The second time, the bytes in memory are compared with the checksum again, so a file that is altered
-    meanwhile is an error. A file that another one replaces meanwhile is read to its end.
+    The whole file is read twice: its data are kept in memory once the checksum was found to match, and then compared
+    with it again. A file that another one replaces meanwhile is read to its end.
 
     Args:
         path: of the file; or a seekable binary file object, such as `io.BytesIO`, which is read to its end.
@@ -245,13 +227,15 @@ class _Reader:
         if not isinstance(header, dict):
             self._foreign("its header is not a table")
         content = self._content(header.pop("__metadata__", None))
-        data_begin = _LENGTH_BYTES + len(header_bytes)
-        entries = self._entries(header, self.size - data_begin)
-        # The checksum first, without keeping the data: a file that is mostly a hole takes no memory.
         head = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
+        entries = self._entries(header, self.size - len(head))
+        # The checksum first, without keeping the data: a file that is mostly a hole takes no memory.
         checksum = self._checksum(head)
-        self.file.seek(self.begin + data_begin)
-        tensors = {entry.name: self._tensor(entry) for entry in entries}
+        self.file.seek(self.begin + len(head))
+        tensors = {
+            entry.name: Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
+            for entry in entries
+        }
         if self._digest([head, *(tensor.data for tensor in tensors.values())]) != checksum:
             self._damaged("it was altered while it was read")
         return Contents(self._parsed(content, "what it says of itself"), tensors)
@@ -287,14 +271,12 @@ class _Reader:
 
     def _entries(self, header: dict[str, Any], num_bytes: int) -> list[_Entry]:
         """The places of the tensors, which must fill the file without gaps; the checksum is the last."""
-        entries = [self._entry(name, described) for name, described in header.items()]
-        end = 0
+        entries, end = [self._entry(name, described) for name, described in header.items()], 0
         for entry in entries:
             if entry.begin != end:
                 self._damaged(f"tensor {entry.name[:40]!r} does not begin where the one before it ends")
             end = entry.end
-        last = entries[-1] if entries else None
-        if last is None or (last.name, last.dtype, last.shape) != (_CHECKSUM, "U8", (_DIGEST_BYTES,)):
+        if [(each.name, each.dtype, each.shape) for each in entries[-1:]] != [(_CHECKSUM, "U8", (_DIGEST_BYTES,))]:
             self._damaged("it has no checksum at its end")
         if end != num_bytes:
             self._damaged(f"its tensors should have {end} bytes, and it has {num_bytes} for them")
@@ -329,10 +311,6 @@ class _Reader:
                 self.check_cancelled()
                 digest.update(view[begin : begin + _CHUNK_BYTES])
         return digest.digest()
-
-    def _tensor(self, entry: _Entry) -> Tensor:
-        """The next tensor of the file."""
-        return Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
 
     def _take(self, num_bytes: int) -> bytearray:
         """The next `num_bytes` bytes, which the file is known to have."""
@@ -374,9 +352,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-# --- for messages ---------------------------------------------------------------------------------
 
 
 def shown(path: SessionFile) -> str:

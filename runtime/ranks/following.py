@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import mlx.core as mx
+import outcome
+import trio
 
 from actors.distributed.following_model import FollowingModel
 from actors.distributed.rank_group import RankGroup
@@ -11,15 +19,20 @@ from actors.distributed.sharding import Shard
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from actors.mlx.model import MLXModel
+from actors.workers.thread_pool import run_on_thread
 from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import CloseTarget, ConnectRanks, Loaded, OpenTarget, Operations, Present
 from runtime.loading import mlx_environment
 from runtime.loading.model_sources import Source, check_source
-from runtime.ranks.draft_rank import drafting_at
-from runtime.ranks.group_thread import breaking, run_in_group
 from runtime.ranks.sharded_target import BEGIN, check_sharded, read_shard
+from runtime.remote.drafting import draft_for
 
 logger = logging.getLogger("outrider")
+
+# How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
+GRACE_S = 1.0
+
+T = TypeVar("T")
 
 
 def follow(target: Source, group: RankGroup, draft: Source | None = None) -> None:
@@ -60,12 +73,17 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
     """
     name = "loading"
     with breaking(group, lambda: name):
-        opened = _opened(group)
+        while not isinstance(opened := group.receive()[1], OpenTarget):
+            logger.debug("rank %d has received %r before a target was opened", group.rank, opened)
         if opened.draft_rank == group.rank:
             name = "drafting"
             drafting()
             return
-        _connect(group, opened.draft_rank)
+        if group.mlx is None:  # made with the other ranks of the target, once all are there
+            group.send(Present())
+            while not isinstance(group.receive()[1], ConnectRanks):
+                continue
+            group.connect_mlx(opened.draft_rank)
         shard, options = read(), CacheOptions(**opened.cache_options)
         group.send(Loaded(shard.parts))
         following: FollowingModel | None = None
@@ -81,21 +99,61 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
                     following.run(operation)
 
 
-def _opened(group: RankGroup) -> OpenTarget:
-    """Wait until rank 0 opens a target."""
-    while not isinstance(message := group.receive()[1], OpenTarget):
-        logger.debug("rank %d has received %r before a target was opened", group.rank, message)
-    return message
+def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Callable[[], None]:
+    """What drafts for rank 0 until it closes the target, to be called on a thread of its own."""
+    for source in (target, draft):
+        if isinstance(source, tuple):
+            mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
+
+    async def draft_until_closed() -> None:
+        with group.drafted_by(0):
+            link = group.drafter
+            assert link is not None
+            await draft_for(link, lambda _: (target, draft))
+            await link.is_over.wait()
+        if not link.has_closed_target:
+            group.check()
+
+    return partial(trio.run, draft_until_closed)
 
 
-def _connect(group: RankGroup, draft_rank: int | None) -> None:
-    """Make MLX's group with the other ranks of the target, once all are there.
+def run_in_group(name: str, work: Callable[[], T], group: RankGroup, timeout_s: float | None = None) -> T:
+    """Do a piece of work on a thread, and wait for its result until it ends or the group is broken. Work that fails
+    breaks the group; see `breaking`.
 
-    Raises: RankError: MLX cannot, or a rank has failed.
+    Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it. A thread may
+        be stuck in a collective.
     """
-    if group.mlx is not None:
-        return
-    group.send(Present())
-    while not isinstance(group.receive()[1], ConnectRanks):
-        continue
-    group.connect_mlx(draft_rank)
+    results: list[T] = []
+    ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
+    thread = run_on_thread(name, lambda: results.append(work()), ended.put)
+    with group.on_error(lambda _: ended.put(None)):
+        try:
+            result = ended.get(timeout=timeout_s) or ended.get(timeout=GRACE_S)
+        except queue.Empty:
+            thread.abandon()
+            raise group.fail(f"rank {group.rank} has not ended in time: the ranks wait for each other") from None
+        except KeyboardInterrupt:
+            thread.abandon()
+            group.fail(f"rank {group.rank} was interrupted")
+            raise
+    if result is not None:
+        result.unwrap()
+    return results[0]
+
+
+@contextmanager
+def breaking(group: RankGroup, doing: Callable[[], str]) -> Iterator[None]:
+    """Break the group with whatever is raised inside, where this rank was `doing` something: it is out of step then.
+
+    Raises: RankError: why the group is broken.
+    """
+    try:
+        yield
+    except RankError as error:
+        raise group.fail(str(error)) from error
+    # Whatever a model's code, or MLX, raises.
+    except Exception as error:
+        if isinstance(explained := group.explain(error, is_out_of_step=True), RankError):
+            raise explained from error
+        raise group.fail(f"rank {group.rank} failed in {doing()}: {type(error).__name__}: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import trio
 
+from actors.distributed.rank_address import is_ring
 from actors.distributed.rank_group import RankGroup
 from actors.workers.thread_worker import ThreadWorker
 from protocol.errors import OutriderError, RankError, SettingsError
@@ -15,8 +16,8 @@ from protocol.rank_messages import CloseTarget
 from protocol.reprs import shown
 from protocol.settings import AUTO_DRAFT
 from protocol.trace import Event
+from protocol.validation import check_integer
 from runtime.loading.model_sources import Source
-from runtime.ranks.draft_rank import check_draft_rank
 from runtime.ranks.sharded_target import check_drafter, check_sharded
 
 # Ranks that are out of step in spite of all checks wait for each other without end, and all send heartbeats. So a job
@@ -52,6 +53,33 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
     group.check()
 
 
+def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> int | None:
+    """The rank that is to draft; None for rank 0, which drafts beside its part of the target.
+
+    Raises: SettingsError: there is no such rank, it would have nothing to load, or it cannot be left out of the others.
+    """
+    if draft_rank is not None:
+        check_integer("draft_rank", draft_rank, 0, group.size - 1)
+    if not draft_rank:
+        group.check_mlx(None)
+        return None
+    if not has_model:
+        raise SettingsError.of(
+            "{draft_rank=} is where a draft model is loaded, and none is named; give one as {draft}, or leave "
+            "{draft_rank} out",
+            draft_rank=draft_rank,
+        )
+    if len(group.target_ranks(draft_rank)) > 1:
+        if not is_ring():
+            raise SettingsError.of(
+                "{draft_rank=} leaves several ranks to the target, and only MLX's ring can connect them without that "
+                'one; use the backend "ring", or two ranks',
+                draft_rank=draft_rank,
+            )
+        group.check_mlx(draft_rank)
+    return int(draft_rank)
+
+
 def is_sharded(group: RankGroup, draft_rank: int | None) -> bool:
     """Whether the target of a group is sharded: not if all ranks but rank 0 draft."""
     return len(group.target_ranks(draft_rank or None)) > 1
@@ -63,13 +91,8 @@ def _check_free(group: RankGroup) -> None:
 
 
 def worker_for(on_event: Callable[[Event], None], group: RankGroup | None, draft_rank: int | None) -> ThreadWorker:
-    """The target's worker.
-
-    That of a sharded target has a thread that can be abandoned, and its errors name the rank that caused them.
-
-    Args:
-        on_event: see `ThreadWorker`.
-        group, draft_rank: as in `open`.
+    """The target's worker. That of a sharded target has a thread that can be abandoned, and its errors name the rank
+    that caused them.
     """
     if group is None or not is_sharded(group, draft_rank):
         return ThreadWorker("target", on_event)
@@ -104,18 +127,13 @@ def leading(group: RankGroup, worker: ThreadWorker, draft_rank: int | None = Non
 @contextmanager
 def ending_all(group: RankGroup, end: Callable[[OutriderError], None]) -> Iterator[None]:
     """While in force, have trio call a function with the error once the group is broken."""
-    with group.on_error(_in_trio(end)):
-        yield
-
-
-def _in_trio(call: Callable[[OutriderError], None]) -> Callable[[RankError], None]:
-    """What has trio call a function, from any thread."""
     token = trio.lowlevel.current_trio_token()
 
-    def call_soon(error: RankError) -> None:
+    def end_soon(error: RankError) -> None:
         try:
-            token.run_sync_soon(call, error)
+            token.run_sync_soon(end, error)
         except trio.RunFinishedError:
             return  # nothing is left to end
 
-    return call_soon
+    with group.on_error(end_soon):
+        yield

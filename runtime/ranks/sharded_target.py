@@ -15,10 +15,10 @@ from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard, difference, is_sharded_in_place, load_shard, shard_in_place
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import Job, JobError, Worker
-from protocol.errors import OutriderError, RankError, SettingsError
+from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import ConnectRanks, OpenTarget, Operation, Operations, Present
 from protocol.rank_messages import Loaded as PartLoaded
-from runtime.loading.model_files import folder_of, load_error, name_of
+from runtime.loading.model_files import folder_of, load_errors, name_of
 from runtime.loading.model_sources import Loaded, Source, layer_evaluation_by_environment, load_onto
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
@@ -90,11 +90,8 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
         group.send(OpenTarget(attrs.asdict(options), group.draft_rank))
     if group is None or len(group.target_ranks(group.draft_rank)) == 1:
         return await load_onto(worker, "target", source, options)
-    read, evaluation, named = (
-        read_shard(source, group),
-        layer_evaluation_by_environment(),
-        f"target {name_of(source)!r}",
-    )
+    read, evaluation = read_shard(source, group), layer_evaluation_by_environment()
+    named = f"target {name_of(source)!r}"
 
     def load() -> tuple[LeadingModel, Shard]:
         if group.mlx is None:
@@ -107,36 +104,26 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
         group.send(Operations((Operation(BEGIN),)), to_target=True)
         return LeadingModel(shard.model, options, group, named, evaluation), shard
 
-    try:
-        model, shard = await worker.run(Job("load", load))
-    except JobError as error:
-        cause = error.__cause__
-        if not isinstance(cause, RankError):
-            group.fail(f"rank 0 cannot load the target: {cause}")
-        if isinstance(cause, OutriderError):
-            raise cause from None
-        raise load_error("target", source, cause) from cause
+    with load_errors("target", source):
+        try:
+            model, shard = await worker.run(Job("load", load))
+        except JobError as error:
+            if not isinstance(error.__cause__, RankError):
+                group.fail(f"rank 0 cannot load the target: {error.__cause__}")
+            raise
     return Loaded(model, shard.tokenizer, folder_of(source))
 
 
 def _compare(shard: Shard, group: RankGroup) -> None:
-    """Wait until all ranks have loaded their parts, and compare the models.
-
-    Raises: RankError: one has another model, or has failed.
-    """
+    """Wait until all ranks have loaded their parts. Raises: RankError: one has another model, or has failed."""
     for rank, message in _from_each(group, PartLoaded, "load its part of the target"):
         if (different := difference(shard.parts, message.parts)) is not None:
             raise group.fail(f"rank {rank} has loaded another model or stage than rank 0: {different}")
 
 
 def _from_each(group: RankGroup, kind: type[M], do_it: str) -> Iterator[tuple[int, M]]:
-    """Wait for a message of each other rank of the target, and log which have not sent theirs for long.
+    """Wait for each other rank of the target to send a message of a kind, and log which have not done so for long.
 
-    Args:
-        kind: of the message. Others are ignored.
-        do_it: what a rank does before it sends the message.
-
-    Yields: the rank, and its message.
     Raises: RankError: a rank has failed.
     """
     missing = set(group.target_ranks(group.draft_rank)) - {0}

@@ -46,10 +46,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_draft_process(target: Source, draft: Source | None) -> None:
-    """Check that another process can load a drafter.
-
-    Raises: SettingsError: it cannot, since a model cannot be given to it.
-    """
+    """Raises: SettingsError: another process cannot load a drafter, since a model cannot be given to it."""
     if isinstance(draft, tuple):
         raise SettingsError.of(
             "{draft_process} loads the draft model in a process of its own, and it was given as a model; give its path "
@@ -79,15 +76,9 @@ def environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def draft_process(device: str | None) -> AsyncIterator[SocketLink]:
-    """A process that can draft, and the link to it.
+    """A process that can draft, and the link to it; `device` is MLX's default there, None for MLX's own choice.
 
-    On leaving, the process ends; it is killed if it does not within `END_S`. If this process ends in any way, so does
-    the other.
-
-    Args:
-        device: MLX's default device there, "cpu" or "gpu"; None for MLX's own choice.
-
-    Cancellation: the process ends.
+    On leaving, and when this process ends in any way, the process ends; it is killed if it does not within `END_S`.
     """
     near, far = socket.socketpair()
     link = SocketLink(near, "the drafter's process", LOADING_SILENCE_S)

@@ -31,7 +31,7 @@ from protocol.errors import (
 from protocol.open_options import OpenOptions
 from protocol.settings import AUTO_DRAFT
 from runtime.loading.model_files import folder_of
-from runtime.loading.model_sources import LoadedDraft, Source, check_draft_source, load_draft_onto, read_lazily
+from runtime.loading.model_sources import Source, check_draft_source, load_draft_onto, read_lazily
 
 logger = logging.getLogger("outrider")
 
@@ -79,10 +79,9 @@ async def draft_for(
     *,
     forwards_warnings: bool = False,
 ) -> None:
-    """Load the drafter that the other end of a link asks for, and draft until that end closes the link.
+    """Load the drafter that a runtime at the other end of a link asks for, and draft until it closes the link.
 
     Args:
-        link: to a runtime.
         sources: the target and the drafter that are meant; None for what is not known here.
         forwards_warnings: whether the runtime logs this end's warnings.
 
@@ -119,7 +118,14 @@ async def _load_and_draft(
         options = OpenOptions(**{name: load.options[name] for name in OPTIONS})
         target, draft = sources(load)
         parts = _TargetElsewhere(target, load.vocab_size)
-        loaded = await _loaded(worker, draft, CacheOptions(**load.cache_options), parts)
+        if draft is None or draft == AUTO_DRAFT:
+            raise SettingsError("it was given none by name; call follow(target, group, draft)")
+        source = check_draft_source(draft)
+        try:
+            await worker.run(Job("load", parts.read))
+        except JobError as error:
+            raise (error.__cause__ or error) from None
+        loaded = await load_draft_onto(worker, source, CacheOptions(**load.cache_options), parts)
     except (OutriderError, KeyError, TypeError) as error:
         end.answer(DrafterNotLoaded(type(error).__name__, str(error)))
         return
@@ -137,19 +143,6 @@ async def _load_and_draft(
         max_batch=options.max_batch,
         cache_bytes=options.prefix_cache_bytes,
     )
-
-
-async def _loaded(
-    worker: ThreadWorker, draft: Source | None, options: CacheOptions, target: _TargetElsewhere
-) -> LoadedDraft:
-    if draft is None or draft == AUTO_DRAFT:
-        raise SettingsError("it was given none by name; call follow(target, group, draft)")
-    source = check_draft_source(draft)
-    try:
-        await worker.run(Job("load", target.read))
-    except JobError as error:
-        raise (error.__cause__ or error) from None
-    return await load_draft_onto(worker, source, options, target)
 
 
 class _TargetElsewhere:

@@ -32,7 +32,7 @@ from protocol.statistics import Statistics
 from protocol.trace import Actor, Event, Span
 from protocol.validation import check_integer
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
 from runtime.simulation.scenario import MAX_STREAMS, Scenario
 from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget

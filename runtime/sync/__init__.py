@@ -20,14 +20,11 @@ from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
 from protocol.settings import SettingsLike, settings_from, with_overrides
 from runtime.bridge.opener import make_opener
-from runtime.engine.open_options import OpenArguments, OpenArgumentsAndSettings
-from runtime.engine.opening import OPTIONS
-from runtime.engine.runtime import Runtime as TrioRuntime
+from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.loading.model_sources import Source
-from runtime.sync.runtime import Conversation, Runtime, SyncBridge, TokenStream, TokenStreams
-from runtime.sync.thread import SyncThread
+from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, TokenStreams
 
 __all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
 
@@ -50,7 +47,7 @@ def open_sync(target: Source = MISSING, draft: Source | None = None, **options: 
     """
     check_no_event_loop("open_sync")
     open_runtime = make_opener(target, draft, dict(options), handle_module=__name__)
-    thread: SyncThread[TrioRuntime] = SyncThread(open_runtime, "outrider-trio")
+    thread = SyncThread(open_runtime)
     return Runtime(SyncBridge(thread, thread.start()))
 
 

@@ -1,36 +1,134 @@
-"""A runtime for plain threads, whose models work in the threads of a trio loop."""
+"""A runtime for plain threads, which block for its results; its models work in the threads of a trio loop."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 import trio
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
 from protocol.session_state import Commit
-from runtime.bridge.call import BridgeCall
-from runtime.bridge.handles import CommitSource, ConversationHandle, RuntimeHandle, StreamHandle
-from runtime.bridge.iterator_handle import IteratorHandle
-from runtime.bridge.many_prompts import MergedHandle, MergedSource
+from runtime.bridge.handles import (
+    CommitSource,
+    ConversationHandle,
+    IteratorHandle,
+    MergedHandle,
+    MergedSource,
+    RuntimeHandle,
+    StreamHandle,
+)
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.stream import S
-from runtime.bridge.trio_thread import BridgeFuture
+from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S, TrioThread
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.merged_streams import Merged
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
 from runtime.generation.tool_calls.functions import Functions
-from runtime.sync.thread import SyncThread, call_result, wait_result
 
 T = TypeVar("T")
 Item = TypeVar("Item")
 
 
-class SyncBridge(RuntimeBridge[SyncThread[TrioRuntime]]):
+class BlockingFuture(Generic[T]):
+    """A result that threads block for.
+
+    Setting it takes no lock that a waiting thread could hold, so that a Ctrl-C in the middle of `wait` leaves no lock
+    held. `threading.Event` and `concurrent.futures.Future` are written in Python and do not guarantee that.
+    """
+
+    def __init__(self) -> None:
+        self._results: list[T] = []  # none or one
+        self._waiting: list[threading.Lock] = []
+
+    def done(self) -> bool:
+        return bool(self._results)
+
+    def result(self) -> T:
+        return self._results[0]
+
+    def set_result(self, result: T, /) -> None:
+        self._results.append(result)
+        for lock in self._waiting:
+            lock.release()
+
+    def wait(self) -> T:
+        """Block until the result is set, and return it; a Ctrl-C in the main thread interrupts the waiting."""
+        lock = threading.Lock()
+        lock.acquire()
+        # In this order: a result that is set after this line finds the lock, and releases it.
+        self._waiting.append(lock)
+        if not self._results:
+            lock.acquire()
+        return self._results[0]
+
+
+class SyncThread(TrioThread):
+    """A trio thread that one thread starts, and any thread uses and stops. It ends with the main thread."""
+
+    def start(self) -> TrioRuntime:
+        """Start, and block until the context manager has been entered. Raises: what entering it raises.
+
+        Interrupting: a Ctrl-C stops the thread, and is raised once it has ended.
+        """
+        try:
+            self._thread.start()
+            waited(self._started)
+        except BaseException:
+            # Also a Ctrl-C before the thread runs: it will see that it is stopping.
+            self.stop()
+            if self._thread.is_alive():
+                self._stop_and_wait()
+            raise
+        if self._ended.done():
+            self._stop_and_wait()
+            self._raise_failure()
+        return self._value
+
+    def stop_and_join(self) -> None:
+        """Leave the context manager, and block until the thread has ended; harmless if it has. Raises: what leaving
+        raises. A Ctrl-C is raised once the thread is joined.
+        """
+        self._stop_and_wait()
+        self._raise_failure()
+
+    def make_future(self) -> BridgeFuture[Any]:
+        return BlockingFuture[Any]()
+
+    def _stop_and_wait(self) -> None:
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self.stop()
+                waited(self._ended)
+                # Soon over: the thread only has to return.
+                self._thread.join()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
+        if not future.done():
+            future.set_result(value)
+        return True
+
+    def _has_callers(self) -> bool:
+        # At its exit, the interpreter joins this thread, after the main thread has ended.
+        return threading.main_thread().is_alive()
+
+
+def waited(future: BridgeFuture[T]) -> T:
+    """Block for the result of a future of a `SyncThread`."""
+    assert isinstance(future, BlockingFuture)
+    return cast(T, future.wait())
+
+
+class SyncBridge(RuntimeBridge[SyncThread]):
     """`RuntimeBridge` for plain threads.
 
     The trio thread stops once the bridge is dropped: the runtime's handle, its streams and its conversations refer to
@@ -48,10 +146,16 @@ class SyncBridge(RuntimeBridge[SyncThread[TrioRuntime]]):
         check_not_in_trio("this")
 
     async def call_result(self, call: BridgeCall[T]) -> T:
-        return call_result(call)
+        try:
+            waited(call.done)
+        except BaseException:  # a Ctrl-C; a second one is raised at once
+            call.cancel()
+            waited(call.done)
+            raise
+        return call.result()
 
     async def result(self, future: BridgeFuture[T]) -> T:
-        return wait_result(future)
+        return waited(future)
 
     async def pause(self) -> None:
         """Nothing: there are no other tasks."""
@@ -83,12 +187,7 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
     _bridge: SyncBridge
 
     def __init__(self, bridge: SyncBridge, make_source: Callable[[], Any]) -> None:
-        """As `IteratorHandle`; blocks until the source was made.
-
-        Raises: what making the source raised.
-
-        Interrupting: a Ctrl-C closes the stream.
-        """
+        """As `IteratorHandle`; blocks until the source was made, and raises what making it raised."""
         super().__init__(bridge, make_source)
         self._in_use = threading.Lock()
         try:
@@ -138,17 +237,15 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
 
 
 class TokenStream(BlockingIteration[CommitSource, Commit, Token], StreamHandle[int]):
-    """The tokens of one generation, for one thread at a time: an iterator, and a context manager.
+    """The tokens of one generation, for one thread at a time: `runtime.TokenStream` as an iterator and context manager.
 
-    `runtime.TokenStream` for plain threads, which says what ends the generation; `close` may be called by another
-    thread while one waits for a token, and a Ctrl-C is what a cancellation is there.
+    `close` may be called by another thread while one waits for a token; a Ctrl-C is what a cancellation is there.
     """
 
 
 class TokenStreams(BlockingIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
-    """The tokens of many prompts as they come: an iterator over (index of the prompt, token), and a context manager.
-
-    `runtime.TokenStreams` for plain threads; `TokenStream` here says what ends the generations.
+    """The tokens of many prompts as they come, as (index of the prompt, token): `runtime.TokenStreams` as an iterator
+    and context manager, which is ended as a `TokenStream` here.
     """
 
 
@@ -160,7 +257,6 @@ class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
 
 class Runtime(
     RuntimeHandle[
-        SyncBridge,
         TokenStream,
         TokenStreams,
         list[Completion],
@@ -179,7 +275,9 @@ class Runtime(
     Raises: WrongEventLoopError: a method is called where trio is running in this thread, and would be blocked.
     """
 
+    _bridge: SyncBridge
     _stream_handle = TokenStream
+    _many_handle = TokenStreams
     _conversation_handle = Conversation
 
     def close(self) -> None:
@@ -202,9 +300,6 @@ class Runtime(
             return cast(list[Completion], await cast(Any, begin()))
 
         return cast(list[Completion], self._bridge.run(self._bridge.call(complete_all)))
-
-    def _tokens(self, begin: Callable[[], Merged[Token]]) -> TokenStreams:
-        return TokenStreams(self._bridge, begin)
 
     def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> Conversation:
         async def made() -> TrioConversation:

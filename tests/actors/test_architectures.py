@@ -42,7 +42,7 @@ from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.errors import ModelError
-from runtime.engine.running import running
+from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
 
 LOOKAHEADS = (1, 3, 6)

@@ -41,7 +41,7 @@ from protocol.session_state import SessionPhase
 from protocol.vocabulary_map import VocabularyMap
 from runtime import stateless
 from runtime.engine.drafter_slot import LoadedDrafter
-from runtime.engine.running import running
+from runtime.engine.opening import running
 
 PROMPT = [5, 6, 7]
 VOCAB_SIZE = 16  # with fewer, texts would not share passes

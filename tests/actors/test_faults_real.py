@@ -241,7 +241,7 @@ async def test_a_stream_that_shares_a_draft_step_which_hangs_can_be_closed_befor
 
 @pytest.mark.usefixtures("impatience")
 async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("runtime.persistence.saving.DRAFTER_WAIT_S", 0.05)
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
     target, draft = pair()
     hanging, file = Hanging(draft), io.BytesIO()
     with trio.fail_after(60):

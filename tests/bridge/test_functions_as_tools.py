@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from calling_models import calling_pair, calling_tokenizer
 from chat_models import says
+from faces import all_of, got, next_of, on_every_face, within
 
 import runtime
 
@@ -46,49 +47,54 @@ def results_in(conversation: runtime.aio.Conversation | runtime.sync.Conversatio
     return [message["content"] for message in conversation.messages if message["role"] == "tool"]
 
 
-# --- asyncio --------------------------------------------------------------------------------------
-
-
-def in_asyncio(main: Any) -> None:
-    async def opened() -> None:
-        async with runtime.aio.open(*calling_pair()) as rt:
-            await main(rt)
-
-    asyncio.run(opened())
-
-
-def test_on_asyncio_functions_are_called_and_the_model_goes_on_with_their_results() -> None:
-    asked = call_of("where") + call_of("where_async") + call_of("fails", '{"city": "Oslo"}')
-
-    async def main(rt: runtime.aio.Runtime) -> None:
-        tools = [where, where_async, fails]
+@on_every_face
+async def test_functions_are_called_and_the_model_goes_on_with_their_results(open: Any) -> None:
+    is_async = open is runtime.aio.open
+    tools = [where, *([where_async] if is_async else ()), fails]
+    asked = "".join(call_of(tool.__name__) for tool in tools[:-1]) + call_of("fails", '{"city": "Oslo"}')
+    async with within(open(*calling_pair())) as rt:
         conversation = rt.conversation("Be kind.", tools=tools, **speaks(asked, "so", call_of("where"), "there"))
         assert conversation.pending_calls == ()
-        completion = await conversation.generate("where?")
+        completion = await got(conversation.generate("where?"))
         assert (completion.text, completion.tool_calls) == ("so", ())
-        in_thread, in_loop, error = results_in(conversation)
+        called_in, *in_loop, error = results_in(conversation)
         ours = threading.current_thread().name
-        assert in_thread != ours
-        assert in_loop == f'["{ours}"]'
+        assert (called_in == ours) == (not is_async)
+        assert in_loop == [f'["{ours}"]'] * is_async
         assert error == "Error: ValueError: no Oslo"
 
         # Streamed, saved with a call pending, and loaded: whoever is given the functions makes the call.
-        async for token in (stream := conversation.stream("where?")):
-            assert token.index > 0 or conversation.pending_calls == ()
-        assert (
-            [call.name for call in conversation.pending_calls] == [call.name for call in stream.tool_calls] == ["where"]
-        )
-        await conversation.save(file := io.BytesIO())
+        stream = conversation.stream("where?")
+        first = await next_of(stream)
+        assert conversation.pending_calls == ()
+        assert first.text + "".join(token.text for token in await all_of(stream)) == call_of("where")
+        assert [call.name for call in stream.tool_calls] == ["where"]
+        await got(conversation.save(file := io.BytesIO()))
         script = speaks("", "", "", "there")["logits_processors"]
-        loaded = await rt.load(io.BytesIO(file.getvalue()), tools=tools, logits_processors=script)
+        loaded = await got(rt.load(io.BytesIO(file.getvalue()), tools=tools, logits_processors=script))
         for each in (conversation, loaded):
-            assert await each.call_tools()
-            assert not await each.call_tools()
-            assert "".join([token.text async for token in each.stream()]) == "there"
+            assert [call.name for call in each.pending_calls] == ["where"]
+            assert await got(each.call_tools())
+            assert not await got(each.call_tools())
+            assert "".join(token.text for token in await all_of(each.stream())) == "there"
         loaded.reset()
         assert loaded.pending_calls == ()
 
-    in_asyncio(main)
+
+@on_every_face
+async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(open: Any) -> None:
+    async with within(open(*calling_pair())) as rt:
+        with pytest.raises(runtime.SettingsError, match="two tools have the name"):
+            rt.conversation(tools=[where, where])
+        with pytest.raises(runtime.SettingsError, match="tool_choice"):
+            rt.generate_many([], tool_choice="required")
+        if open is runtime.open_sync:
+            for refused in (rt.conversation, lambda tools: rt.load(io.BytesIO(), tools=tools)):
+                with pytest.raises(runtime.SettingsError, match="the tool 'where_async' is async"):
+                    refused(tools=[where_async])
+        prompts = [[{"role": "user", "content": "where?"}]] * 2
+        many = await got(rt.generate_many(prompts, tools=[where], **speaks(call_of("where"))))
+        assert [[call.name for call in each.tool_calls] for each in many] == [["where"]] * 2
 
 
 def test_on_asyncio_a_cancelled_call_leaves_the_conversation_as_it_was() -> None:
@@ -117,45 +123,11 @@ def test_on_asyncio_a_cancelled_call_leaves_the_conversation_as_it_was() -> None
         assert await conversation.call_tools()
         assert results_in(conversation) == ["done"]
 
-    in_asyncio(main)
+    async def opened() -> None:
+        async with runtime.aio.open(*calling_pair()) as rt:
+            await main(rt)
 
-
-def test_on_asyncio_bad_functions_are_refused_at_once_and_many_prompts_take_tools() -> None:
-    async def main(rt: runtime.aio.Runtime) -> None:
-        with pytest.raises(runtime.SettingsError, match="two tools have the name"):
-            rt.conversation(tools=[where, where])
-        with pytest.raises(runtime.SettingsError, match="tool_choice"):
-            rt.generate_many([], tool_choice="required")
-        prompts = [[{"role": "user", "content": "where?"}]] * 2
-        many = await rt.generate_many(prompts, tools=[where], **speaks(call_of("where")))
-        assert [[call.name for call in each.tool_calls] for each in many] == [["where"]] * 2
-
-    in_asyncio(main)
-
-
-# --- plain threads --------------------------------------------------------------------------------
-
-
-def test_in_plain_threads_functions_are_called_in_the_thread_that_asks() -> None:
-    asked = call_of("where") + call_of("fails", '{"city": "Oslo"}')
-    with runtime.open_sync(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[where, fails], **speaks(asked, "so", call_of("where"), "there"))
-        assert conversation.generate("where?").text == "so"
-        assert results_in(conversation) == [threading.current_thread().name, "Error: ValueError: no Oslo"]
-        stream = conversation.stream("where?")
-        assert conversation.pending_calls == ()
-        assert "".join(token.text for token in stream) == call_of("where")
-        conversation.save(file := io.BytesIO())
-        script = speaks("", "", "", "there")["logits_processors"]
-        loaded = rt.load(io.BytesIO(file.getvalue()), tools=[where], logits_processors=script)
-        for each in (conversation, loaded):
-            assert [call.name for call in each.pending_calls] == ["where"]
-            assert each.call_tools()
-            assert not each.call_tools()
-            assert "".join(token.text for token in each.stream()) == "there"
-        for refused in (rt.conversation, lambda tools: rt.load(io.BytesIO(), tools=tools)):
-            with pytest.raises(runtime.SettingsError, match="the tool 'where_async' is async"):
-                refused(tools=[where_async])
+    asyncio.run(opened())
 
 
 def test_in_plain_threads_a_ctrl_c_in_a_function_leaves_the_conversation_as_it_was() -> None:

@@ -1,4 +1,4 @@
-"""The bridge to plain threads, with real threads and tiny real models.
+"""What is plain threads' own in the bridge, with real threads and tiny real models.
 
 To show that a call returns at once, a model blocks in the middle of a forward pass until after the call: a call that
 waited for the model would hang.
@@ -14,18 +14,16 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
 from blocking_models import BlockingModel, released_on_exit
 from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
-from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
+from models import prompt_of
 from our_threads import outrider_threads
 
 import runtime
@@ -82,163 +80,6 @@ def press_ctrl_c() -> None:
     ident = threading.main_thread().ident
     assert ident is not None
     signal.pthread_kill(ident, signal.SIGINT)
-
-
-# --- the same as in trio --------------------------------------------------------------------------
-
-
-def test_streams_and_completions_are_what_they_are_in_trio() -> None:
-    with opened() as rt:
-        with rt.stream(PROMPT, max_tokens=24, **SETTINGS) as stream:
-            tokens = list(stream)
-            assert next(stream, None) is None
-        completion = rt.generate(PROMPT, max_tokens=24, **SETTINGS)
-        assert [token.id for token in tokens] == ids(completion) == text(24)
-        assert [token.index for token in tokens] == list(range(24))
-        assert tokens[-1].finish_reason == stream.finish_reason == completion.finish_reason == "length"
-        assert stream.statistics().generated_tokens == 24
-        assert stream.statistics().accepted == sum(token.from_draft for token in tokens) > 0
-        assert rt.statistics().generated_tokens == 48
-        assert rt.health() == runtime.Health(target=True, draft=True)
-        assert rt.tokenizer is None
-    assert rt.health() == runtime.Health(target=False, draft=False)
-
-
-def test_a_conversation_goes_on_as_in_trio_and_can_be_saved(tmp_path: Path) -> None:
-    path = save(tmp_path / "model", target())
-
-    async def in_trio() -> list[dict[str, str]]:
-        async with runtime.open(path) as rt:
-            conversation = rt.conversation(max_tokens=8)
-            for said in ("w1 w2", " w3", " w4"):
-                await conversation.generate(said)
-            return conversation.messages
-
-    with runtime.open_sync(path) as rt:
-        assert rt.tokenizer is not None
-        conversation = rt.conversation(max_tokens=8)
-        answer = conversation.generate("w1 w2")
-        stream = conversation.stream(" w3")
-        with pytest.raises(runtime.ConversationBusyError, match=r"close\(\)"):
-            conversation.generate("too early")
-        assert "".join(token.text for token in stream) == conversation.messages[-1]["content"] != ""
-        assert conversation.messages[1]["content"] == answer.text
-        conversation.save(tmp_path / "session")
-        loaded = rt.load(tmp_path / "session")
-        loaded.generate(" w4")
-        assert loaded.messages == trio.run(in_trio)
-        conversation.reset()
-        assert conversation.messages == []
-
-
-def test_many_prompts_are_completed_in_their_order() -> None:
-    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
-    with opened() as rt:
-        completions = rt.generate_many(prompts, max_concurrent=2, max_tokens=6)
-        assert [ids(completion) for completion in completions] == [text(6, prompt) for prompt in prompts]
-        assert rt.generate_many([]) == []
-        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]"):
-            rt.generate_many([PROMPT, []])
-
-
-def test_tokens_of_many_prompts_come_with_the_index_of_their_prompt() -> None:
-    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
-    with opened() as rt:
-        texts: list[list[runtime.Token]] = [[] for _ in prompts]
-        with rt.stream_many(iter(prompts), max_concurrent=2, max_tokens=6) as stream:
-            for index, token in stream:
-                assert token.index == len(texts[index])
-                texts[index].append(token)
-            assert repr(stream) == "<outrider sync.TokenStreams, over or closed: 5 of 5 given>"
-            assert next(stream, None) is None
-        assert [[token.id for token in tokens] for tokens in texts] == [text(6, prompt) for prompt in prompts]
-        assert {tokens[-1].finish_reason for tokens in texts} == {"length"}
-        own = rt.stream_many([(PROMPT, {"max_tokens": 2}), PROMPT], max_tokens=3)
-        assert sorted(index for index, _ in own) == [0, 0, 1, 1, 1]
-        assert list(rt.stream_many([])) == []
-
-
-def test_many_prompts_of_which_one_will_not_do_begin_nothing() -> None:
-    passes = Passes()
-    with opened(trace=passes) as rt:
-        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]"):
-            rt.stream_many([PROMPT, []])
-        with pytest.raises(runtime.PromptError, match="sequence of prompts"):
-            rt.stream_many("one")
-        with pytest.raises(runtime.SettingsError, match="max_concurrent"):
-            rt.stream_many([PROMPT], max_concurrent=0)
-        assert passes.num_of == {}
-        the_next_text_is_right(rt)
-
-
-def test_the_first_of_many_that_fails_ends_the_others_with_its_error() -> None:
-    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
-        raise ValueError("no such word")
-
-    with opened() as rt:
-        stream = rt.stream_many([PROMPT, (PROMPT, {"logits_processors": [fail]})], **LONG)
-        with pytest.raises(runtime.ProcessorError, match="no such word") as raised:
-            list(stream)
-        assert "prompts[1] failed" in raised.value.__notes__[0]
-        the_next_text_is_right(rt)
-
-
-def test_a_stream_that_is_saved_in_its_middle_goes_on_in_another_runtime(tmp_path: Path) -> None:
-    with opened() as rt:
-        stream = rt.stream(PROMPT, max_tokens=24, **SETTINGS)
-        given = [next(stream).id for _ in range(7)]
-        size = stream.save(tmp_path / "stream")
-        assert (tmp_path / "stream").stat().st_size == size
-        assert given + [token.id for token in stream] == text(24)
-    with opened() as rt, rt.load_stream(tmp_path / "stream") as resumed:
-        tokens = list(resumed)
-        assert given + [token.id for token in tokens] == text(24)
-        assert tokens[0].index == 7
-        assert resumed.finish_reason == "length"
-
-
-def test_bad_input_is_an_error_at_once() -> None:
-    passes = Passes()
-    with opened(trace=passes) as rt:
-        with pytest.raises(runtime.SettingsError, match="max_tokens"):
-            rt.stream(PROMPT, max_tokens=0)
-        with pytest.raises(runtime.PromptError, match="vocabulary"):
-            rt.stream([VOCAB_SIZE])
-        with pytest.raises(runtime.PromptError, match="tokenizer"):
-            rt.conversation()
-        assert passes.num_of == {}
-        the_next_text_is_right(rt)
-
-
-def test_an_error_in_opening_comes_out_as_itself() -> None:
-    with pytest.raises(runtime.ModelError, match="does not exist"):
-        runtime.open_sync("/no/such/model")
-    with pytest.raises(runtime.SettingsError, match="no_such_option"):
-        opened(no_such_option=0)
-
-
-def test_a_model_and_a_prompt_that_were_not_evaluated_yet_are_evaluated_where_they_were_made() -> None:
-    model = llama()
-    model.model.norm.weight = model.model.norm.weight * 1.0
-    with opened(model) as rt:
-        the_next_text_is_right(rt)
-        assert ids(rt.generate(mx.array(PROMPT) + 0, max_tokens=8)) == text(8)
-
-
-def test_a_target_that_fails_ends_the_runtime_with_its_error_as_the_cause() -> None:
-    class Failing(Wrapped):
-        does_fail = False
-
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            if self.does_fail:
-                raise RuntimeError("no such kernel")
-            return super().__call__(inputs, cache)
-
-    with opened(failing := Failing(target())) as rt:
-        failing.does_fail = True
-        with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
-            rt.generate(PROMPT, **LONG)
-        assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 # --- threads --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from huggingface_hub import scan_cache_dir
 from models import greedy, llama, prompt_of, save
+from sweeps import sweep
 from trained_drafters import make, write_eagle3
 
 import runtime
@@ -141,23 +141,21 @@ async def test_a_process_of_its_own_loads_what_is_taken(target: str, lines: list
 # --- none -----------------------------------------------------------------------------------------
 
 
-async def test_where_nothing_fits_texts_are_plain(target: str, lines: list[str]) -> None:
+async def test_where_nothing_fits_or_nothing_that_fits_can_be_loaded_texts_are_plain(
+    target: str, lines: list[str]
+) -> None:
     save(Path(target).parent / "other", llama(), word="v")
     save(Path(target).parent / "as-large", large())
-    async with runtime.open(target, draft="auto") as rt:
-        assert not await is_drafted(rt, large())
-        assert rt.health().draft is None
-    assert lines == [NONE]
-
-
-async def test_where_nothing_that_fits_can_be_loaded_texts_are_plain(target: str, lines: list[str]) -> None:
-    broken(Path(save(Path(target).parent / "small", llama())))
-    async with runtime.open(target, draft="auto") as rt:
-        assert not await is_drafted(rt, large())
-    (line,) = lines
-    assert line.startswith(
+    for name in ("small", "smaller"):
+        async with runtime.open(target, draft="auto") as rt:
+            assert not await is_drafted(rt, large())
+            assert rt.health().draft is None
+        broken(Path(save(Path(target).parent / name, llama())))
+    assert lines[0] == NONE
+    assert lines[1].startswith(
         'draft "auto" takes none: nothing that fits the target can be loaded; passed over: cannot load'
     )
+    assert len(lines) == 2
 
 
 async def test_one_that_is_known_on_the_hub_is_named_and_not_downloaded(tmp_path: Path, lines: list[str]) -> None:
@@ -191,19 +189,6 @@ async def test_it_is_attached_to_an_open_runtime_or_nothing_is(target: str, line
     assert len(lines) == 2
 
 
-def test_runtimes_without_trio_take_it_too(target: str, lines: list[str]) -> None:
-    save(Path(target).parent / "small", llama())
-
-    async def with_asyncio() -> Any:
-        async with runtime.aio.open(target, draft="auto") as rt:
-            return rt.health()
-
-    with runtime.open_sync(target, draft="auto") as rt:
-        assert rt.health().draft is True
-    assert asyncio.run(with_asyncio()).draft is True
-    assert len(lines) == 2
-
-
 def test_a_folder_of_that_name_is_given_as_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "auto", llama())
     monkeypatch.chdir(tmp_path)
@@ -211,15 +196,17 @@ def test_a_folder_of_that_name_is_given_as_a_path(tmp_path: Path, monkeypatch: p
     assert check_draft_source("./auto") == check_draft_source(Path("auto")) == Path("auto")
 
 
-def test_no_options_of_loading_go_with_it() -> None:
-    with pytest.raises(runtime.SettingsError, match='draft "auto" takes a drafter as its files are'):
-        check_draft_source(runtime.ModelSpec("auto", quantize=4))
-
-
-@pytest.mark.parametrize("word", ["Auto", "atuo"])
-def test_a_misspelt_word_is_not_looked_for_on_the_hub(word: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=f'draft {word!r} is no model; did you mean "auto"'):
-        check_draft_source(word)
+@sweep(
+    ("draft", "complaint"),
+    [
+        (runtime.ModelSpec("auto", quantize=4), 'draft "auto" takes a drafter as its files are'),
+        ("Auto", "draft 'Auto' is no model; did you mean \"auto\""),
+        ("atuo", "draft 'atuo' is no model; did you mean \"auto\""),
+    ],
+)
+def test_options_of_loading_and_misspelt_words_are_refused(draft: Any, complaint: str) -> None:
+    with pytest.raises(runtime.SettingsError, match=complaint):
+        check_draft_source(draft)
 
 
 # --- commands -------------------------------------------------------------------------------------

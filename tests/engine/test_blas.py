@@ -31,6 +31,11 @@ def openblas() -> str | None:
     return next(filter(os.path.exists, candidates(os.uname().machine)), None)
 
 
+with_openblas = pytest.mark.skipif(
+    not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested"
+)
+
+
 def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A Python process with a clean environment, except for these variables."""
     inherited = {k: v for k, v in os.environ.items() if k not in (VARIABLE, *THREAD_VARIABLES, "PYTHONWARNINGS")}
@@ -90,7 +95,7 @@ def nothing(_: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("wanted", ["", "system"])
+@sweep("wanted", ["", "system"])
 def test_the_system_s_own_stays_and_nothing_is_looked_for(wanted):
     def must_not(_: str) -> bool:
         raise AssertionError("there is nothing to look for")
@@ -98,25 +103,16 @@ def test_the_system_s_own_stays_and_nothing_is_looked_for(wanted):
     assert choose(wanted, "x86_64", exists=must_not, search=must_not) is None
 
 
-@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_each_place_that_a_distribution_has_is_looked_at_in_order(machine):
-    places = candidates(machine)
+@sweep("machine", ["x86_64", "aarch64"])
+def test_each_place_that_a_distribution_has_is_looked_at_in_order_and_the_linker_asked_last(machine):
+    places, libraries = candidates(machine), {"openblas": "libopenblas.so.0"}
     assert len(set(places)) == len(places)
     assert f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0" == places[0]
+    # Fedora's library with threads is taken before the one without.
+    assert places.index("/usr/lib64/libopenblasp.so.0") < places.index("/usr/lib64/libopenblas.so.0")
     for i, place in enumerate(places):
-        assert choose("openblas", machine, exists=set(places[i:]).__contains__, search=nowhere) == place
-
-
-def test_fedora_s_library_with_threads_is_taken_before_the_one_without():
-    both = {"/usr/lib64/libopenblas.so.0", "/usr/lib64/libopenblasp.so.0"}
-    assert choose("openblas", "aarch64", exists=both.__contains__, search=nowhere) == "/usr/lib64/libopenblasp.so.0"
-
-
-def test_the_linker_is_asked_last():
-    libraries = {"openblas": "libopenblas.so.0"}
-    assert choose("openblas", "riscv64", exists=nothing, search=libraries.get) == "libopenblas.so.0"
-    found = choose("openblas", "riscv64", exists="/usr/lib/libopenblas.so.0".__eq__, search=libraries.get)
-    assert found == "/usr/lib/libopenblas.so.0"
+        assert choose("openblas", machine, exists=set(places[i:]).__contains__, search=libraries.get) == place
+    assert choose("openblas", machine, exists=nothing, search=libraries.get) == "libopenblas.so.0"
 
 
 def test_where_there_is_none_the_packages_are_named():
@@ -133,7 +129,7 @@ def test_a_path_is_taken_as_it_is_wherever_one_stands(tmp_path, monkeypatch):
         assert choose(wanted, "x86_64", search=nowhere) == expected
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("wanted", "complaint"),
     [
         ("mkl", r'blas must be "openblas", "system" or the path of a library, got \'mkl\''),
@@ -146,7 +142,7 @@ def test_what_names_no_library_is_refused(wanted, complaint):
         choose(wanted, "x86_64", search=nowhere)
 
 
-@pytest.mark.parametrize("wanted", ["openblas", "/usr/lib/libblas.dylib"])
+@sweep("wanted", ["openblas", "/usr/lib/libblas.dylib"])
 def test_elsewhere_than_on_linux_there_is_nothing_to_put_in_front(wanted, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(runtime.SettingsError, match=r'is for Linux.*leave it "system"'):
@@ -169,24 +165,29 @@ def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
 
 # --- names of libraries ---------------------------------------------------------------------------
 
+# Kernels that MLX has compiled are no BLAS.
+KERNELS = [
+    "libGf4IMinimumKLNf4IMultiply_CCVCCS_u4f4_15363725222986908567_contiguous.so",
+    "libGf4ISubtractABHf4IMini_IRf4INegativeQSf4IOpenBlas_CCVCCV_u4f4_15363725_143b34da6607bf3b.so",
+]
+
 
 @sweep(
-    ("files", "name"),
+    ("files", "threads", "name"),
     [
-        (["libc.so.6"], None),
-        (["libblas-bd8a282c.so.3"], "reference BLAS (libblas-bd8a282c.so.3)"),
-        (["libblas-bd8a282c.so.3", "libopenblasp-r0.3.21.so"], "OpenBLAS (libopenblasp-r0.3.21.so)"),
-        (["libmkl_rt.so.2", "libblas.so.3"], "Intel MKL (libmkl_rt.so.2)"),
-        (["libblis.so.4"], "BLIS (libblis.so.4)"),
+        (["libc.so.6"], None, None),
+        (["libblas-bd8a282c.so.3"], None, "reference BLAS (libblas-bd8a282c.so.3)"),
+        (["libblas-bd8a282c.so.3", "libopenblasp-r0.3.21.so"], None, "OpenBLAS (libopenblasp-r0.3.21.so)"),
+        (["libmkl_rt.so.2", "libblas.so.3"], None, "Intel MKL (libmkl_rt.so.2)"),
+        (["libblis.so.4"], None, "BLIS (libblis.so.4)"),
+        (["libopenblas.so.0"], 1, "OpenBLAS (libopenblas.so.0, 1 thread)"),
+        (["libopenblas.so.0"], 4, "OpenBLAS (libopenblas.so.0, 4 threads)"),
+        (KERNELS, None, None),
+        ([*KERNELS, "libblas.so.3"], None, "reference BLAS (libblas.so.3)"),
     ],
 )
-def test_a_blas_is_known_by_its_file(files, name):
-    assert describe(files) == name
-
-
-@pytest.mark.parametrize(("threads", "said"), [(1, "1 thread"), (4, "4 threads")])
-def test_threads_are_said_where_they_are_known(threads, said):
-    assert describe(["libopenblas.so.0"], threads) == f"OpenBLAS (libopenblas.so.0, {said})"
+def test_a_blas_is_known_by_its_file(files, threads, name):
+    assert describe(files, threads) == name
 
 
 # --- in a process ---------------------------------------------------------------------------------
@@ -207,40 +208,34 @@ def test_unless_asked_for_nothing_is_put_in_front_and_no_variable_is_set():
         assert (found["is_global"], found["variable"], found["threads"]) == (False, None, None)
 
 
-@linux
-def test_the_environment_has_a_library_put_in_front(copy):
-    found = look_around(**{VARIABLE: copy})
-    assert (found["blas"], found["is_global"]) == ("libmine.so", True)
-    assert found["variable"] is None
-
-
-@linux
-def test_mlx_calls_the_library_that_was_put_in_front(copy, tmp_path):
-    # The dynamic linker's log of symbol bindings.
+def look_around_where_mlx_calls(library: str, wanted: str, tmp_path: Path) -> dict[str, object]:
+    """As `look_around`; asserts that MLX calls a library, by the dynamic linker's log of symbol bindings."""
     log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
-    look_around(**{VARIABLE: copy}, **log)
+    found = look_around(**{VARIABLE: wanted}, **log)
     bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
     calls = [line for line in bindings.splitlines() if "libmlx.so" in line and "cblas_sgemm" in line]
     assert calls
-    assert all(f"to {copy} " in line for line in calls)
+    assert all(f"to {library} " in line for line in calls)
+    return found
 
 
 @linux
-@pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
+def test_mlx_calls_the_library_that_the_environment_has_put_in_front(copy, tmp_path):
+    found = look_around_where_mlx_calls(copy, copy, tmp_path)
+    assert (found["blas"], found["is_global"], found["variable"]) == ("libmine.so", True, None)
+
+
+@linux
+@with_openblas
 def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
-    log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
-    found = look_around(**{VARIABLE: "openblas"}, **log)
+    found = look_around_where_mlx_calls(str(openblas()), "openblas", tmp_path)
     threads = blas.num_usable_cores()
     assert found["threads"] == threads
     assert found["blas"] == describe([Path(str(openblas())).name], threads)
-    bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
-    calls = [line for line in bindings.splitlines() if "libmlx.so" in line and "cblas_sgemm" in line]
-    assert calls
-    assert all(f"to {openblas()} " in line for line in calls)
 
 
 @linux
-@pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
+@with_openblas
 def test_models_that_compute_at_the_same_time_share_the_cores():
     before = """
 import runtime
@@ -255,8 +250,8 @@ with CORES.computing():
 
 
 @linux
-@pytest.mark.skipif(not openblas(), reason="no OpenBLAS here: install libopenblas0-pthread to have this tested")
-@pytest.mark.parametrize("name", THREAD_VARIABLES)
+@with_openblas
+@sweep("name", THREAD_VARIABLES)
 def test_a_number_of_threads_that_the_user_set_stays(name):
     before = """
 import runtime
@@ -300,55 +295,35 @@ def test_a_variable_without_sense_is_said_when_a_model_is_needed_and_not_before(
     assert 'SettingsError: OUTRIDER_BLAS: blas must be "openblas", "system" or' in done.stderr
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["generate", "x"]])
-def test_a_variable_without_sense_is_one_line_on_a_command_line(command):
+@sweep("command", [["doctor"], ["generate", "x"]])
+def test_a_variable_or_a_flag_without_sense_is_one_line_on_a_command_line(command, capfd):
     done = outrider(*command, **{VARIABLE: "/no/such/libblas.so"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("outrider: error: OUTRIDER_BLAS: ")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("arguments", [["doctor"], ["generate", "x"]])
-def test_a_flag_that_names_no_library_is_one_line(arguments, capfd):
-    assert cli.main([*arguments, "--blas", "/no/such/libblas.so"]) == 2
+    assert cli.main([*command, "--blas", "/no/such/libblas.so"]) == 2
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith("outrider: error: ")
-    assert err.count("\n") == 1
+    for said, begin in ((done.stderr, "outrider: error: OUTRIDER_BLAS: "), (err, "outrider: error: ")):
+        assert said.startswith(begin)
+        assert said.count("\n") == 1
 
 
-def no_library(where: Path) -> str:
-    (where / "libtext.so").write_text("not a library")
-    return str(where / "libtext.so")
-
-
-def no_blas(_: Path) -> str:
+@linux
+def test_what_cannot_take_its_place_is_one_line(tmp_path):
+    (no_library := tmp_path / "libtext.so").write_text("not a library")
     # Any system library will do, by its path; Python itself needs this one.
-    (line,) = [
-        line for line in Path("/proc/self/maps").read_text().splitlines() if "libm.so" in line and "r-xp" in line
-    ]
-    return line.split()[-1]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    (no_blas,) = [line.split()[-1] for line in lines if "libm.so" in line and "r-xp" in line]
+    for library, complaint in ((no_library, "cannot load "), (no_blas, "is no BLAS that MLX could call")):
+        done = outrider("doctor", "--blas", str(library))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert complaint in done.stderr
+        assert done.stderr.count("\n") == 1
 
 
 @linux
-@pytest.mark.parametrize(
-    ("library", "complaint"), [(no_library, "cannot load "), (no_blas, "is no BLAS that MLX could call")]
-)
-def test_what_cannot_take_its_place_is_one_line(library, complaint, tmp_path):
-    done = outrider("doctor", "--blas", library(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert complaint in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@linux
-def test_a_flag_that_comes_after_mlx_is_refused(copy, capfd):
+def test_a_flag_that_comes_after_mlx_or_would_take_back_what_the_environment_did_is_refused(copy, capfd):
     assert cli.main(["doctor", "--blas", copy]) == 2
     assert "comes too late: mlx is imported already; set OUTRIDER_BLAS" in capfd.readouterr().err
-
-
-@linux
-def test_a_flag_cannot_take_back_what_the_environment_did(copy):
     done = outrider("doctor", "--blas", "system", **{VARIABLE: copy})
     assert done.returncode == 2
     assert f"OUTRIDER_BLAS has loaded {copy}; change or unset it" in done.stderr
@@ -360,10 +335,3 @@ def test_the_flag_is_heard_and_the_doctor_names_the_library(copy):
     done = outrider("doctor", "--blas", copy, COLUMNS="200")
     assert (done.returncode, done.stderr) == (0, "")
     assert "linear algebra  libmine.so" in done.stdout
-
-
-def test_a_kernel_that_mlx_has_compiled_is_no_blas() -> None:
-    long = "libGf4IMinimumKLNf4IMultiply_CCVCCS_u4f4_15363725222986908567_contiguous.so"
-    shortened = "libGf4ISubtractABHf4IMini_IRf4INegativeQSf4IOpenBlas_CCVCCV_u4f4_15363725_143b34da6607bf3b.so"
-    assert blas.describe([long, shortened]) is None
-    assert blas.describe([long, shortened, "libblas.so.3"]) == "reference BLAS (libblas.so.3)"

@@ -135,9 +135,9 @@ def test_a_model_alone_is_told_what_could_draft_for_it(capsys: pytest.CaptureFix
 
 
 def test_options_of_caches_reach_the_model(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    assert doctor(capsys, target, "--rewind", "none")["target"]["rewinds by"].startswith("nothing (N=1): ")
-    assert cli.main(["doctor", target, "--kv-bits", "7"]) == 2
-    assert capsys.readouterr().err == 'outrider: error: --kv-bits must be 2, 3, 4, 5, 6, 8 or "none", got 7\n'
+    found = doctor(capsys, target, "--rewind", "none")["target"]
+    assert found["rewinds by"].startswith("nothing (N=1): ")
+    assert found["several streams"] == 'take turns, a pass for each, because rewind="none" is for one text a pass'
 
 
 def test_a_model_as_its_own_drafter(capsys: pytest.CaptureFixture[str], target: str) -> None:
@@ -155,23 +155,21 @@ def test_different_vocabularies_are_said_to_be_different(
     assert "cost ratio" in found["pair"]
 
 
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_path_at_which_there_is_nothing(
-    capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path, role: str
-) -> None:
+def test_what_cannot_be_examined_is_one_line(capsys: pytest.CaptureFixture[str], target: str, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
-    arguments = [nowhere] if role == "target" else [target, "--draft", nowhere]
-    assert cli.main(["doctor", *arguments]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
-    assert line.startswith(f"outrider: error: {role} '{nowhere}' does not exist; give ")
-
-
-def test_a_directory_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["doctor", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "has no config.json; give a directory" in line
+    for status, arguments, complaint in (
+        (1, [nowhere], f"outrider: error: target '{nowhere}' does not exist; give "),
+        (1, [target, "--draft", nowhere], f"outrider: error: draft '{nowhere}' does not exist; give "),
+        (1, [str(tmp_path)], "has no config.json; give a directory"),
+        (2, [target, "--kv-bits", "7"], '--kv-bits must be 2, 3, 4, 5, 6, 8 or "none", got 7'),
+        # Models are checked before ranks are examined.
+        (2, ["--distributed", target, "--draft", "ngram"], "draft must be a model here"),
+    ):
+        assert cli.main(["doctor", *arguments]) == status
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert complaint in line
 
 
 def test_a_process_on_its_own_is_told_which_backends_it_has(capsys: pytest.CaptureFixture[str], target: str) -> None:
@@ -188,31 +186,21 @@ def test_a_process_on_its_own_is_told_which_backends_it_has(capsys: pytest.Captu
     assert "a pass exchanges" not in found["target"]
 
 
-def test_models_are_checked_before_ranks_are_examined(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    assert cli.main(["doctor", "--distributed", target, "--draft", "ngram"]) == 2
-    printed = capsys.readouterr()
-    assert "draft must be a model here" in printed.err
-    assert printed.out == ""
-
-
 # --- models under examination ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("build", "kinds"),
-    [
-        (mamba, {"ArraysCache": 2}),
-        (lambda: architectures.build("lfm2"), None),
-        (lambda: architectures.build("qwen3_next"), None),
-    ],
-)
-async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(
-    build: Callable[[], nn.Module], kinds: dict[str, int] | None
-) -> None:
-    diagnosis = await examine((build(), None))
+@sweep("build", [mamba, lambda: architectures.build("lfm2"), lambda: architectures.build("qwen3_next")])
+async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    diagnosis = await examine((model, None))
     anatomy = diagnosis.target.anatomy
     assert "ArraysCache" in anatomy.cache_kinds
-    assert kinds is None or anatomy.cache_kinds == kinds
+    if build is mamba:
+        assert anatomy.cache_kinds == {"ArraysCache": 2}
+        # Per layer, the last inputs of a convolution and the state itself, both in float32.
+        args = model.args
+        state = args.intermediate_size * (args.conv_kernel - 1 + args.state_size)
+        assert anatomy.checkpoint_bytes == args.num_hidden_layers * state * 4
     assert anatomy.rewind_mode is RewindMode.CHECKPOINT
     assert anatomy.window is None
     assert anatomy.checkpoint_bytes > 0
@@ -222,16 +210,7 @@ async def test_a_recurrent_model_or_a_hybrid_is_restored_from_checkpoints(
     assert said["a checkpoint keeps"] == f"{anatomy.checkpoint_bytes:,} bytes"
 
 
-async def test_a_checkpoint_of_a_recurrent_model_keeps_its_state() -> None:
-    """Per layer, the last inputs of a convolution and the state itself, both in float32."""
-    model = mamba()
-    args = model.args
-    state = args.intermediate_size * (args.conv_kernel - 1 + args.state_size)
-    diagnosis = await examine((model, None))
-    assert diagnosis.target.anatomy.checkpoint_bytes == args.num_hidden_layers * state * 4
-
-
-@pytest.mark.parametrize("window", [16, 128])
+@sweep("window", [16, 128])
 async def test_a_model_with_a_sliding_window_is_trimmed_also_when_that_is_full(window: int) -> None:
     diagnosis = await examine((gemma3_text(window=window), None))
     anatomy = diagnosis.target.anatomy
@@ -279,15 +258,16 @@ async def test_whether_streams_share_passes_is_said_with_the_reason(build: Calla
     assert rows(await examine((build(), None)), "target")["several streams"] == said
 
 
-async def test_an_option_that_keeps_streams_apart_is_the_reason() -> None:
-    found = rows(await examine((llama(), None), rewind="none"), "target")
-    assert found["several streams"] == 'take turns, a pass for each, because rewind="none" is for one text a pass'
-
-
 async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:
     steps: list[str] = []
-    diagnosis = await examine((llama(), None), (mamba(), None), on_progress=steps.append)
+    ours, theirs = llama(), mamba()
+    layers = [type(layer) for model in (ours, theirs) for layer in model.layers]
+    before = outrider_threads()
+    diagnosis = await examine((ours, None), (theirs, None), on_progress=steps.append)
     assert steps == ["loading the target", "timing the target", "loading the draft", "timing the draft"]
+    # No thread is left, and the layers are what they were.
+    assert outrider_threads() == before
+    assert [type(layer) for model in (ours, theirs) for layer in model.layers] == layers
     assert diagnosis.same_vocabulary is None
     assert isinstance(diagnosis.draft, ExaminedModel)
     assert [diagnosis.target.anatomy.family, diagnosis.draft.anatomy.family] == ["llama", "mamba"]
@@ -357,15 +337,6 @@ class Broken(models.Wrapped):
         if inputs.shape[1] == WIDTHS[-1]:
             raise ValueError("no such kernel")
         return super().__call__(inputs, cache)
-
-
-async def test_no_thread_is_left_and_the_layers_are_what_they_were() -> None:
-    target, draft = llama(), mamba()
-    kinds = [type(layer) for model in (target, draft) for layer in model.layers]
-    before = outrider_threads()
-    await examine((target, None), (draft, None))
-    assert outrider_threads() == before
-    assert [type(layer) for model in (target, draft) for layer in model.layers] == kinds
 
 
 async def test_a_model_that_fails_while_it_is_timed_is_named_and_leaves_no_thread() -> None:

@@ -16,8 +16,9 @@ from tokenizers.models import WordLevel
 import runtime
 from actors.trained.kinds.attach import SUPPORTED
 from runtime.loading import drafters
-from runtime.loading.drafters import FAMILIES, small_models
+from runtime.loading.drafters import small_models
 
+FAMILIES = drafters._table("small_models")
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
 
 
@@ -125,14 +126,14 @@ def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
 
 
 def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
-    table = drafters._table()
+    table = drafters._table("known_drafters")
     known = [item for source in table for each in source["drafters"].values() for item in each.items()]
     assert all(name.count("/") == 1 and facts["kind"] in SUPPORTED for name, facts in known)
     assert len({name for name, _ in known}) == len(known) > 40
 
 
 def test_what_is_said_of_a_known_drafter_has_its_source() -> None:
-    table = drafters._table()
+    table = drafters._table("known_drafters")
     told = [facts for source in table for each in source["drafters"].values() for facts in each.values()]
     for facts in [*table, *(each for each in told if each.keys() != {"kind"})]:
         assert facts["source"].startswith("https://")
@@ -151,32 +152,34 @@ def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) ->
 
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
-    (family,) = [family for family in FAMILIES if "qwen3" in family.model_types]
-    tiny = tuple(
-        attrs.evolve(small, num_bytes=size) for small, size in zip(family.small_models, (0, 9_000_000), strict=True)
-    )
-    monkeypatch.setattr(drafters, "FAMILIES", (attrs.evolve(family, small_models=tiny),))
+    (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
+    tiny = dict(zip(family["megabytes"], (0, 9), strict=True))
+    monkeypatch.setattr(drafters, "_table", lambda name: [family | {"megabytes": tiny}] * (name == "small_models"))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
     assert [(each.model, each.is_on_disk, each.is_checked) for each in found] == [
         ("org/small", True, True),
-        (tiny[0].model, False, False),  # the other is larger than the target allows
+        (min(tiny), False, False),  # the other is larger than the target allows
     ]
     assert "on this disk" in found[0].described
     assert "from the hub" in found[1].described
 
 
 @sweep("family", FAMILIES)
-def test_each_family_is_found_by_its_types_and_sizes(family: drafters.Family) -> None:
-    for model_type in family.model_types:
-        for size in family.vocab_sizes:
-            assert set(family.small_models) <= set(small_models(model_type, size))
-        assert not set(family.small_models) & set(small_models(model_type, family.vocab_sizes[0] - 1))
-    sizes = [small.num_bytes or 0 for small in family.small_models]
-    assert 0 < sizes[0] == min(sizes)
+def test_each_family_is_found_by_its_types_and_sizes(family: dict[str, Any]) -> None:
+    def found(model_type: str, vocab_size: int) -> set[str]:
+        return {each.model for each in small_models(model_type, vocab_size)}
+
+    small = family["megabytes"]
+    for model_type in family["model_types"]:
+        for size in family["vocab_sizes"]:
+            assert set(small) <= found(model_type, size)
+        assert not set(small) & found(model_type, family["vocab_sizes"][0] - 1)
+    sizes = list(small.values())
+    assert sizes[0] > 0
     assert sizes == sorted(sizes)
-    assert all(small.model.count("/") == 1 for small in family.small_models)
+    assert all(name.count("/") == 1 for name in small)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import gc
 import threading
@@ -17,18 +16,9 @@ import pytest
 import trio
 import trio.testing
 from blocking_models import BlockingModel
+from faces import got, on_every_face, within
 from models import greedy, llama, near, prompt_of, save
-from scripted import (
-    ScriptedModel,
-    agreeing,
-    collect,
-    continuation,
-    priced,
-    run,
-    simulated,
-    text_of,
-    truthful,
-)
+from scripted import ScriptedModel, agreeing, collect, continuation, priced, run, simulated, text_of, truthful
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
@@ -60,9 +50,9 @@ def draft_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "outrider-draft"]
 
 
-async def drafted(rt: runtime.Runtime) -> int:
+async def drafted(rt: Any) -> int:
     """The number of drafted tokens of a text; asserts that the text is right."""
-    completion = await rt.generate(PROMPT, **SETTINGS)
+    completion = await got(rt.generate(PROMPT, **SETTINGS))
     assert [token.id for token in completion.tokens] == text()
     assert completion.statistics.draft_failures == 0
     return sum(token.from_draft for token in completion.tokens)
@@ -210,25 +200,15 @@ async def test_a_stream_that_waits_for_its_place_begins_undrafted_once_the_draft
         assert not any(token.from_draft for token in tokens)
 
 
-def test_asyncio_and_plain_threads_can_do_it_too() -> None:
-    def num_drafted(completion: runtime.Completion) -> int:
-        return sum(token.from_draft for token in completion.tokens)
-
-    async def in_asyncio() -> None:
-        async with runtime.aio.open((target(), None)) as rt:
-            await rt.attach_draft((drafter(), None))
-            with pytest.raises(runtime.DrafterAttachedError):
-                await rt.attach_draft("ngram")
-            assert num_drafted(await rt.generate(PROMPT, **SETTINGS)) > 0
-            await rt.detach_draft()
-            assert num_drafted(await rt.generate(PROMPT, **SETTINGS)) == 0
-
-    asyncio.run(in_asyncio())
-    with runtime.open_sync((target(), None)) as rt:
-        rt.attach_draft((drafter(), None))
-        assert num_drafted(rt.generate(PROMPT, **SETTINGS)) > 0
-        rt.detach_draft()
-        assert num_drafted(rt.generate(PROMPT, **SETTINGS)) == 0
+@on_every_face
+async def test_asyncio_and_plain_threads_can_do_it_too(open: Any) -> None:
+    async with within(open((target(), None))) as rt:
+        await got(rt.attach_draft((drafter(), None)))
+        with pytest.raises(runtime.DrafterAttachedError):
+            await got(rt.attach_draft("ngram"))
+        assert await drafted(rt) > 0
+        await got(rt.detach_draft())
+        assert await drafted(rt) == 0
 
 
 # --- simulated time -------------------------------------------------------------------------------

@@ -60,13 +60,13 @@ def text_of_mlx_lm(path: Path, **options: Any) -> list[int]:
     return greedy(model, PROMPT, NUM_TOKENS)
 
 
-async def text(target: Any, draft: Any = None) -> list[int]:
-    async with runtime.open(target, draft=draft) as rt:
+async def text(target: Any, draft: Any = None, **options: Any) -> list[int]:
+    async with runtime.open(target, draft=draft, **options) as rt:
         completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3 if draft else "auto")
     return [token.id for token in completion.tokens]
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@sweep("kind", ["lora", "dora"])
 async def test_an_adapter_changes_the_text_as_it_does_in_mlx_lm(where: Path, tmp_path: Path, kind: str) -> None:
     adapter = an_adapter(tmp_path / "adapter", kind=kind)
     expected = text_of_mlx_lm(where, adapter_path=str(adapter))
@@ -86,11 +86,7 @@ async def test_a_draft_model_with_the_targets_adapter_is_always_right(where: Pat
     assert [token.id for token in again.tokens] == [token.id for token in completion.tokens]
 
 
-@pytest.mark.parametrize(
-    "quantize",
-    [4, {"bits": 8, "group_size": 32}, {"mode": "mxfp4"}],
-    ids=["bits", "group size", "mode"],
-)
+@sweep("quantize", [4, {"bits": 8, "group_size": 32}, {"mode": "mxfp4"}])
 async def test_weights_are_quantised_as_mlx_lm_quantises_them(where: Path, quantize: Any) -> None:
     plain, _, config = mlx_lm.load(str(where), return_config=True)
     wanted = {"bits": None, "group_size": None, "mode": "affine"} | (
@@ -99,10 +95,7 @@ async def test_weights_are_quantised_as_mlx_lm_quantises_them(where: Path, quant
     with redirect_stdout(io.StringIO()):
         quantised, _ = quantize_model(plain, config, wanted["group_size"], wanted["bits"], mode=wanted["mode"])
     expected = greedy(quantised, PROMPT, NUM_TOKENS, clear_lead=0)
-    spec = runtime.ModelSpec(where, quantize=quantize)
-    async with runtime.open(spec) as rt:
-        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS)
-    assert [token.id for token in completion.tokens] == expected
+    assert await text(runtime.ModelSpec(where, quantize=quantize)) == expected
 
 
 async def test_an_adapter_on_quantised_weights_is_on_them_after_they_were_quantised(
@@ -236,7 +229,7 @@ def test_a_spec_says_what_is_wrong_with_it(options: dict[str, Any], said: str) -
     assert said in str(refusal.value)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "error", "said"),
     [
         ({"adapter_path": "/no/such"}, runtime.ModelError, "has no adapter_config.json and no adapters.safetensors"),
@@ -246,35 +239,29 @@ def test_a_spec_says_what_is_wrong_with_it(options: dict[str, Any], said: str) -
 async def test_what_is_not_there_is_said_before_anything_is_loaded(
     where: Path, options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    (where / "model.safetensors").unlink()
+    (where / "model.safetensors").unlink(missing_ok=True)
     for models in ((runtime.ModelSpec(where, **options),), (where, runtime.ModelSpec(where, **options))):
         with pytest.raises(error, match=said):
-            async with runtime.open(*models):
-                pass
+            await text(*models)
 
 
 async def test_a_drafter_made_for_its_target_takes_no_options_but_of_its_weights() -> None:
     draft = runtime.ModelSpec(runtime.DEMO_TRAINED_DRAFT, model_config={"rope_theta": 1e6})
     with pytest.raises(runtime.SettingsError, match="takes no adapter"):
-        async with runtime.open(runtime.DEMO_TARGET, draft=draft):
-            pass
+        await text(runtime.DEMO_TARGET, draft)
 
 
-@sweep("name", ["adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code"])
-async def test_open_says_where_the_options_of_a_model_go(name: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=rf"runtime\.ModelSpec\(path, {name}=\.\.\.\)"):
-        async with runtime.open("org/model", **{name: "x"}):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
+@sweep(
+    ("options", "said"),
     [
-        ("enable_thinking", "chat_template_args must be a mapping"),
-        ({"tokenize": True}, "chat_template_args cannot have tokenize"),
+        *(
+            ({name: "x"}, rf"runtime\.ModelSpec\(path, {name}=\.\.\.\)")
+            for name in ("adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code")
+        ),
+        ({"chat_template_args": "enable_thinking"}, "chat_template_args must be a mapping"),
+        ({"chat_template_args": {"tokenize": True}}, "chat_template_args cannot have tokenize"),
     ],
 )
-async def test_variables_of_a_template_are_a_mapping_without_what_the_prompt_decides(args: Any, said: str) -> None:
+async def test_open_says_which_options_of_a_model_and_its_template_it_takes(options: Any, said: str) -> None:
     with pytest.raises(runtime.SettingsError, match=said):
-        async with runtime.open((llama(), None), chat_template_args=args):
-            pass
+        await text("org/model", **options)

@@ -19,7 +19,7 @@ import runtime.sync
 from protocol.open_options import OpenOptions
 from protocol.settings import Settings
 from protocol.settings_keywords import SettingsArguments
-from runtime.engine.open_options import OpenArguments, OpenArgumentsAndSettings
+from runtime.engine.opening import OpenArguments, OpenArgumentsAndSettings
 from runtime.loading.model_sources import Source
 
 FACES = (runtime, runtime.aio, runtime.sync)

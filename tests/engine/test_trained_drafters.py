@@ -12,7 +12,7 @@ from sweeps import sweep
 import runtime
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
-from runtime.loading import drafters, model_sources
+from runtime.loading import model_sources
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -50,7 +50,7 @@ def test_a_trained_drafter_is_recognised(config: dict[str, Any], kind: str) -> N
     assert kind_of(config) == kind
 
 
-@pytest.mark.parametrize(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in SUPPORTED])
+@sweep(("config", "kind"), [(config, kind) for config, kind in CONFIGS if kind not in SUPPORTED])
 async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(runtime.ModelError) as refusal:
@@ -63,17 +63,13 @@ async def test_one_of_another_kind_is_refused(config: dict[str, Any], kind: str,
 
 
 class FakeHub:
-    """A hub with one folder, of which only named files are given.
-
-    Attributes:
-        asked: (hub id, revision, files) of each download.
-    """
+    """A hub with one folder, of which only named files are given."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.asked: list[tuple[str, str | None, Any]] = []
-        monkeypatch.setattr(drafters, "hf_hub_download", self.download)
-        monkeypatch.setattr(drafters, "snapshot_download", self.snapshot)
+        self.asked: list[tuple[str, str | None, Any]] = []  # (hub id, revision, files) of each download
+        monkeypatch.setattr(model_sources, "hf_hub_download", self.download)
+        monkeypatch.setattr(model_sources, "snapshot_download", self.snapshot)
 
     def download(self, name: str, file: str, revision: str | None = None) -> str:
         self.asked.append((name, revision, file))
@@ -88,22 +84,15 @@ class FakeHub:
 
 @pytest.mark.slow
 async def test_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
-    async with runtime.open(runtime.DEMO_TARGET, draft="org/head") as rt:
-        completion = await rt.generate("def quicksort(items):", max_tokens=12, lookahead=2)
-    assert completion.statistics.proposed > 0
-    config, files = hub.asked
-    assert config == ("org/head", None, "config.json")
-    assert files[:2] == ("org/head", None)
-    assert "*.safetensors" in files[2]
-
-
-@pytest.mark.slow
-async def test_a_revision_of_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
-    async with runtime.open(runtime.DEMO_TARGET, draft=runtime.ModelSpec("org/head", revision="v2")):
-        pass
-    assert [revision for _, revision, _ in hub.asked] == ["v2", "v2"]
+    for draft, revision in (("org/head", None), (runtime.ModelSpec("org/head", revision="v2"), "v2")):
+        hub = FakeHub(runtime.DEMO_TRAINED_DRAFT, monkeypatch)
+        async with runtime.open(runtime.DEMO_TARGET, draft=draft) as rt:
+            completion = await rt.generate("def quicksort(items):", max_tokens=12, lookahead=2)
+        assert completion.statistics.proposed > 0
+        config, files = hub.asked
+        assert config == ("org/head", revision, "config.json")
+        assert files[:2] == ("org/head", revision)
+        assert "*.safetensors" in files[2]
 
 
 async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(

@@ -15,6 +15,7 @@ import attrs
 import pytest
 import trio
 from models import greedy, llama, prompt_of
+from sweeps import sweep
 
 import runtime
 from actors.mlx.sequence_state import SequenceRecord
@@ -24,11 +25,11 @@ from actors.prefix_cache import pack
 from protocol.errors import SessionFileError
 from protocol.tensor import Tensor
 from runtime.persistence import session_file
-from runtime.persistence.disk_prefix_cache import DiskPrefixCache
-from runtime.persistence.prefix_files import PrefixFiles, StoredPrefix
+from runtime.persistence.disk_prefix_cache import DiskPrefixCache, PrefixFiles, StoredPrefix
 
 MODEL = Fingerprint("llama", 1, "configuration", "layout", "weights")
 NUM_TOKENS = 8
+PROMPT = prompt_of(80)
 
 
 # --- through a runtime ----------------------------------------------------------------------------
@@ -97,12 +98,16 @@ async def test_what_has_no_room_in_memory_comes_back_from_disk(tmp_path: Path, m
         assert await answer(rt, other) == (texts[1], len(other) - 1)
 
 
-async def test_what_a_cancelled_request_has_brought_back_is_kept(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = prompt_of(80)
+@pytest.fixture
+async def text(tmp_path: Path, model: Any) -> list[int]:
+    """The text after `PROMPT`, by a runtime that has stored what it had cached."""
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
-        text, _ = await answer(rt, prompt)
+        return (await answer(rt, PROMPT))[0]
+
+
+async def test_what_a_cancelled_request_has_brought_back_is_kept(
+    tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
         await until(lambda: cache_of(rt)._stored != {})
         fill = saved_sequence.fill
@@ -114,18 +119,15 @@ async def test_what_a_cancelled_request_has_brought_back_is_kept(
                 return filled
 
             monkeypatch.setattr(saved_sequence, "fill", fill_and_leave)
-            await cache_of(rt).bring_back(tuple(prompt), beside_another=False)
+            await cache_of(rt).bring_back(tuple(PROMPT), beside_another=False)
         monkeypatch.undo()
         tmp_path.rename(tmp_path.with_name("gone"))  # it comes from memory now
-        assert await answer(rt, prompt) == (text, len(prompt) - 1)
+        assert await answer(rt, PROMPT) == (text, len(PROMPT) - 1)
 
 
 async def test_what_is_not_the_text_of_its_index_is_closed(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = prompt_of(80)
-    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
-        text, _ = await answer(rt, prompt)
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
         await until(lambda: cache_of(rt)._stored != {})
         fill, closed = saved_sequence.fill, []
@@ -136,7 +138,7 @@ async def test_what_is_not_the_text_of_its_index_is_closed(
             return attrs.evolve(filled, tokens=filled.tokens[1:])
 
         monkeypatch.setattr(saved_sequence, "fill", fill_another)
-        assert await answer(rt, prompt) == (text, 0)
+        assert await answer(rt, PROMPT) == (text, 0)
     assert len(closed) == 1
 
 
@@ -176,35 +178,31 @@ async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_write
 
 
 async def test_models_that_share_a_folder_find_their_own(tmp_path: Path, model: Any) -> None:
-    prompt = prompt_of(80)
     others: list[tuple[Any, dict[str, Any]]] = [(model, {}), (llama(7), {}), (model, {"max_kv_size": 200})]
     for pair, options in others:
         async with runtime.open((pair, None), prefix_cache_dir=tmp_path, **options) as rt:
             await until(lambda: cache_of(rt)._files is not None)
-            assert (await answer(rt, prompt))[1] == 0
+            assert (await answer(rt, PROMPT))[1] == 0
     async with runtime.open((others[1][0], None), prefix_cache_dir=tmp_path) as rt:
         await until(lambda: cache_of(rt)._files is not None)
-        assert await answer(rt, prompt) == (greedy(others[1][0], prompt, NUM_TOKENS), len(prompt) - 1)
+        assert await answer(rt, PROMPT) == (greedy(others[1][0], PROMPT, NUM_TOKENS), len(PROMPT) - 1)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, -33, -1])
 async def test_a_damaged_file_is_left_out_and_the_text_is_right(
-    tmp_path: Path, model: Any, cut: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, model: Any, text: list[int], cut: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt = prompt_of(80)
-    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
-        text, _ = await answer(rt, prompt)
     [path] = stored_in(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=0) as rt:
         await until(lambda: cache_of(rt)._stored != {})
-        assert await answer(rt, prompt) == (text, 0)
+        assert await answer(rt, PROMPT) == (text, 0)
         assert cache_of(rt)._stored == {}
     assert "a stored prefix is left out" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("options", "complaint"),
     [
         ({"prefix_cache_dir": 3}, "prefix_cache_dir must be the path of a directory or None, got 3"),
@@ -232,10 +230,7 @@ def sequence(seed: int, num_bytes: int = 400) -> tuple[StoredPrefix, SequenceRec
 
 def contents(files: PrefixFiles) -> dict[tuple[int, ...], Any]:
     """Every sequence that is found and can be read, by its tokens."""
-    found = {}
-    for stored in files.scan():
-        found[stored.tokens] = plain(files.read(stored))
-    return found
+    return {stored.tokens: plain(files.read(stored)) for stored in files.scan()}
 
 
 def plain(record: SequenceRecord) -> Any:

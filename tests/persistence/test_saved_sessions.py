@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
@@ -143,32 +142,24 @@ async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: 
     assert sum(read) == expected < anew
 
 
-async def test_a_base_model_goes_on_too(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    async with LLAMA.open(None) as rt:
-        conversation = rt.conversation("Once upon a time", **GREEDY)
-        await conversation.generate(" there was a cat.")
-        await conversation.save(path)
-        expected = await conversation.generate(SAID[1])
-    async with LLAMA.open(None) as rt:
-        loaded = await rt.load(path)
-        found = await loaded.generate(SAID[1])
-    assert ids(found) == ids(expected)
-    assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
-
-
 @sweep("template", [None, TEMPLATE])
-@sweep("system", [None, "You are kind."])
-async def test_a_conversation_in_which_nothing_was_said_can_be_saved(
+@sweep("system", [None, "Once upon a time"])
+async def test_a_base_model_goes_on_too_and_a_conversation_in_which_nothing_was_said(
     tmp_path: Path, template: str | None, system: str | None
 ) -> None:
     path = tmp_path / "session"
-    async with LLAMA.open(template) as rt:
-        conversation = rt.conversation(system, **GREEDY)
-        await conversation.save(path)
-        expected = await conversation.generate(SAID[0])
-        loaded = await rt.load(path)
-        assert ids(await loaded.generate(SAID[0])) == ids(expected)
+    for said in ((), (" there was a cat.",)):
+        async with LLAMA.open(template) as rt:
+            conversation = rt.conversation(system, **GREEDY)
+            for text in said:
+                await conversation.generate(text)
+            await conversation.save(path)
+            expected = await conversation.generate(SAID[1])
+        async with LLAMA.open(template) as rt:
+            found = await (await rt.load(path)).generate(SAID[1])
+        assert ids(found) == ids(expected)
+        assert found.statistics.cached_tokens == expected.statistics.cached_tokens
+        assert (found.statistics.cached_tokens > 0) == bool(said)
 
 
 async def test_a_conversation_can_be_saved_after_every_turn_and_loaded_twice(tmp_path: Path) -> None:
@@ -198,12 +189,12 @@ async def test_an_answer_that_was_broken_off_is_saved_as_far_as_it_was_given(tmp
             async for token in stream:
                 if token.index == 5:
                     break
+            with pytest.raises(runtime.ConversationBusyError, match="while an answer is under way"):
+                await conversation.save(path)
         # At once, while the models may still work.
         await conversation.save(path)
         expected = await conversation.generate(SAID[1])
-    async with LLAMA.open() as rt:
-        loaded = await rt.load(path)
-        assert ids(await loaded.generate(SAID[1])) == ids(expected)
+    assert ids(await next_turn(path)) == ids(expected)
 
 
 async def test_thoughts_and_the_choice_to_think_are_saved(tmp_path: Path) -> None:
@@ -219,15 +210,6 @@ async def test_thoughts_and_the_choice_to_think_are_saved(tmp_path: Path) -> Non
         assert loaded.messages == conversation.messages
         plain = await saved_session.read(path)
         assert plain.thinking is True
-
-
-async def test_messages_come_back_whatever_is_in_them(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation('Quotes ", \\, \n\t and \x00, 日本語, 🐈‍⬛', **GREEDY)
-        await conversation.generate("{{ messages }} <|user|> \u2028")
-        await conversation.save(path)
-        assert (await rt.load(path)).messages == conversation.messages
 
 
 @pytest.mark.slow
@@ -246,14 +228,16 @@ async def test_a_model_on_disk_is_known_again(tmp_path: Path) -> None:
     assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
 
 
-async def test_a_conversation_goes_to_and_from_bytes() -> None:
+async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages() -> None:
     async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
+        conversation = rt.conversation('Quotes ", \\, \n\t and \x00, 日本語, 🐈‍⬛', **GREEDY)
+        await conversation.generate("{{ messages }} <|user|> \u2028")
         file = io.BytesIO()
         assert await conversation.save(file) == len(file.getvalue())
+        messages = conversation.messages
         expected = await conversation.generate(SAID[1])
         loaded = await rt.load(io.BytesIO(file.getvalue()))
+        assert loaded.messages == messages
         assert ids(await loaded.generate(SAID[1])) == ids(expected)
         with pytest.raises(runtime.SettingsError, match="give the path of a file, or io"):
             await conversation.save(io.StringIO())  # type: ignore[arg-type]
@@ -274,21 +258,6 @@ async def test_settings_are_the_conversations_unless_given_anew(tmp_path: Path) 
             await rt.load(path, max_token=3)
         with pytest.raises(runtime.SettingsError, match="seed must be"):
             await rt.load(path, seed=-1)
-
-
-async def test_functions_are_to_be_given_again(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-
-    @runtime.stateless
-    def only_cats(tokens: mx.array, logits: mx.array) -> mx.array:
-        return mx.where(mx.arange(logits.shape[-1]) == 77, logits, -mx.inf)
-
-    await saved(path, logits_processors=[only_cats])
-    async with LLAMA.open() as rt:
-        with pytest.raises(runtime.SettingsError, match="had 1 logits_processors"):
-            await rt.load(path)
-        assert set(ids(await (await rt.load(path, logits_processors=[only_cats])).generate("And?"))) == {77}
-        assert set(ids(await (await rt.load(path, logits_processors=[])).generate("And?"))) != {77}
 
 
 # --- mismatches -----------------------------------------------------------------------------------
@@ -321,12 +290,16 @@ async def test_another_target_is_refused_and_named(path: Path) -> None:
             assert len((await rt.generate("Hello", max_tokens=3, ignore_eos=True)).tokens) == 3
 
 
+async def next_turn(path: Path, **options: Any) -> runtime.Completion:
+    """What a loaded conversation goes on with."""
+    async with LLAMA.open(**options) as rt:
+        return await (await rt.load(path)).generate(SAID[1])
+
+
 async def test_another_draft_is_refused_and_named_unless_any_will_do(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = llama(vocab_size=VOCAB_SIZE)
-    async with LLAMA.open() as rt:
-        expected = ids(await (await rt.load(path)).generate(SAID[1]))
+    model, expected = llama(vocab_size=VOCAB_SIZE), ids(await next_turn(path))
     async with runtime.open((model, tokenizer()), (llama(7, vocab_size=VOCAB_SIZE), None)) as rt:
         message = await refusal(rt, path)
         assert "another draft model: its weights differ" in message
@@ -337,12 +310,11 @@ async def test_another_draft_is_refused_and_named_unless_any_will_do(
         assert ids(await loaded.generate(SAID[1])) == expected
 
 
-@pytest.mark.parametrize("draft", [None, "ngram"])
+@sweep("draft", [None, "ngram"])
 async def test_without_a_draft_model_its_cache_is_left_out(
     path: Path, draft: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with LLAMA.open() as rt:
-        expected = await (await rt.load(path)).generate(SAID[1])
+    expected = await next_turn(path)
     async with runtime.open((llama(vocab_size=VOCAB_SIZE), tokenizer()), draft) as rt:
         with caplog.at_level(logging.INFO, "outrider"):
             loaded = await rt.load(path)
@@ -359,8 +331,7 @@ async def test_a_draft_model_that_comes_later_reads_the_text_anew(tmp_path: Path
         await conversation.generate(SAID[0])
         await conversation.save(path)
         expected = await conversation.generate(SAID[1])
-    async with LLAMA.open() as rt:
-        found = await (await rt.load(path)).generate(SAID[1])
+    found = await next_turn(path)
     assert ids(found) == ids(expected)
     assert found.statistics.cached_tokens == expected.statistics.cached_tokens
     assert found.statistics.accepted > 0
@@ -389,8 +360,7 @@ async def test_caches_that_are_made_otherwise_are_refused(tmp_path: Path) -> Non
 
 async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
     for rewind in ("trim", "checkpoint", "none"):
-        async with LLAMA.open(rewind=rewind) as rt:
-            assert len((await (await rt.load(path)).generate(SAID[1])).tokens) == 20
+        assert len((await next_turn(path, rewind=rewind)).tokens) == 20
 
 
 # --- hostile files --------------------------------------------------------------------------------
@@ -497,25 +467,12 @@ async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) ->
         assert found.statistics.cached_tokens == 0
     await saved(path)
     assert path.stat().st_size > small
-    async with LLAMA.open(prefix_cache_bytes=0) as rt:
-        found = await (await rt.load(path)).generate(SAID[1])
-        assert ids(found) == expected
-        assert found.statistics.cached_tokens == 0
+    found = await next_turn(path, prefix_cache_bytes=0)
+    assert ids(found) == expected
+    assert found.statistics.cached_tokens == 0
 
 
 # --- moments --------------------------------------------------------------------------------------
-
-
-async def test_a_conversation_is_not_saved_while_an_answer_is_under_way(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        stream = conversation.stream(SAID[0])
-        await stream.__anext__()
-        with pytest.raises(runtime.ConversationBusyError, match="while an answer is under way"):
-            await conversation.save(path)
-        await stream.aclose()
-        await conversation.save(path)
 
 
 async def test_other_streams_go_on_meanwhile(tmp_path: Path) -> None:
@@ -602,17 +559,6 @@ async def test_a_load_that_is_cancelled_leaves_nothing(path: Path, step: int, mo
         assert (await again.generate(SAID[1])).statistics.cached_tokens > 0
 
 
-async def test_after_the_runtime_nothing_is_saved_or_loaded(path: Path) -> None:
-    before = path.read_bytes()
-    async with LLAMA.open() as rt:
-        conversation = await rt.load(path)
-    with pytest.raises(runtime.RuntimeClosedError):
-        await rt.load(path)
-    with pytest.raises(runtime.RuntimeClosedError):
-        await conversation.save(path)
-    assert path.read_bytes() == before
-
-
 async def test_a_runtime_that_closes_ends_what_is_under_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, entered, go_on = session_file.read, trio.Event(), trio.Event()
 
@@ -633,12 +579,18 @@ async def test_a_runtime_that_closes_ends_what_is_under_way(path: Path, monkeypa
             await rt.load(path)
         ended.append(True)
 
+    before = path.read_bytes()
     async with trio.open_nursery() as nursery:
         async with LLAMA.open() as rt:
+            conversation = rt.conversation()
             nursery.start_soon(load)
             await entered.wait()
         go_on.set()
     assert ended == [True]
+    for use in (rt.load, conversation.save):
+        with pytest.raises(runtime.RuntimeClosedError):
+            await use(path)
+    assert path.read_bytes() == before
 
 
 # --- in the chat ----------------------------------------------------------------------------------
@@ -709,7 +661,7 @@ async def test_what_the_system_refuses_is_told_with_the_path(path: Path, monkeyp
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@sweep("where", [None, 3, "", b"session"])
+@sweep("where", [None, 3, "", b"session", ["a"]])
 async def test_what_is_no_path_is_no_place_for_a_session(where: Any) -> None:
     async with LLAMA.open() as rt:
         with pytest.raises(runtime.SettingsError, match="give the path of a file"):

@@ -82,27 +82,18 @@ def test_what_is_given_anew_takes_the_place_of_what_was_saved() -> None:
 
 
 def test_functions_must_be_given_again() -> None:
-    def function(tokens: Any, logits: Any) -> Any:
-        return logits
+    def function(*arrays: Any) -> Any:
+        return arrays[-1]
 
-    session = a_session(num_processors=2)
-    with pytest.raises(
-        SettingsError, match=r"had 2 logits_processors.*give logits_processors=\[\.\.\.\] again, or \[\]"
+    sampled = settings_for_json(Settings(sampler=function, max_tokens=9))
+    for session, name, value, none, complaint in (
+        (a_session(num_processors=2), "logits_processors", (function,), (), r"had 2 .*=\[\.\.\.\] again, or \[\]"),
+        (a_session(settings=sampled), "sampler", function, None, r"had a sampler.*=\.\.\. again, or None"),
     ):
-        settings_of(session, "x", {})
-    assert settings_from(settings_of(session, "x", {"logits_processors": []})) == Settings()
-    assert settings_of(session, "x", {"logits_processors": [function]})["logits_processors"] == [function]
-
-
-def test_a_sampler_must_be_given_again() -> None:
-    def sampler(logprobs: Any) -> Any:
-        return logprobs
-
-    session = a_session(settings=settings_for_json(Settings(sampler=sampler, max_tokens=9)))
-    with pytest.raises(SettingsError, match=r"had a sampler.*give sampler=\.\.\. again, or None"):
-        settings_of(session, "x", {})
-    assert settings_from(settings_of(session, "x", {"sampler": None})) == Settings(max_tokens=9)
-    assert settings_from(settings_of(session, "x", {"sampler": sampler})) == Settings(max_tokens=9, sampler=sampler)
+        with pytest.raises(SettingsError, match=complaint):
+            settings_of(session, "x", {})
+        for given_ in (value, none):
+            assert getattr(settings_from(settings_of(session, "x", {name: given_})), name) == given_
 
 
 def test_settings_that_are_given_wrong_are_the_callers_mistake() -> None:
@@ -129,14 +120,11 @@ def test_settings_that_a_file_has_wrong_are_the_files(described: dict[str, Any])
         settings_of(a_session(settings=described), "x", {})
 
 
-async def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
+async def test_a_session_and_what_is_cached_come_back_as_they_were(tmp_path: Path) -> None:
     session = a_session(draft=SavedModelState(OTHER, None))
     size = await saved_session.write(tmp_path / "session", session)
     assert size == (tmp_path / "session").stat().st_size
     assert await saved_session.read(tmp_path / "session") == session
-
-
-async def test_what_is_cached_comes_back_as_it_was(tmp_path: Path) -> None:
     raw = memoryview(bytes(range(8)))
     line = SequenceRecord({"tokens": {"tensor": "target.0"}}, {"target.0": Tensor("U32", (2,), raw)})
     await saved_session.write(tmp_path / "session", a_session(target=SavedModelState(PRINT, line)))
@@ -146,24 +134,12 @@ async def test_what_is_cached_comes_back_as_it_was(tmp_path: Path) -> None:
     assert bytes(found.tensors["target.0"].data) == bytes(raw)
 
 
-def test_another_model_is_named_with_what_differs() -> None:
-    saved_session.check_model("x", "target", PRINT, PRINT, "open that")
-    with pytest.raises(SessionFileError, match=r"'x' was saved with another draft model: its weights differ; open"):
-        saved_session.check_model("x", "draft", PRINT, OTHER, "open that")
-
-
 def test_another_vocabulary_is_told() -> None:
     saved_session.check_vocabulary("x", None, None)
     saved_session.check_vocabulary("x", "a", "a")
     for saved, present, message in (("a", "b", "another vocab"), ("a", None, "has none"), (None, "a", "no tokenizer")):
         with pytest.raises(SessionFileError, match=message):
             saved_session.check_vocabulary("x", saved, present)
-
-
-def test_other_cache_options_are_named_with_their_values() -> None:
-    saved_session.check_cache_options("x", {"kv_bits": 8, "a": None}, {"kv_bits": 8})
-    with pytest.raises(SessionFileError, match=r"was saved with kv_bits=8, and this runtime has None; open it with"):
-        saved_session.check_cache_options("x", {"kv_bits": 8}, {"kv_bits": None})
 
 
 json_values = st.recursive(
@@ -201,9 +177,3 @@ async def test_whatever_a_file_says_it_is_read_or_refused(
     except SessionFileError:
         return
     assert not missing
-
-
-@sweep("path", [None, 3, "", b"bytes", ["a"]])
-def test_what_is_no_path_is_refused(path: Any) -> None:
-    with pytest.raises(SettingsError, match="give the path of a file"):
-        saved_session.check_path(path)

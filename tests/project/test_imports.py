@@ -313,7 +313,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/distributed/connection.py",
         "actors/distributed/draft_rank_link.py",
         "actors/distributed/rank_group.py",
-        "runtime/ranks/group_thread.py",
+        "runtime/ranks/following.py",
         "actors/mlx/layer_evaluation.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",
@@ -330,14 +330,13 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/server/responses/store.py",
         "runtime/sync/runtime.py",
-        "runtime/sync/thread.py",
     }
     assert threads == makers | minders
 
 
 def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == {
-        "runtime/aio/event_loop.py",
+        "runtime/aio/__init__.py",
         "runtime/aio/runtime.py",
         "runtime/aio/thread.py",
         "runtime/sync/__init__.py",

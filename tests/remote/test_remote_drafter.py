@@ -25,7 +25,7 @@ from actors.workers.simulated_worker import SimulatedWorker
 from protocol.drafter_wire import CorpusCopy, DraftNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 from runtime.engine.sessions import CORPUS_OWNER
 
 NUM_TOKENS = 24

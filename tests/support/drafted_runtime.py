@@ -22,7 +22,7 @@ from actors.workers.worker import Job
 from protocol.trace import Event, Instant
 from runtime.engine.drafter_slot import LoadedDrafter
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
 NUM_TOKENS = 40

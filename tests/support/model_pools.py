@@ -13,7 +13,7 @@ from scripted import ComparingWorker, ScriptedModel, Simulation, hashed, priced,
 
 from protocol.errors import ModelError
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 from runtime.server.app import Service, application
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.models.loaded_model import LoadedModel

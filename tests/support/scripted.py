@@ -37,7 +37,7 @@ from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.trace import Event, Instant, Span
 from runtime import Token
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
 from runtime.simulation import scripted_sequence
 

@@ -16,7 +16,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.simulated_worker import SimulatedWorker
 from protocol.trace import Instant, Span
 from runtime.engine.events import Events
-from runtime.engine.running import running
+from runtime.engine.opening import running
 
 
 @pytest.mark.slow

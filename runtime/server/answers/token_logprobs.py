@@ -9,7 +9,7 @@ import attrs
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
-from runtime.loading.token_pieces import byte_fallback, byte_level_piece
+from runtime.loading.vocabularies import byte_fallback, byte_level_piece
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,308 @@
+"""What a runtime does alike on asyncio and in plain threads, with real threads and tiny real models."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import chat_models
+import mlx.core as mx
+import pytest
+import trio
+from completions import ids
+from faces import all_of, got, next_of, on_every_face, within
+from greedy_pair import PROMPT, drafter, target, text
+from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
+
+import runtime
+from protocol.trace import Event, Instant, Span
+
+SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
+LONG = {"max_tokens": 400, **SETTINGS}
+PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
+
+
+def opened(open: Any, ours: Any = None, **options: Any) -> Any:
+    return within(open((ours or target(), None), (drafter(), None), **options))
+
+
+def talking(open: Any) -> Any:
+    """A runtime over models of text, whose texts do not end by themselves."""
+    return within(open(*chat_models.pair(template=None), defaults={"logit_bias": chat_models.QUIET}))
+
+
+async def the_next_text_is_right(rt: Any) -> None:
+    completion = await got(rt.generate(PROMPT, max_tokens=12, **SETTINGS))
+    assert ids(completion) == text(12)
+    assert completion.statistics.draft_failures == 0
+
+
+async def completions_of(rt: Any, prompts: Any, **settings: Any) -> list[runtime.Completion]:
+    return await got(rt.generate_many(prompts, **settings))
+
+
+async def tokens_of(rt: Any, prompts: Any, **settings: Any) -> list[tuple[int, runtime.Token]]:
+    return await all_of(rt.stream_many(prompts, **settings))
+
+
+def passes(events: list[Event]) -> list[Event]:
+    kinds = ("prefill", "verify", "decode")
+    return [e for e in events if isinstance(e, Span) and e.session is not None and e.kind in kinds]
+
+
+@on_every_face
+async def test_streams_and_completions_are_what_they_are_in_trio(open: Any) -> None:
+    async with opened(open) as rt:
+        async with within(rt.stream(PROMPT, max_tokens=24, **SETTINGS)) as stream:
+            tokens = await all_of(stream)
+            assert await all_of(stream) == []
+        completion = await got(rt.generate(PROMPT, max_tokens=24, **SETTINGS))
+        assert [token.id for token in tokens] == ids(completion) == text(24)
+        assert [token.index for token in tokens] == list(range(24))
+        assert tokens[-1].finish_reason == stream.finish_reason == completion.finish_reason == "length"
+        assert stream.statistics().generated_tokens == 24
+        assert stream.statistics().accepted == sum(token.from_draft for token in tokens) > 0
+        assert rt.statistics().generated_tokens == 48
+        assert rt.health() == runtime.Health(target=True, draft=True)
+        assert rt.tokenizer is None
+    assert rt.health() == runtime.Health(target=False, draft=False)
+    assert rt.statistics().generated_tokens == 48
+    with pytest.raises(runtime.RuntimeClosedError):
+        rt.stream(PROMPT)
+
+
+@on_every_face
+async def test_tokens_are_counted_as_they_are_taken(open: Any) -> None:
+    async with opened(open) as rt:
+        for num_tokens in range(1, 10):
+            async with within(rt.stream(PROMPT, **LONG)) as stream:
+                assert stream.statistics().generated_tokens == 0
+                assert [(await next_of(stream)).id for _ in range(num_tokens)] == text(12)[:num_tokens]
+            assert stream.statistics().generated_tokens == num_tokens
+            assert stream.finish_reason is None
+
+
+@on_every_face
+async def test_models_and_prompts_belong_to_the_caller_until_the_call_and_may_be_lazy(open: Any) -> None:
+    model = llama()
+    model.model.norm.weight = model.model.norm.weight * 1.0  # only this thread can evaluate it
+    async with opened(open, model) as rt:
+        prompt = list(PROMPT)
+        stream = rt.stream(prompt, max_tokens=8)
+        prompt.clear()
+        assert [token.id for token in await all_of(stream)] == text(8)
+        assert ids(await got(rt.generate(mx.array(PROMPT) + 0, max_tokens=8))) == text(8)
+        await the_next_text_is_right(rt)
+
+
+# A dropped stream whose prompt had been checked and rejected by then gets no warning.
+@pytest.mark.filterwarnings("ignore:.* was dropped unread:ResourceWarning")
+@on_every_face
+async def test_bad_input_is_an_error_before_any_model_work(open: Any) -> None:
+    events: list[Event] = []
+    async with opened(open, trace=events.append) as rt:
+        for settings, complaint in (
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
+        ):
+            for method in (rt.stream, lambda prompt, **given: rt.generate_many([prompt], **given)):
+                with pytest.raises(runtime.SettingsError, match=complaint):
+                    method(PROMPT, **settings)
+        for prompt, complaint in (([], "empty"), ("no tokenizer", "text"), ([VOCAB_SIZE], "vocabulary")):
+            with pytest.raises(runtime.PromptError, match=complaint):
+                await next_of(rt.stream(prompt))
+            with pytest.raises(runtime.PromptError, match=complaint):
+                async with within(rt.stream(prompt)):
+                    raise AssertionError("should not be reached")
+        with pytest.raises(runtime.PromptError, match="tokenizer"):
+            await got(rt.conversation().generate("hello"))
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            rt.conversation(max_tokens=0)
+        for begin in (completions_of, tokens_of):
+            with pytest.raises(runtime.PromptError, match=r"prompts\[1\].*empty"):
+                await begin(rt, [PROMPT, []])
+            with pytest.raises(runtime.PromptError, match="sequence of prompts"):
+                await begin(rt, "one")
+            with pytest.raises(runtime.SettingsError, match="max_concurrent"):
+                await begin(rt, [PROMPT], max_concurrent=0)
+        assert passes(events) == []
+        await the_next_text_is_right(rt)
+        assert passes(events) != []
+
+
+@on_every_face
+async def test_an_error_in_opening_comes_out_as_itself(open: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    for given, options, kind, complaint in (
+        ("/no/such/model", {}, runtime.ModelError, "does not exist"),
+        (3, {}, runtime.SettingsError, "target"),
+        (runtime.DEMO_TARGET, {"max_streams": 0}, runtime.SettingsError, "max_streams"),
+        (runtime.DEMO_TARGET, {"no_such_option": 0}, runtime.SettingsError, "no_such_option"),
+        (tmp_path, {}, runtime.ModelError, "config.json"),
+    ):
+        with pytest.raises(kind, match=complaint) as raised:
+            await got(open(given, **options))
+        assert (raised.value.__cause__ is not None) == (given is tmp_path)
+
+
+@on_every_face
+async def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause(open: Any) -> None:
+    class Failing(Wrapped):
+        does_fail = False
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            if self.does_fail:
+                raise RuntimeError("no such kernel")
+            return super().__call__(inputs, cache)
+
+    async with opened(open, failing := Failing(target())) as rt:
+        streams = [rt.stream(PROMPT, **LONG) for _ in range(3)]
+        failing.does_fail = True
+        for stream in streams:
+            with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
+                await all_of(stream)
+            assert isinstance(raised.value.__cause__, RuntimeError)
+        with pytest.raises(runtime.RuntimeBrokenError):
+            rt.stream(PROMPT)
+
+
+# --- many prompts ---------------------------------------------------------------------------------
+
+
+@on_every_face
+async def test_many_prompts_are_completed_in_their_order(open: Any) -> None:
+    events: list[Event] = []
+    async with opened(open, trace=events.append) as rt:
+        for prompts in (PROMPTS, iter(PROMPTS)):
+            completions = await completions_of(rt, prompts, max_concurrent=2, max_tokens=12)
+            assert [ids(completion) for completion in completions] == [text(12, prompt) for prompt in PROMPTS]
+        assert await completions_of(rt, []) == []
+    # Streams begin in the order of the calls.
+    began = [e.session for e in events if isinstance(e, Instant) and (e.actor, e.kind) == ("target", "open")]
+    assert began == sorted(began) == list(range(10))
+
+
+@on_every_face
+async def test_tokens_of_many_prompts_come_with_the_index_of_their_prompt(open: Any) -> None:
+    async with opened(open) as rt:
+        texts: list[list[runtime.Token]] = [[] for _ in PROMPTS]
+        async with within(rt.stream_many(iter(PROMPTS), max_concurrent=2, max_tokens=6)) as stream:
+            for index, token in await all_of(stream):
+                assert token.index == len(texts[index])
+                texts[index].append(token)
+            assert repr(stream).endswith(".TokenStreams, over or closed: 5 of 5 given>")
+            assert await all_of(stream) == []
+        assert [[token.id for token in tokens] for tokens in texts] == [text(6, prompt) for prompt in PROMPTS]
+        assert {tokens[-1].finish_reason for tokens in texts} == {"length"}
+        own = await tokens_of(rt, [(PROMPT, {"max_tokens": 2}), PROMPT], max_tokens=3)
+        assert sorted(index for index, _ in own) == [0, 0, 1, 1, 1]
+        assert await tokens_of(rt, []) == []
+
+
+@on_every_face
+async def test_the_first_of_many_that_fails_ends_the_others_with_its_error(open: Any) -> None:
+    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("no such word")
+
+    async with opened(open) as rt:
+        with pytest.raises(runtime.ProcessorError, match="no such word") as raised:
+            await tokens_of(rt, [PROMPT, (PROMPT, {"logits_processors": [fail]})], **LONG)
+        assert "prompts[1] failed" in raised.value.__notes__[0]
+        await the_next_text_is_right(rt)
+
+
+# --- conversations and saved sessions --------------------------------------------------------------
+
+
+async def talk(rt: Any) -> Any:
+    """A conversation of three turns, of which one is ended early, and another one is dropped."""
+    conversation = rt.conversation("w5", max_tokens=8, ignore_eos=True, temperature=0.8, seed=3)
+    answer = await got(conversation.generate("w1 w2"))
+    assert conversation.messages[2]["content"] == answer.text != ""
+    async with within(conversation.stream(" w3", max_tokens=40)) as stream:
+        given = [(await next_of(stream)).text for _ in range(3)]
+        for use in (conversation.stream, conversation.generate, lambda _: conversation.reset(), conversation.save):
+            with pytest.raises(runtime.ConversationBusyError, match=r"close\(\)"):
+                await got(use("too early"))
+    assert conversation.messages[-1]["content"] == "".join(given)
+    with pytest.warns(ResourceWarning, match="dropped unread"):
+        conversation.stream("never heard")
+    await got(conversation.generate(" w4"))
+    return conversation
+
+
+@on_every_face
+async def test_a_conversation_goes_on_as_in_trio_and_when_it_was_saved(open: Any, tmp_path: Path) -> None:
+    model, path = save(tmp_path / "model", target()), tmp_path / "session"
+
+    async def in_trio() -> Any:
+        async with runtime.open(model) as rt:
+            return (await talk(rt)).messages
+
+    async with within(open(model)) as rt:
+        conversation = await talk(rt)
+        messages = conversation.messages
+        assert await got(conversation.save(path)) == path.stat().st_size
+        expected = await got(conversation.generate(" w6"))
+    async with within(open(model)) as rt:
+        loaded = await got(rt.load(path))
+        assert loaded.messages == messages
+        found = await got(loaded.generate(" w6"))
+        assert ids(found) == ids(expected)
+        assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
+        # `reset` forgets the messages, not the settings.
+        loaded.reset()
+        assert loaded.messages == []
+        anew = await got(loaded.generate("w1 w2"))
+        assert anew.text == messages[2]["content"]
+    with ThreadPoolExecutor(1) as pool:  # uvloop and trio would both handle this thread's signals
+        assert messages == pool.submit(trio.run, in_trio).result()
+
+
+@on_every_face
+async def test_a_stream_is_saved_in_its_middle_and_goes_on(open: Any, tmp_path: Path) -> None:
+    settings = {"max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    for cut in (0, 5, 24):
+        path = tmp_path / str(cut)
+        async with talking(open) as rt:
+            stream = rt.stream("class Stack:\n", **settings)
+            given = [await next_of(stream) for _ in range(cut)]
+            if cut != 5:
+                assert await got(stream.save(path)) == path.stat().st_size
+            else:
+                assert await got(stream.save(file := io.BytesIO())) == path.write_bytes(file.getvalue())
+            tokens = given + await all_of(stream)
+            assert len(tokens) == 24
+        async with talking(open) as rt:
+            resumed = await got(rt.load_stream(path))
+            assert resumed.is_closed == (cut == 24)
+            assert [(each.index, each.text) for each in await all_of(resumed)] == [
+                (token.index, token.text) for token in tokens[cut:]
+            ]
+            assert resumed.answer.text == "".join(token.text for token in tokens)
+            with pytest.raises(runtime.SessionFileError, match="has a stream, not what was asked for; use load_stream"):
+                await got(rt.load(path))
+
+
+@on_every_face
+async def test_what_cannot_be_saved_or_loaded_is_said(open: Any, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    async with within(open(runtime.DEMO_TARGET)) as rt:
+        conversation = rt.conversation("Be kind.", max_tokens=5)
+        with pytest.raises(runtime.SettingsError, match="path"):
+            await got(conversation.save(3))
+        for use in (conversation.save, rt.load):
+            with pytest.raises(runtime.SessionFileError, match="no/such"):
+                await got(use(tmp_path / "no/such"))
+        await got(conversation.save(path))
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            await got(rt.load(path, max_tokens=0))
+        loaded = await got(rt.load(path, max_tokens=3))
+        assert [message["content"] for message in loaded.messages] == ["Be kind."]
+        assert len((await got(loaded.generate(" I am"))).tokens) == 3
+    for use in (lambda: conversation.save(tmp_path / "later"), lambda: rt.load(path)):
+        with pytest.raises(runtime.RuntimeClosedError):
+            await got(use())
+    assert [each.name for each in tmp_path.iterdir()] == ["session"]
