@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib import resources
@@ -111,9 +110,7 @@ def application(
         background: runs the tokenizer, and makes long responses.
     """
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
-    context = ServerContext(
-        models, service.limits, admission, background, is_strict=service.is_strict, started_at=int(time.time())
-    )
+    context = ServerContext(models, service.limits, admission, background, service.is_strict)
     described = description(
         OPERATIONS, models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
     )

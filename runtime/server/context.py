@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import attrs
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.connections.client import BodyMemory
@@ -16,6 +19,7 @@ from runtime.server.models.pool import ModelPool
 T = TypeVar("T")
 
 
+@attrs.frozen(eq=False)
 class ServerContext:
     """State that all requests of a server share.
 
@@ -29,27 +33,19 @@ class ServerContext:
         started_at: when the server began, in seconds of Unix time.
     """
 
-    def __init__(
-        self,
-        models: ModelPool,
-        limits: Limits,
-        admission: RequestAdmission,
-        background: Background,
-        *,
-        is_strict: bool,
-        started_at: int,
-    ) -> None:
-        self.models = models
-        self.limits = limits
-        self.admission = admission
-        self.metrics = Metrics(models, is_draining=lambda: admission.is_draining)
-        self.background = background
-        self.preparation = FairThreads(background)
-        self.encoding = FairThreads(background)
-        self.body_memory = BodyMemory(limits.max_bodies_bytes)
-        self.is_strict = is_strict
-        self.started_at = started_at
-        self._kept: dict[type, Any] = {}
+    models: ModelPool
+    limits: Limits
+    admission: RequestAdmission
+    background: Background
+    is_strict: bool
+    metrics: Metrics = attrs.Factory(
+        lambda self: Metrics(self.models, is_draining=lambda: self.admission.is_draining), takes_self=True
+    )
+    preparation: FairThreads = attrs.Factory(lambda self: FairThreads(self.background), takes_self=True)
+    encoding: FairThreads = attrs.Factory(lambda self: FairThreads(self.background), takes_self=True)
+    body_memory: BodyMemory = attrs.Factory(lambda self: BodyMemory(self.limits.max_bodies_bytes), takes_self=True)
+    started_at: int = attrs.Factory(lambda: int(time.time()))
+    _kept: dict[type, Any] = attrs.field(init=False, factory=dict)
 
     def kept(self, kind: type[T], make: Callable[[Limits], T]) -> T:
         """State that an API keeps between its requests: one object of a class, made at the first call."""

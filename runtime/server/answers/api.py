@@ -1,4 +1,4 @@
-"""The interface of an API: how its requests become generations, and their tokens responses."""
+"""The interface of an API: from the tokens of generations that have begun to a response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import trio
@@ -102,6 +102,16 @@ class Serializer(ABC):
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
         """The events that end a response whose generation has failed."""
 
+    def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
+        """The whole response, as `whole`, with all of its choices; called for the first. By default there is one."""
+        (choice,) = choices
+        return self.whole(choice.tokens, choice.statistics())
+
+    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
+        """The events after the last token of all choices, likewise."""
+        (choice,) = choices
+        return self.last_events(choice.statistics())
+
 
 @attrs.define
 class Choice:
@@ -183,9 +193,6 @@ class Choices:
         self.close()
 
 
-B = TypeVar("B")
-
-
 @attrs.frozen
 class Answer:
     """A generation that has begun, as its serializer sees it.
@@ -211,34 +218,3 @@ class Answer:
     score: Score | None = None
     is_empty: bool = False
     first: Serializer | None = None
-
-
-def _whole_of_one(body: Any, choices: Sequence[Choice]) -> Mapping[str, Any]:
-    (choice,) = choices
-    return choice.serializer.whole(choice.tokens, choice.statistics())
-
-
-def _last_events_of_one(choices: Sequence[Choice]) -> Sequence[Event]:
-    (choice,) = choices
-    return choice.serializer.last_events(choice.statistics())
-
-
-@attrs.frozen
-class Api(Generic[B]):
-    """One type of request of one API; `B` is the type of its parsed body.
-
-    Attributes:
-        parse: parses and validates the body of a request, or raises ErrorResponse; runs in another thread where the
-            body is long.
-        request: returns what to generate for a body.
-        serializer: returns the serializer of the response, or of one of its choices.
-        whole: returns the whole response as one body, for JSON; the choices have all of their tokens. By default there
-            is one choice.
-        last_events: returns the events after the last token of all choices.
-    """
-
-    parse: Callable[[bytes], B]
-    request: Callable[[B], Request]
-    serializer: Callable[[B, Answer], Serializer]
-    whole: Callable[[B, Sequence[Choice]], Mapping[str, Any]] = _whole_of_one
-    last_events: Callable[[Sequence[Choice]], Sequence[Event]] = _last_events_of_one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
 from pydantic import AliasChoices, Field, ValidationError
@@ -28,17 +28,8 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
 
 
-class HasText(Protocol):
-    """A part of a content in any of the APIs."""
-
-    @property
-    def text(self) -> str:
-        """What it says."""
-        ...
-
-
-def joined(content: str | Iterable[HasText]) -> str:
-    """The text of a content."""
+def joined(content: str | Iterable[Any]) -> str:
+    """The text of a content in any of the APIs."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

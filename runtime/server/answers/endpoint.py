@@ -16,7 +16,7 @@ from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import CORPUS_OWNER
 from runtime.generation.token_stream import TokenStream
-from runtime.server.answers.api import Answer, Api, Choice, Choices
+from runtime.server.answers.api import Answer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_each, num_named_tokens
 from runtime.server.answers.request import Request
@@ -135,10 +135,18 @@ class _Outcome:
 
 @attrs.frozen
 class Endpoint(Generic[B]):
-    """An ASGI application that generates for one type of request; `B` is the type of its parsed body."""
+    """An ASGI application that generates for one type of request; `B` is the type of its parsed body.
+
+    Attributes:
+        parse: parses and validates a body, in another thread where that is long; may raise ErrorResponse.
+        serializer: returns the serializer of the response, or of one of its choices.
+        request: returns the `Request` that a body stands for; by default, it is one.
+    """
 
     _context: ServerContext
-    _api: Api[B]
+    _parse: Callable[[bytes], B]
+    _serializer: Callable[[B, Answer], Serializer]
+    _request: Callable[[B], Any] = lambda body: body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
@@ -148,8 +156,8 @@ class Endpoint(Generic[B]):
         context, outcome, client = self._context, _Outcome(), client_address(scope)
         CORPUS_OWNER.set(corpus_owner(scope))
         try:
-            body = await read_request(context, self._api.parse, scope, receive, client)
-            request = self._api.request(body)
+            body = await read_request(context, self._parse, scope, receive, client)
+            request: Request = self._request(body)
             outcome.model = model_of(context, request)
             with context.admission.admit():
                 respond = partial(self._respond, body, request, client, outcome)
@@ -199,20 +207,17 @@ class Endpoint(Generic[B]):
         with Choices(begins, model.runtime.max_streams) as choices:
             await choices.begin_first()
             if request.stream:
-                num_named = num_named_each(request)
-                outcome.failure = await send_events(choices, self._api.last_events, num_named, send)
+                outcome.failure = await send_events(choices, num_named_each(request), send)
                 outcome.is_sent = outcome.failure is None
                 return
-            make = partial(self._body_of, body, request, client)
-            outcome.failure = await send_whole(choices, make, send)
+            outcome.failure = await send_whole(choices, partial(self._body_of, request, client), send)
             if outcome.failure is not None:
                 raise error_response_of(outcome.failure) from outcome.failure
             outcome.is_sent = True
 
-    async def _body_of(self, body: B, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
-        """The body of a response, once its generations have ended."""
+    async def _body_of(self, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
         lengths = [(choice.statistics().prompt_tokens, len(choice.tokens)) for choice in choices]
-        make = partial(self._api.whole, body, choices)
+        make = partial(choices[0].serializer.whole_of, choices)
         return await encoded_aside(make, num_named_tokens(request, lengths), self._context.encoding, client)
 
     def _begun(
@@ -250,7 +255,7 @@ class Endpoint(Generic[B]):
             first=before[0].serializer if before else None,
         )
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        return Choice(self._api.serializer(body, answer), stream, statistics)
+        return Choice(self._serializer(body, answer), stream, statistics)
 
 
 def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:

@@ -117,14 +117,11 @@ async def send_whole(
     return None
 
 
-async def send_events(
-    choices: Choices, last_events: Callable[[Sequence[Choice]], Iterable[Event]], num_named: int, send: Send
-) -> OutriderError | None:
+async def send_events(choices: Choices, num_named: int, send: Send) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
     Args:
         choices: its generations, the first of which have begun; their serializers make the events.
-        last_events: makes the events after all tokens.
         num_named: 1 for each token, and 1 for each likely other that comes with it.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
@@ -165,7 +162,7 @@ async def send_events(
         await write(first.error_events(error_response_of(failures[0]), statistics), is_last=True)
         return failures[0]
     await introduce()  # those for which nothing was generated
-    await write(last_events(choices.begun), is_last=True)
+    await write(first.last_events_of(choices.begun), is_last=True)
     return None
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-import attrs
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,23 +17,8 @@ from runtime.server.errors import ErrorResponse
 FREE_BYTES = 2**14
 
 
-@attrs.define(eq=False)
-class Claim:
-    """The memory of one body beyond its first `FREE_BYTES`.
-
-    Attributes:
-        num_bytes: claimed; 0 before `wait_for`.
-    """
-
-    _memory: BodyMemory
-    num_bytes: int = 0
-
-    async def wait_for(self, num_bytes: int) -> None:
-        """Claim so many bytes, once there is room for them; to be called once.
-
-        Cancellation: nothing is claimed.
-        """
-        await self._memory._wait_for(self, num_bytes)
+Claim = Callable[[int], Awaitable[None]]
+"""Claims bytes for one body beyond its first `FREE_BYTES`, once there is room for them; to be called once."""
 
 
 class BodyMemory:
@@ -46,36 +29,28 @@ class BodyMemory:
 
     def __init__(self, max_bytes: int) -> None:
         self._num_free = max_bytes
-        self._waiting: deque[tuple[Claim, int, trio.Event]] = deque()
+        self._turn = trio.StrictFIFOLock()
+        self._freed = trio.Event()
 
     @contextmanager
     def claim(self) -> Iterator[Claim]:
         """A claim, which is given up at the end of the block."""
-        claim = Claim(self)
+        claimed = 0
+
+        async def claim(num_bytes: int) -> None:
+            nonlocal claimed
+            async with self._turn:
+                while self._num_free < num_bytes:
+                    await self._freed.wait()
+                claimed = num_bytes
+                self._num_free -= claimed
+
         try:
             yield claim
         finally:
-            self._num_free += claim.num_bytes
-            self._grant()
-
-    async def _wait_for(self, claim: Claim, num_bytes: int) -> None:
-        entry = claim, num_bytes, trio.Event()
-        self._waiting.append(entry)
-        self._grant()
-        try:
-            await entry[2].wait()
-        except trio.Cancelled:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                self._grant()
-            raise
-
-    def _grant(self) -> None:
-        while self._waiting and self._waiting[0][1] <= self._num_free:
-            claim, num_bytes, granted = self._waiting.popleft()
-            self._num_free -= num_bytes
-            claim.num_bytes = num_bytes
-            granted.set()
+            self._num_free += claimed
+            self._freed.set()
+            self._freed = trio.Event()
 
 
 class ClientGone(Exception):
@@ -119,7 +94,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
         raise too_long
-    body = bytearray()
+    body, has_room = bytearray(), False
     with trio.move_on_after(within_s):
         while True:
             message = await receive()
@@ -130,10 +105,11 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                 raise too_long
             if not message.get("more_body", False):
                 return bytes(body)
-            if len(body) > FREE_BYTES and not claim.num_bytes:
+            if len(body) > FREE_BYTES and not has_room:
                 # The rest is not read before: its sender has to wait.
-                await claim.wait_for(int(announced) if announced.isdigit() else max_bytes)
-    if len(body) > FREE_BYTES and not claim.num_bytes:
+                await claim(int(announced) if announced.isdigit() else max_bytes)
+                has_room = True
+    if len(body) > FREE_BYTES and not has_room:
         raise ErrorResponse(
             429,
             f"the bodies of other requests have taken the memory for bodies for {within_s:g} s; try again",

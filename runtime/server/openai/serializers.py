@@ -36,6 +36,7 @@ from runtime.server.openai.bodies import (
     PromptLogprobs,
     Speculation,
     SpeculationStatistics,
+    SpeculationToken,
     Timings,
     ToolCallDelta,
     Usage,
@@ -49,35 +50,13 @@ INTERVAL_S = 0.25
 
 def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timeline) -> Speculation:
     """The tokens of a chunk, the statistics so far, and what the models did since the last chunk."""
-    so_far: SpeculationStatistics = {
-        "prompt_tokens": statistics.prompt_tokens,
-        "cached_tokens": statistics.cached_tokens,
-        "prefilled_tokens": statistics.prefilled_tokens,
-        "generated_tokens": statistics.generated_tokens,
-        "proposed": statistics.proposed,
-        "accepted": statistics.accepted,
-        "accepted_copied": statistics.accepted_copied,
-        "rejected_copied": statistics.rejected_copied,
-        "acceptance_rate": statistics.acceptance_rate,
-        "rows_per_pass": statistics.rows_per_pass,
-        "generation_tps": statistics.generation_tps,
-        "time_to_first_token": statistics.time_to_first_token,
-        "elapsed": statistics.elapsed,
-    }
-    return {
-        "tokens": [
-            {
-                "id": token.id,
-                "text": token.text,
-                "from_draft": token.from_draft,
-                "drafted_by": token.drafted_by,
-                "is_thinking": token.is_thinking,
-            }
-            for token in tokens
-        ],
-        "statistics": so_far,
-        **timeline.new_activity(),
-    }
+    told: list[Any] = [_fields(SpeculationToken, token) for token in tokens]
+    return {"tokens": told, "statistics": _fields(SpeculationStatistics, statistics), **timeline.new_activity()}
+
+
+def _fields(kind: type, source: object) -> Any:
+    """An object of a type of bodies, whose fields have the names of the attributes that they are taken from."""
+    return {name: getattr(source, name) for name in kind.__annotations__}
 
 
 def timings(statistics: Statistics) -> Timings:
@@ -184,8 +163,26 @@ class ChunkSerializer(Serializer):
         ]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`: the error alone, without [DONE]."""
-        return [Event(error.body())]
+        return [Event(error.body())]  # alone, without [DONE]
+
+    def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
+        """See `Serializer`; the tokens of choices that are not given are counted."""
+        bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
+        given = [entry for i in _best(self._request, choices) for entry in bodies[i]["choices"]]
+        return {
+            **bodies[0],
+            "choices": [{**entry, "index": index} for index, entry in enumerate(given)],
+            "usage": _added([body["usage"] for body in bodies]),
+        }
+
+    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
+        events = []
+        for alike in zip(*(each.serializer.last_events(each.statistics()) for each in choices), strict=True):
+            data = alike[0].data
+            if not isinstance(data, str):
+                data = {**data, "usage": _added([event.data["usage"] for event in alike])}
+            events.append(Event(data))
+        return events
 
     def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         """The chunks with the tokens since the last one, possibly none.
@@ -432,29 +429,6 @@ class CompletionSerializer(ChunkSerializer):
 
 
 # --- several choices in one response ---------------------------------------------------------------
-
-
-def whole_of_choices(request: OpenAIRequest, choices: Sequence[Choice]) -> Mapping[str, Any]:
-    """The body of a response, of the bodies of its choices; the tokens of those that are not given are counted."""
-    bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
-    given = [entry for i in _best(request, choices) for entry in bodies[i]["choices"]]
-    return {
-        **bodies[0],
-        "choices": [{**entry, "index": index} for index, entry in enumerate(given)],
-        "usage": _added([body["usage"] for body in bodies]),
-    }
-
-
-def last_events_of_choices(choices: Sequence[Choice]) -> Sequence[Event]:
-    """The events after the last token of all choices: with the usage of all, if the request asks for it."""
-    each = [choice.serializer.last_events(choice.statistics()) for choice in choices]
-    events = []
-    for alike in zip(*each, strict=True):
-        data = alike[0].data
-        if not isinstance(data, str):
-            data = {**data, "usage": _added([event.data["usage"] for event in alike])}
-        events.append(Event(data))
-    return events
 
 
 def _best(request: OpenAIRequest, choices: Sequence[Choice]) -> list[int]:
