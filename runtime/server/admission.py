@@ -29,7 +29,6 @@ class RequestAdmission:
         max_waiting: further requests that may wait, >= 0.
         clock: returns seconds.
         num_admitted: requests that run or wait for the models.
-        is_draining: whether no further request is admitted, because the server is about to end.
     """
 
     _max_streams: Callable[[], float]
@@ -66,7 +65,7 @@ class RequestAdmission:
             )
 
     def drain(self) -> None:
-        """Admit no further request. Those that were admitted go on."""
+        """Admit no further request; those that were admitted go on."""
         self.is_draining = True
         self._note_end()
 
@@ -80,10 +79,7 @@ class RequestAdmission:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Admit one request for the duration of the block.
-
-        Raises: ErrorResponse: as `check`.
-        """
+        """Admit one request for the duration of the block. Raises: ErrorResponse: as `check`."""
         self.check()
         self.num_admitted += 1
         start_s = self._clock()
@@ -111,7 +107,7 @@ class RequestAdmission:
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._next_return_s() - self._clock())))
 
     def _next_return_s(self) -> float:
-        """When the next end is likely that no rejected client was told of; bounded, as a clock's time."""
+        """When the next end is likely that no rejected client was told of."""
         now = self._clock()
         return min(now + _MAX_RETRY_AFTER_S, max(now, self._last_return_s) + self._interval_s())
 

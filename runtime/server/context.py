@@ -25,11 +25,10 @@ class ServerContext:
 
     Attributes:
         background: runs what is neither preparation nor encoding.
-        preparation: parses bodies and tokenises prompts, which may take long.
-        encoding: makes the bodies of responses, which may take long, too.
-        body_memory: of the bodies that are being read.
         is_strict: whether what means nothing here is refused instead of ignored: unknown fields, a `max_tokens` beyond
             the limit, and the name of another model where there is one.
+        preparation, encoding: parse bodies and tokenise prompts, and make bodies of responses; all may take long.
+        body_memory: of the bodies that are being read.
         started_at: when the server began, in seconds of Unix time.
     """
 
@@ -55,8 +54,8 @@ class ServerContext:
         return kept
 
     def requested_model(self, name: str | None) -> str:
-        """The name of the model that the body of a request asks for: the only one whatever the name, as clients have
-        names of their own; of several the first one if there is no name.
+        """The name of the model that a body asks for: the only one whatever the name, as clients have names of their
+        own.
 
         Raises: ErrorResponse: there are several models or the server is strict, and none has this name.
         """
@@ -64,13 +63,8 @@ class ServerContext:
         return self.find_model(None if is_any else name, param="model")
 
     def find_model(self, name: str | None, *, param: str | None = None) -> str:
-        """The name of a model; the first one's for None.
-
-        Args:
-            name: as a request gives it.
-            param: the field that has it, if it is one of the body.
-
-        Raises: ErrorResponse: there is no such model.
+        """The name of a model; the first one's for None. Raises: ErrorResponse: there is none; it names the field
+        `param`.
         """
         names = [spec.name for spec in self.models.specs]
         if name is None:

@@ -73,11 +73,7 @@ class ErrorResponse(Exception):
 
 
 def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> ErrorResponse:
-    """The error response for an error of the runtime.
-
-    Args:
-        prompt_field: the name of the request's field that has the prompt.
-    """
+    """The error response for an error of the runtime; `prompt_field` has the prompt in the request."""
     message = str(error)
     match error:
         case PromptTooLongError():
@@ -150,10 +146,8 @@ def short_json(value: Any) -> str:
 
 
 def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset()) -> ErrorResponse:
-    """The error response for an invalid request body.
-
-    Args:
-        tags: types of the items of lists, by which pydantic chooses a member of their union.
+    """The error response for an invalid body; `tags` are types of items of lists, by which pydantic chooses union
+    members.
     """
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:
         return ErrorResponse(400, f"the body has {num_problems} errors, too many to look at; see /docs for its fields")
@@ -191,11 +185,8 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
 
 
 def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
-    """The error response of a strict server for a field that a body does not have.
-
-    Args:
-        name: of the field; in dotted form within other objects.
-        known: names of the fields that the body has.
+    """The error response of a strict server for a field, in dotted form, that a body with the `known` ones does not
+    have.
     """
     path, _, last = name.rpartition(".")
     message = f"there is no field {short_json(last)} here; {_hint(last, () if path else known)}"
@@ -222,7 +213,6 @@ def _is_media(value: Any) -> bool:
 
 
 def _hint(unknown: str, known: Sequence[str]) -> str:
-    """The remedy for an unknown field."""
     if unknown in _REMEDIES:
         return _REMEDIES[unknown]
     if ALIASES.get(unknown) in known:

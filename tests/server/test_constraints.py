@@ -24,7 +24,6 @@ from protocol.errors import ProcessorError
 from runtime.server.answers.body import parse_request
 from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse, error_response_of
-from runtime.server.fair_threads import in_thread
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.openai.requests import ChatRequest
@@ -149,7 +148,7 @@ def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
     letters = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
     async def main() -> None:
-        schemas = Schemas(letters, ScriptedCheck(), in_thread, 10.0)
+        schemas = Schemas(letters, ScriptedCheck(), trio.to_thread.run_sync, 10.0)
         for kind, value, field in (("regex", "[ab]z", "guided_regex"), ("grammar", 'root ::= "a" "z"', "grammar")):
             grammar = await schemas.grammar(Constraint(kind, value, field), "client")
             grammar(mx.array([2]), mx.zeros((1, 3)))

@@ -20,7 +20,7 @@ from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, 
 from protocol.settings import Settings, settings_from
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
-from runtime.server.fair_threads import Background, in_thread
+from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.limits import Limits
@@ -353,7 +353,7 @@ async def pool_of(
     *,
     draft_name: str | None = None,
     check: ScriptedCheck | None = None,
-    background: Background = in_thread,
+    background: Background = trio.to_thread.run_sync,
     settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[ModelPool]:
     """The pool of a server of one model: a runtime that is open already, and its trace."""

@@ -56,7 +56,6 @@ class Serializer(ABC):
     arrive, and at the end `last_events` or `error_events`.
 
     Attributes:
-        content_type: of a response in events.
         keep_alive: what is sent where there is no event for `interval_s`.
         id: the response's id; random, so that other clients cannot guess it.
         interval_s: seconds without tokens after which `idle_events` are sent.
@@ -80,18 +79,18 @@ class Serializer(ABC):
 
     @abstractmethod
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
-        """The whole response as one body, for JSON; `tokens` are all of its tokens."""
+        """The whole response as one body, for JSON."""
 
     @abstractmethod
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events that come before any token: that the request was accepted, in APIs that say so."""
+        """The events before any token: that the request was accepted, in APIs that say so."""
 
     @abstractmethod
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         """The events of the next tokens; not empty."""
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events to send where no token has come for `interval_s`; none for `keep_alive`."""
+        """The events where no token has come for `interval_s`; none for `keep_alive`."""
         return ()
 
     @abstractmethod
@@ -119,7 +118,7 @@ class Choice:
 
     Attributes:
         stream: gives its tokens; None where nothing is to be generated.
-        tokens: all of its tokens, for a response as one body.
+        tokens: all of them, for a response as one body.
     """
 
     serializer: Serializer
@@ -146,8 +145,7 @@ class Choices:
 
     Attributes:
         begins: begin one each, at least one.
-        max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
-        begun: those that have begun, in order.
+        max_at_once: how many may be at work or wait for the models, >= 1; None for all.
     """
 
     _begins: Iterator[Begin]
@@ -156,10 +154,7 @@ class Choices:
     _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_first(self) -> None:
-        """Begin as many as may be at work at once; at least one.
-
-        Raises: OutriderError: one cannot begin.
-        """
+        """Begin as many as may be at work at once; at least one. Raises: OutriderError: one cannot begin."""
         most = math.inf if self._max_at_once is None else self._max_at_once
         while len(self.begun) < most and await self.begin_next() is not None:
             pass
@@ -167,9 +162,7 @@ class Choices:
     async def begin_next(self) -> int | None:
         """Begin the next one, once another has ended. Returns its index; None if there is none.
 
-        Raises: OutriderError: it cannot begin.
-
-        Cancellation: nothing has begun.
+        Raises: OutriderError: it cannot begin. Cancellation: nothing has begun.
         """
         # To begin one takes a while where the prompt is long.
         await trio.lowlevel.checkpoint()
@@ -202,8 +195,7 @@ class Answer:
         watch: keeps the models' activity under the response's id from now on, and returns it.
         index: of this choice in the response.
         counts_prompt: whether the usage has the prompt's tokens; they are counted once for all choices of a prompt.
-        echo: the prompt, if the response repeats it.
-        score: of the prompt's tokens but the first, if the response has their log-probabilities.
+        echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
         is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
     """

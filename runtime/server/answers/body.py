@@ -13,8 +13,7 @@ from starlette.types import Message, Send
 from runtime.server.errors import error_response_of_body, unknown_field
 
 
-class _WithoutEffect:
-    """Marks a field that is known and on which nothing depends."""
+class _WithoutEffect: ...
 
 
 # A field that clients send and on which no answer could depend; of any type.
@@ -31,8 +30,6 @@ class Body(BaseModel):
 
     def take_other_names(self) -> None:
         """Take fields that were given as null under their first name from another name of theirs.
-
-        pydantic takes the first name that is there.
 
         Raises: pydantic.ValidationError: the value is invalid.
         """
@@ -85,12 +82,12 @@ _MAX_HEADER_NAMES = 32
 
 @attrs.frozen
 class IgnoredFields:
-    """The fields of a request that are ignored.
+    """The names of a request's fields that are ignored.
 
     Attributes:
-        unknown: names of those that a body does not have, in dotted form within other objects.
-        without_effect: names of those that it has, and on which no answer depends.
-        known: names of all fields of the body.
+        unknown: that a body does not have, dotted within other objects.
+        without_effect: that it has, and on which no answer depends.
+        known: of all fields of the body.
     """
 
     unknown: tuple[str, ...] = ()
@@ -99,10 +96,7 @@ class IgnoredFields:
 
     @property
     def header(self) -> str | None:
-        """The value of the header that names them; None if there are none.
-
-        Names that cannot stand in a header, and those beyond the first 32, are only counted.
-        """
+        """The value of the header that names them, or None. Names beyond 32, or unfit for it, are only counted."""
         names = [*self.unknown, *self.without_effect]
         fit = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
         others = [f"+{len(names) - len(fit)} more"] if len(names) > len(fit) else []
@@ -122,10 +116,7 @@ class IgnoredFields:
         return send_named
 
     def refuse(self) -> None:
-        """Refuse unknown fields, as a strict server does.
-
-        Raises: ErrorResponse: there is one.
-        """
+        """Raises: ErrorResponse: a field is unknown, which a strict server refuses."""
         if self.unknown:
             raise unknown_field(self.unknown[0], self.known)
 
@@ -147,19 +138,12 @@ class RequestBody(Body):
         self._ignored = ignored
 
     def check(self) -> None:
-        """Check constraints between fields.
-
-        Raises: ErrorResponse: fields do not go together.
-        """
+        """Raises: ErrorResponse: fields do not go together."""
         return
 
 
 def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
-    """The fields of a body that are ignored.
-
-    Args:
-        taken: names of fields that the body does not have, and that have an effect.
-    """
+    """The fields of a body that are ignored; `taken` are names that it does not have, and that have an effect."""
     return IgnoredFields(
         tuple(name for name in dict.fromkeys(body.unknown()) if name not in taken),
         tuple(dict.fromkeys(body.without_effect())),
@@ -171,10 +155,7 @@ R = TypeVar("R", bound=RequestBody)
 
 
 def parse_request(request_type: type[R], body: bytes) -> R:
-    """Parse and validate the body of a request.
-
-    Raises: ErrorResponse: the body is invalid.
-    """
+    """Parse and validate the body of a request. Raises: ErrorResponse: it is invalid."""
     try:
         request = request_type.model_validate_json(body)
         request.take_other_names()

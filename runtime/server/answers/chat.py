@@ -33,6 +33,16 @@ def joined(content: str | Iterable[Any]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
+def function_of(**function: Any) -> dict[str, Any]:
+    """A tool, or the choice of one, from the fields of its function that are not None."""
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a function, in an earlier answer."""
+    return {"id": id, **function_of(name=name, arguments=arguments)}
+
+
 class ChatMessage(Body):
     """A message of a chat."""
 
@@ -145,7 +155,6 @@ class Chat(Request):
             raise ErrorResponse(400, message, param="chat_template_kwargs")
 
     def _problem_of_continuing(self) -> str | None:
-        """Why the last message cannot be continued; None if it can."""
         last = self.messages[-1]
         if self.add_generation_prompt:
             return "cannot go together with add_generation_prompt: true, which begins a new message"
@@ -256,10 +265,7 @@ class TranslatedBody(RequestBody):
     """The body of a request; unknown fields that mean the same in every API are taken as in a chat."""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this stands for.
-
-        Raises: ErrorResponse: something that it asks for is not supported.
-        """
+        """The fields of the chat that this stands for. Raises: ErrorResponse: it asks for something unsupported."""
         raise NotImplementedError
 
 

@@ -15,16 +15,16 @@ from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import CORPUS_OWNER
-from runtime.generation.token_stream import TokenStream
 from runtime.server.answers.api import Answer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
-from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_each, num_named_tokens
+from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import Request
 from runtime.server.answers.sending import encoded_aside, send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.fair_threads import SHORT
+from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.served_model import ModelLoadError
@@ -37,10 +37,7 @@ R = TypeVar("R", bound=RequestBody)
 async def read_request(
     context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive, client: str
 ) -> B:
-    """The parsed body of a request.
-
-    Args:
-        parse: parses the body; runs in another thread where that is long.
+    """The body of a request, parsed; in another thread where that takes long.
 
     Raises:
         ErrorResponse: the request is rejected.
@@ -104,35 +101,6 @@ class TokenizerEndpoint(Generic[R]):
         await send({"type": "http.response.body", "body": response.body})
 
 
-@attrs.define
-class _Outcome:
-    """The outcome of a request, for metrics and access log.
-
-    Attributes:
-        model: the name of its model, once that is known.
-        streams: its generations that have begun.
-        num_texts: generations that it asks for, once that is known.
-        num_prompt_tokens: of its prompts.
-        is_sent: whether the whole response was sent.
-        failure: the error of the generation or of the server.
-        status: the HTTP status of an error response.
-    """
-
-    model: str | None = None
-    streams: list[TokenStream] = attrs.Factory(list)
-    num_texts: int = 0
-    num_prompt_tokens: int = 0
-    is_sent: bool = False
-    failure: Exception | None = None
-    status: int | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all that was asked for has been generated."""
-        num_finished = sum(stream.finish_reason is not None for stream in self.streams)
-        return self.is_sent or 0 < num_finished == self.num_texts
-
-
 @attrs.frozen
 class Endpoint(Generic[B]):
     """An ASGI application that generates for one type of request; `B` is the type of its parsed body.
@@ -153,7 +121,7 @@ class Endpoint(Generic[B]):
 
         Cancellation: ends the generation.
         """
-        context, outcome, client = self._context, _Outcome(), client_address(scope)
+        context, outcome, client = self._context, RequestOutcome(), client_address(scope)
         CORPUS_OWNER.set(corpus_owner(scope))
         try:
             body = await read_request(context, self._parse, scope, receive, client)
@@ -171,13 +139,12 @@ class Endpoint(Generic[B]):
             outcome.failure, outcome.status = error, 500  # the status that the application responds with
             raise
         finally:
-            is_finished = outcome.is_finished
-            context.metrics.count(outcome.model, outcome.streams, outcome.failure, outcome.status, is_finished)
+            context.metrics.count(outcome)
             if outcome.streams:
                 num_generated = sum(stream.statistics().generated_tokens for stream in outcome.streams)
                 scope[TOKENS] = outcome.num_prompt_tokens, num_generated
 
-    async def _respond(self, body: B, request: Request, client: str, outcome: _Outcome, send: Send) -> None:
+    async def _respond(self, body: B, request: Request, client: str, outcome: RequestOutcome, send: Send) -> None:
         """Generate, and send the response; `outcome` gets the streams and their failure.
 
         Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
@@ -193,11 +160,10 @@ class Endpoint(Generic[B]):
         except ModelLoadError as error:
             raise error_response_of(error) from error
 
-    async def _generate(self, preparation: Preparation, body: B, client: str, outcome: _Outcome, send: Send) -> None:
-        """As `_respond`.
-
-        Raises: also OutriderError: a prompt or a setting is invalid, or a generation cannot begin.
-        """
+    async def _generate(
+        self, preparation: Preparation, body: B, client: str, outcome: RequestOutcome, send: Send
+    ) -> None:
+        """As `_respond`. Raises: also OutriderError: a prompt or a setting is invalid, or a generation cannot begin."""
         request, model = preparation.request, preparation.model
         prompts = await preparation.prompts()
         outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -207,7 +173,7 @@ class Endpoint(Generic[B]):
         with Choices(begins, model.runtime.max_streams) as choices:
             await choices.begin_first()
             if request.stream:
-                outcome.failure = await send_events(choices, num_named_each(request), send)
+                outcome.failure = await send_events(choices, request.num_named, send)
                 outcome.is_sent = outcome.failure is None
                 return
             outcome.failure = await send_whole(choices, partial(self._body_of, request, client), send)
@@ -216,15 +182,18 @@ class Endpoint(Generic[B]):
             outcome.is_sent = True
 
     async def _body_of(self, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
-        lengths = [(choice.statistics().prompt_tokens, len(choice.tokens)) for choice in choices]
+        num_named = sum(
+            request.num_named_with_prompt * choice.statistics().prompt_tokens + request.num_named * len(choice.tokens)
+            for choice in choices
+        )
         make = partial(choices[0].serializer.whole_of, choices)
-        return await encoded_aside(make, num_named_tokens(request, lengths), self._context.encoding, client)
+        return await encoded_aside(make, num_named, self._context.encoding, client)
 
     def _begun(
         self,
         preparation: Preparation,
         body: B,
-        outcome: _Outcome,
+        outcome: RequestOutcome,
         prompt: PreparedPrompt,
         number: int,
         before: Sequence[Choice],
@@ -259,5 +228,4 @@ class Endpoint(Generic[B]):
 
 
 def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
-    """The statistics of a choice for which nothing is generated."""
     return Counts(prompt_tokens=len(prompt.ids)).snapshot(estimates=model.runtime.estimates)

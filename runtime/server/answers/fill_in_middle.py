@@ -72,9 +72,8 @@ def _adds_space(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> bool:
 
 
 def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:
-    """The fill-in-the-middle tokens of a tokenizer; None if it has none.
-
-    The whole vocabulary is listed, which takes a while: see `LoadedModel.fill_in_middle`.
+    """The fill-in-the-middle tokens of a tokenizer, from its whole vocabulary, which takes a while; None if it has
+    none.
     """
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     for names in _FAMILIES:

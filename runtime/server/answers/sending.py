@@ -29,12 +29,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 async def encoded_aside(
     make: Callable[[], Mapping[str, Any]], num_tokens: int, threads: FairThreads, client: str
 ) -> bytes:
-    """The JSON of a response.
-
-    Args:
-        make: makes the response; runs in another thread where that is long, and so must not touch what others use.
-        num_tokens: tokens that the response has, with the likely others that it names.
-        threads: do what is long.
+    """The JSON of a response, made by `make`: in another thread if it names more than `SHORT_RESPONSE` tokens.
 
     Cancellation: as of `FairThreads.run`.
     """
@@ -46,11 +41,7 @@ async def encoded_aside(
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """The JSON of a value, in pieces that are each encoded in a short time, unless one text in it is very long.
-
-    Args:
-        value: of objects, lists and what else JSON has; no object is in itself.
-    """
+    """The JSON of a value, in pieces that are each encoded in a short time, unless one text in it is very long."""
     if not isinstance(value, (dict, list, tuple)) or _num_values(value, _MAX_AT_ONCE) <= _MAX_AT_ONCE:
         yield _encode(value)
     elif isinstance(value, dict):
@@ -93,11 +84,7 @@ _EVENT_HEADERS = [
 async def send_whole(
     choices: Choices, body_of: Callable[[Sequence[Choice]], Awaitable[bytes]], send: Send
 ) -> OutriderError | None:
-    """Send the response as one body.
-
-    Args:
-        choices: its generations, the first of which have begun; all are read to their ends.
-        body_of: makes the body of them, as JSON.
+    """Send the response as one body, once all of its generations have ended; `body_of` makes it.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
 
@@ -175,8 +162,7 @@ async def _tokens(
 ) -> AsyncIterator[tuple[trio.MemoryReceiveChannel[_Indexed], list[OutriderError]]]:
     """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams.
 
-    The channel holds `max_buffered` tokens, in addition to the rounds that each stream buffers. An error of one stream
-    ends the reading of the others.
+    An error of one stream ends the reading of the others.
     """
     put, take = trio.open_memory_channel[_Indexed](max_buffered)
     failures: list[OutriderError] = []

@@ -34,7 +34,7 @@ class BodyMemory:
 
     @contextmanager
     def claim(self) -> Iterator[Claim]:
-        """A claim, which is given up at the end of the block."""
+        """The claim of a body, which is given up at the end of the block."""
         claimed = 0
 
         async def claim(num_bytes: int) -> None:
@@ -71,12 +71,7 @@ def corpus_owner(scope: Scope) -> bytes:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float, claim: Claim) -> bytes:
-    """The body of a request.
-
-    Args:
-        max_bytes: the longest body.
-        within_s: seconds within which all of it must arrive, the wait for memory included.
-        claim: the body's memory.
+    """The body of a request, if all of it arrives within `within_s` seconds, the wait for memory included.
 
     Raises:
         ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON; or other bodies have

@@ -30,9 +30,8 @@ async def send_in_pieces(send: Callable[[bytes, bool], Awaitable[None]], data: b
 
     Args:
         send: sends a piece; its second argument says whether the piece is the last one.
-        timeout_s: seconds that one piece may take.
 
-    Raises: trio.TooSlowError: a piece took longer; it may have been sent in part.
+    Raises: trio.TooSlowError: a piece took longer than `timeout_s`; it may have been sent in part.
 
     Cancellation: a piece may have been sent in part.
     """
@@ -75,8 +74,6 @@ class Connection:
     """One client connection, from its first byte to its last.
 
     Attributes:
-        app: answers.
-        stream: the client's; closed in the end.
         stopping: once it is set, the next response is the last one, and says so.
         stalled_s: seconds that the client may leave 64 KiB of an answer unread.
         idle_s: seconds that the client may take for the head of the next request.
@@ -103,9 +100,9 @@ class Connection:
     _is_broken: bool = attrs.field(init=False, default=False)  # nothing more can be sent
 
     async def run(self) -> None:
-        """Answer the client's requests until it leaves, or may ask no more.
+        """Answer the client's requests until it leaves, or may ask no more; then close the connection.
 
-        Cancellation: cancels the application, and closes the connection.
+        Cancellation: cancels the application.
         """
         try:
             with suppress(OSError):  # the client left before its address was read
@@ -134,7 +131,7 @@ class Connection:
             await self._linger()
 
     async def _next_request(self) -> h11.Request | None:
-        """The head of the next request; None if there is none, because the client left, was silent, or sent garbage."""
+        """The head of the next request; None if the client left, was silent, or sent garbage."""
         self._listening = trio.CancelScope(deadline=trio.current_time() + self._idle_s)
         self.is_idle = True
         self._is_head_request = self._must_close = False
@@ -169,7 +166,6 @@ class Connection:
     # --- one request --------------------------------------------------------------------------------
 
     async def _answer(self, request: h11.Request, addresses: dict[str, Any]) -> None:
-        """Call the application, and hand it the body of the request meanwhile."""
         put, take = trio.open_memory_channel[Message](1)
         self._listening = trio.CancelScope()
         self._is_head_request = request.method == b"HEAD"

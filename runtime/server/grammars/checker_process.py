@@ -116,7 +116,6 @@ class Checker:
         os.write(1, json.dumps(result).encode() + b"\n")  # short enough for a pipe to take at once
 
     def _compile(self, grammar: str) -> NoReturn:
-        """Compile a grammar in the child, and end it."""
         status = 1
         try:
             # llguidance writes to stderr when it crashes, and stdout is the parent's.

@@ -47,10 +47,9 @@ _MAX_NAME_LENGTH = 200
 
 
 def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[ServedModel]:
-    """The models that a file describes, in its order.
+    """The models that a file describes, in its order. Relative paths in it that exist beside it are taken from there.
 
     Args:
-        path: of the file. Relative paths in it that exist beside it are taken from there.
         options, settings: of models that have no others, by name; see `ServedModel`.
 
     Raises: ConfigFileError: the file cannot be read, or something in it is wrong.
@@ -130,7 +129,6 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
 
 
 def _path_of(source: str | Mapping[str, Any]) -> str:
-    """The path or hub id of a model as the file gives it: itself, or in a table."""
     return source if isinstance(source, str) else str(source["path"])
 
 

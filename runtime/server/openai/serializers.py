@@ -19,7 +19,7 @@ from runtime.generation.tool_calls.events import Answer as WholeAnswer
 from runtime.generation.tool_calls.events import AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
 from runtime.server.answers.api import Answer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo
-from runtime.server.answers.token_logprobs import TokenLogprobs, finite, text_tokens
+from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import fingerprint
 from runtime.server.openai.bodies import (
@@ -126,7 +126,7 @@ class ChunkSerializer(Serializer):
         self._request = request
         self._num_given = 0
         self._num_reasoning_tokens = 0
-        self._timeline = answer.watch(self.id) if request.stream and request.speculation else None
+        self._timeline = answer.watch(self.id) if request.stream and request.options.include_speculation else None
         if self._timeline is not None:
             self.interval_s = INTERVAL_S
 
@@ -140,9 +140,9 @@ class ChunkSerializer(Serializer):
         # The stream may be ahead of what the client has read.
         given = attrs.evolve(statistics, generated_tokens=self._num_given)
         for i, chunk in enumerate(chunks):
-            if self._request.continuous_usage:
+            if self._request.options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
-            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._request.usage
+            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._request.options.include_usage
             if is_last or self._request.timings_per_token:
                 chunk |= self._timings(given)
             if self._timeline is not None:
@@ -155,7 +155,7 @@ class ChunkSerializer(Serializer):
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        if not self._request.usage:
+        if not self._request.options.include_usage:
             return [Event("[DONE]")]
         return [
             Event({**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}),
@@ -338,9 +338,8 @@ class ChatSerializer(ChunkSerializer):
         return "function_call" if self._request.has_functions else "tool_calls"
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
-        if (num_top := self._request.num_logprobs) is None:
-            return None
-        return {"content": TokenLogprobs(self._answer.tokenizer, num_top).of(tokens), "refusal": None}
+        content = token_logprobs(tokens, self._answer.tokenizer, self._request.num_logprobs)
+        return None if content is None else {"content": content, "refusal": None}
 
 
 def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
