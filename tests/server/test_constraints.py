@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 import trio
 from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, pool_of
+from assembled import text_of
 from calling_models import calling_pair
 from sweeps import sweep
 from tokenizers import Tokenizer
@@ -131,7 +132,7 @@ def test_answers_keep_to_what_they_must_be_in_every_api_and_what_cannot_be_kept_
                 said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
                 answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})
                 assert answer.status == 200, answer.body
-                assert holds(text_of(path, answer.json)), answer.body
+                assert holds(text_of(answer)), answer.body
                 assert "x-outrider-ignored" not in answer.headers or "guided_decoding_backend" in fields
             for path, fields, param, message in WRONG:
                 said = {COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
@@ -159,16 +160,3 @@ def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
             assert error_response_of(failed).detail["param"] == field
 
     trio.run(main)
-
-
-def text_of(path: str, body: Any) -> str:
-    match path:
-        case "/v1/responses":
-            text: str = body["output"][-1]["content"][0]["text"]
-        case "/v1/messages":
-            text = body["content"][-1]["text"]
-        case "/v1/completions":
-            text = body["choices"][0]["text"]
-        case _:
-            text = body["choices"][0]["message"]["content"]
-    return text

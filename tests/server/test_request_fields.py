@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from asgi import (
+    BOTH,
     CHAT,
     COMPLETIONS,
     DEF,
@@ -16,13 +17,14 @@ from asgi import (
     RESPONSES,
     Letters,
     Served,
+    answering,
     direct,
     on_server,
     saying,
     simulated_server,
     watched_streams,
 )
-from assembled import assembled_message, assembled_response, text_of_message, text_of_response
+from assembled import text_of
 from calling_models import calling_tokenizer
 from scripted import ScriptedModel, hashed
 from sweeps import sweep
@@ -36,8 +38,6 @@ from runtime.server.errors import ErrorResponse
 from runtime.server.openai.requests import ChatRequest
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.store import ResponseStore
-
-BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
 
 
 @BOTH
@@ -159,20 +159,14 @@ def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_re
 
 
 OTHERS = sweep(
-    ("path", "body", "text_of"),
-    [
-        (RESPONSES, {"input": "hello", "max_output_tokens": 30}, text_of_response),
-        (MESSAGES, {**HELLO, "max_tokens": 30}, text_of_message),
-    ],
+    ("path", "body"),
+    [(RESPONSES, {"input": "hello", "max_output_tokens": 30}), (MESSAGES, {**HELLO, "max_tokens": 30})],
 )
-ASSEMBLED: Any = {RESPONSES: assembled_response, MESSAGES: assembled_message}
 
 
 @OTHERS
 @on_server()
-async def test_the_other_apis_show_what_has_stopped_a_text_too(
-    server: Served, path: str, body: Any, text_of: Any
-) -> None:
+async def test_the_other_apis_show_what_has_stopped_a_text_too(server: Served, path: str, body: Any) -> None:
     whole = (await direct(server, HELLO, max_tokens=30)).text
     stop = whole[11:13]
     token = {"stop": [], "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
@@ -183,22 +177,21 @@ async def test_the_other_apis_show_what_has_stopped_a_text_too(
         asked = {**body, "include_stop_str_in_output": True, **more}
         answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
         assert "x-outrider-ignored" not in answer.headers
-        assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
+        assert text_of(answer) == text_of(streamed) == expected
 
 
 @OTHERS
-def test_the_other_apis_leave_special_tokens_out_too(path: str, body: Any, text_of: Any) -> None:
+def test_the_other_apis_leave_special_tokens_out_too(path: str, body: Any) -> None:
     tokenizer: Any = Letters()
     tokenizer.added_tokens_decoder = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
-    start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
 
     async def test(server: Served) -> None:
         for more, expected in (({}, "axbxc"), ({"skip_special_tokens": True}, "abc")):
             answer, streamed = [await server.ask(path, {**body, **more, "stream": stream}) for stream in (False, True)]
             assert "x-outrider-ignored" not in answer.headers
-            assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
+            assert text_of(answer) == text_of(streamed) == expected
 
-    simulated_server(test, ScriptedModel(saying("axbxc", start)), tokenizer=tokenizer)
+    simulated_server(test, answering("axbxc", tokenizer), tokenizer=tokenizer)
 
 
 def test_special_tokens_that_are_left_out_have_no_place_in_the_text() -> None:
@@ -292,29 +285,25 @@ async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: S
 
 
 @BOTH
-def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        for options in (None, {"include_usage": True}):
-            asked = {**body, "max_tokens": 20, "lookahead": 3}
-            streamed = await server.ask(path, {**asked, "stream": True, "stream_options": options})
-            *chunks, last = streamed.events
-            assert not any("timings" in chunk for chunk in chunks)
-            whole = (await server.ask(path, asked)).json
-            for timings, (_, stream) in zip((last["timings"], whole["timings"]), seen[-2:], strict=True):
-                s = stream.statistics()
-                assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (s.prompt_tokens, 20)
-                assert (timings["draft_n"], timings["draft_n_accepted"]) == (s.proposed, s.accepted)
-                assert timings["predicted_per_second"] == s.generation_tps
-                assert timings["predicted_ms"] == pytest.approx(20 * timings["predicted_per_token_ms"])
-                assert timings["prompt_ms"] == pytest.approx(
-                    1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0
-                )
-        for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
-            assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
-        assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
-
-    simulated_server(test)
+@on_server()
+async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Served, path: str, body: Any) -> None:
+    seen = watched_streams(server)
+    for options in (None, {"include_usage": True}):
+        asked = {**body, "max_tokens": 20, "lookahead": 3}
+        streamed = await server.ask(path, {**asked, "stream": True, "stream_options": options})
+        *chunks, last = streamed.events
+        assert not any("timings" in chunk for chunk in chunks)
+        whole = (await server.ask(path, asked)).json
+        for timings, (_, stream) in zip((last["timings"], whole["timings"]), seen[-2:], strict=True):
+            s = stream.statistics()
+            assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (s.prompt_tokens, 20)
+            assert (timings["draft_n"], timings["draft_n_accepted"]) == (s.proposed, s.accepted)
+            assert timings["predicted_per_second"] == s.generation_tps
+            assert timings["predicted_ms"] == pytest.approx(20 * timings["predicted_per_token_ms"])
+            assert timings["prompt_ms"] == pytest.approx(1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0)
+    for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
+        assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
+    assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
 
 
 @BOTH
