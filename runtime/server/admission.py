@@ -48,9 +48,8 @@ class RequestAdmission:
             raise ErrorResponse(
                 503,
                 "the server is stopping and takes no new requests; ask another one, or this one once it runs again",
-                type="server_error",
                 code="draining",
-                headers={"Retry-After": str(_DRAINING_RETRY_AFTER_S)},
+                retry_after_s=_DRAINING_RETRY_AFTER_S,
             )
         if self.num_admitted >= self._max_streams() + self._max_waiting:
             seconds = self.retry_after_s
@@ -59,9 +58,8 @@ class RequestAdmission:
                 429,
                 f"{self._max_streams()} requests are being answered and {self._max_waiting} wait, which is the limit; "
                 f"try again in {seconds} s",
-                type="rate_limit_error",
                 code="rate_limit_exceeded",
-                headers={"Retry-After": str(seconds)},
+                retry_after_s=seconds,
             )
 
     def drain(self) -> None:

@@ -216,31 +216,28 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_failure(request: Request, error: Exception) -> Response:
     message = "the server has failed; its log has the error"
-    failure = ErrorResponse(500, message, type="server_error", code="internal_error")
+    failure = ErrorResponse(500, message, code="internal_error")
     return _error_response(failure, request.url.path)
 
 
 # --- operations that need no model ----------------------------------------------------------------
 
 
-async def _list_models(context: ServerContext, request: Request) -> Response:
+def _list_models(context: ServerContext, request: Request) -> ModelList:
     listed = [describe(context.models, spec.name, context.started_at) for spec in context.models.specs]
-    served: ModelList = {"object": "list", "data": listed}
-    return JSONResponse(served)
+    return {"object": "list", "data": listed}
 
 
-async def _model(context: ServerContext, request: Request) -> Response:
-    name = context.find_model(request.path_params["model"])
-    return JSONResponse(describe(context.models, name, context.started_at))
+def _model(context: ServerContext, request: Request) -> ModelDescription:
+    return describe(context.models, context.find_model(request.path_params["model"]), context.started_at)
 
 
-async def _version(context: ServerContext, request: Request) -> Response:
-    report: Version = {"version": importlib.metadata.version("outrider")}
-    return JSONResponse(report)
+def _version(context: ServerContext, request: Request) -> Version:
+    return {"version": importlib.metadata.version("outrider")}
 
 
-async def _props(context: ServerContext, request: Request) -> Response:
-    return JSONResponse(properties(context.models))
+def _props(context: ServerContext, request: Request) -> Props:
+    return properties(context.models)
 
 
 async def _timeline(context: ServerContext, request: Request) -> Response:
@@ -269,15 +266,22 @@ def _get(path: str, respond: Callable[..., Awaitable[Response]], *description: A
     return Operation(path, lambda context: partial(respond, context), *description, **fields)
 
 
+def _get_json(path: str, value: Callable[[ServerContext, Request], Any], *description: Any, **fields: Any) -> Operation:
+    async def respond(context: ServerContext, request: Request) -> Response:
+        return JSONResponse(value(context, request))
+
+    return _get(path, respond, *description, **fields)
+
+
 OPERATIONS: tuple[Operation, ...] = (
     *openai_api.OPERATIONS,
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
     *openai_tokens.OPERATIONS,
-    _get("/v1/props", _props, "props", "Properties of the server", Props),
-    _get("/version", _version, "version", "The server's version", Version),
-    _get("/v1/models", _list_models, "models", "The served models", ModelList),
-    _get("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),
+    _get_json("/v1/props", _props, "props", "Properties of the server", Props),
+    _get_json("/version", _version, "version", "The server's version", Version),
+    _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
+    _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),
     _get(
         "/health",
         _health,

@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypeVar
 
 import attrs
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from runtime.server.errors import error_response_of_body, unknown_field
+from runtime.server.middleware import with_headers
 
 
 class _WithoutEffect: ...
@@ -104,16 +105,8 @@ class IgnoredFields:
 
     def named_by(self, send: Send) -> Send:
         """`send` of ASGI, with the header in the response if there are any."""
-        if (value := self.header) is None:
-            return send
-        header = IGNORED_HEADER.lower().encode(), value.encode()
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
-
-        return send_named
+        value = self.header
+        return send if value is None else with_headers(send, [(IGNORED_HEADER.lower().encode(), value.encode())])
 
     def refuse(self) -> None:
         """Raises: ErrorResponse: a field is unknown, which a strict server refuses."""

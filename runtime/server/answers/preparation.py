@@ -147,11 +147,8 @@ class Preparation:
             grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
             return await self._encoded(), grammar
         if constraint is not None and constraint.kind != "json":
-            raise ErrorResponse(
-                400,
-                f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out",
-                param=constraint.field,
-            )
+            message = f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out"
+            raise ErrorResponse(400, message, param=constraint.field)
         encoded = await self._encoded()
         (prompt,) = encoded.prompts  # of a chat
         if constraint is None and not tools.needs_grammar:

@@ -108,9 +108,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
         raise ErrorResponse(
             429,
             f"the bodies of other requests have taken the memory for bodies for {within_s:g} s; try again",
-            type="rate_limit_error",
             code="bodies_waiting",
-            headers={"Retry-After": str(math.ceil(within_s))},
+            retry_after_s=math.ceil(within_s),
         )
     raise ErrorResponse(408, f"the body did not come within {within_s:g} s")
 

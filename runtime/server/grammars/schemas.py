@@ -52,7 +52,7 @@ def _errors_of(field: str) -> Iterator[None]:
         param = error.field if isinstance(error, ConstraintError) else field
         raise ErrorResponse(400, str(error), param=param) from error
     except OutriderError as error:  # the server's fault, not the request's
-        raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
+        raise ErrorResponse(503, str(error), code="schemas_unavailable") from error
 
 
 @attrs.define(eq=False)
@@ -141,9 +141,8 @@ class Schemas:
             f"the schemas of other requests are being compiled, at most {_MAX_COMPILING} at once and "
             f"{_MAX_COMPILING_PER_CLIENT} of one client, and this one has waited {self._timeout_s:g} s for its turn; "
             f"try again in {seconds} s",
-            type="rate_limit_error",
             code="schemas_waiting",
-            headers={"Retry-After": str(seconds)},
+            retry_after_s=seconds,
         )
 
     async def _check_cost(self, grammar: str, name: str) -> None:

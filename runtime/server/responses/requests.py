@@ -299,12 +299,15 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
     return ParsedRequest(request, chat, stored, begun)
 
 
+_UNSUPPORTED = {
+    "background": "a request whose client leaves is cancelled; leave it out, or set stream",
+    "conversation": "conversations are not stored; send previous_response_id",
+    "prompt": "prompts are not stored; send the text as input",
+}
+
+
 def _check_support(request: ResponsesRequest) -> None:
-    for field, remedy in (
-        ("background", "a request whose client leaves is cancelled; leave it out, or set stream"),
-        ("conversation", "conversations are not stored; send previous_response_id"),
-        ("prompt", "prompts are not stored; send the text as input"),
-    ):
+    for field, remedy in _UNSUPPORTED.items():
         if getattr(request, field) not in (None, False):
             raise ErrorResponse(400, f"{field} is not supported: {remedy}", param=field)
     for field in GIVEN_BACK:
