@@ -99,10 +99,7 @@ class Application:
 
 
 def application(
-    models: ModelPool,
-    service: Service,
-    *,
-    background: Background = trio.to_thread.run_sync,
+    models: ModelPool, service: Service, *, background: Background = trio.to_thread.run_sync
 ) -> Application:
     """The ASGI application, for a server on trio.
 

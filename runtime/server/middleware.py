@@ -89,10 +89,7 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
     return " ".join(fields)
 
 
-_HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
 # First parts of the paths that need no API key, beside `/`: the pages, which ask for it, and what tells nothing of any
 # text. The ids of timelines cannot be guessed.

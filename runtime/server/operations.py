@@ -64,11 +64,7 @@ class Events:
         if self.are_named:
             properties = {"event": {"type": "string"}, "data": data}
             return {"type": "object", "properties": properties, "required": ["event", "data"]}
-        return {
-            "type": "object",
-            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
-            "required": ["data"],
-        }
+        return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
 
 
 @attrs.frozen

@@ -461,12 +461,7 @@ async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server: 
     assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
     assert server.simulation.runtime.statistics().prompt_tokens == 0
     (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
-    assert one["logprobs"] == {
-        "tokens": ["a"],
-        "token_logprobs": [None],
-        "top_logprobs": [None],
-        "text_offset": [0],
-    }
+    assert one["logprobs"] == {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
 
 @on_server(limits=Limits(prefill_step_size=5))

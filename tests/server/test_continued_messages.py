@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asgi import (
-    CHAT,
-    COUNT_TOKENS,
-    MESSAGES,
-    RESPONSES,
-    Letters,
-    Served,
-    looping,
-    on_server,
-)
+from asgi import CHAT, COUNT_TOKENS, MESSAGES, RESPONSES, Letters, Served, looping, on_server
 from assembled import text_of, text_of_response
 from sweeps import sweep
 

@@ -19,17 +19,7 @@ import trio.testing
 from asgi import pool_of
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
 from sample_tokenizers import OneLetterTokenizer
-from scripted import (
-    VOCAB_SIZE,
-    Script,
-    ScriptedModel,
-    Simulation,
-    agreeing,
-    continuation,
-    priced,
-    simulated,
-    truthful,
-)
+from scripted import VOCAB_SIZE, Script, ScriptedModel, Simulation, agreeing, continuation, priced, simulated, truthful
 from sweeps import sweep
 
 from runtime.server.answers import sending

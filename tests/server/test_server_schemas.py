@@ -279,11 +279,7 @@ async def test_a_process_finds_out_what_grammars_take_and_kills_what_takes_too_m
             nursery.start_soon(find_out, "expensive", EXPENSIVE)
             # What is wrong with a grammar is for its compilation to say.
             nursery.start_soon(find_out, "wrong", {"type": "integer", "minimum": 5, "maximum": 4})
-        assert outcomes == {
-            "plain": "done",
-            "expensive": "time",
-            "wrong": "done",
-        }
+        assert outcomes == {"plain": "done", "expensive": "time", "wrong": "done"}
 
 
 async def test_a_grammar_that_takes_too_much_memory_is_killed() -> None:

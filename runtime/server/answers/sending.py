@@ -174,10 +174,7 @@ async def _tokens(
 
 
 async def _read_in_turn(
-    index: int | None,
-    choices: Choices,
-    put: trio.MemorySendChannel[_Indexed],
-    failures: list[OutriderError],
+    index: int | None, choices: Choices, put: trio.MemorySendChannel[_Indexed], failures: list[OutriderError]
 ) -> None:
     """Move the tokens of one choice into a channel, then begin the next, and so on; a failure closes all."""
     with put:

@@ -98,11 +98,7 @@ def prompt_logprobs(score: Score | None, num_top: int, decoded: Callable[[int], 
 
 
 def _at(token: ScoredToken, num_top: int, decoded: Callable[[int], str]) -> dict[str, PromptLogprob]:
-    own: PromptLogprob = {
-        "logprob": finite(token.logprob),
-        "rank": token.rank,
-        "decoded_token": decoded(token.id),
-    }
+    own: PromptLogprob = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": decoded(token.id)}
     tops: dict[str, PromptLogprob] = {
         str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
         for rank, top in enumerate(token.top_logprobs[:num_top], start=1)
@@ -265,12 +261,7 @@ class ChatSerializer(ChunkSerializer):
         if tokens and self._is_first:
             self._is_first = False
             delta: Delta = {"role": "assistant", "content": ""}
-            choice: ChunkChoice = {
-                "index": self._answer.index,
-                "delta": delta,
-                "logprobs": None,
-                "finish_reason": None,
-            }
+            choice: ChunkChoice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
             role.append(self._chunk([choice]))
         return [*role, *super().chunks(tokens)]
 
