@@ -105,7 +105,6 @@ class RequestAdmission:
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._next_return_s() - self._clock())))
 
     def _next_return_s(self) -> float:
-        """When the next end is likely that no rejected client was told of."""
         now = self._clock()
         return min(now + _MAX_RETRY_AFTER_S, max(now, self._last_return_s) + self._interval_s())
 

@@ -145,7 +145,6 @@ def application(
 
 
 def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint of the index of a folder with a page."""
     index = resources.files("runtime").joinpath("server", folder, "index.html")
 
     async def page(request: Request) -> Response:
@@ -155,8 +154,6 @@ def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 class _PageFiles(StaticFiles):
-    """The files of a page, with the headers of the page itself."""
-
     def file_response(self, *arguments: Any, **keywords: Any) -> Response:
         response = super().file_response(*arguments, **keywords)
         response.headers.update(_PAGE_HEADERS)

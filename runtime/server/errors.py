@@ -223,7 +223,6 @@ def _location(loc: tuple[int | str, ...], tags: Set[str]) -> tuple[int | str, ..
 
 
 def _is_media(value: Any) -> bool:
-    """Whether a part of a message that was refused, or its type, is an image, a sound or a file."""
     kind = value.get("type") if isinstance(value, Mapping) else value
     return isinstance(kind, str) and kind.removeprefix("input_").removesuffix("_url") in _MEDIA
 
@@ -238,7 +237,6 @@ def _hint(unknown: str, known: Sequence[str]) -> str:
 
 
 def _expected(problems: Sequence[ErrorDetails]) -> str:
-    """The expected value, in words, from pydantic's problems: one for each member of a union."""
     # A value of the right type that is out of bounds: the other types of the union do not matter.
     out_of_bounds = [
         problem for problem in problems if problem["type"] not in _EXPECTED_TYPES and problem["type"] != "literal_error"

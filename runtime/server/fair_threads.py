@@ -23,7 +23,6 @@ class ClientSlots:
     """A limited number of slots, with a smaller limit for each client; waiting clients take turns."""
 
     def __init__(self, total: int, per_client: int) -> None:
-        """All of `total` slots free, of which one client may hold `per_client`."""
         self._num_free = total
         self._per_client = per_client
         self._num_held: Counter[str] = Counter()  # by client

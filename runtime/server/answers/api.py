@@ -72,7 +72,6 @@ class Serializer(ABC):
         self._last_token: Token | None = None
 
     def _parts(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
-        """The parts of the answer that the next tokens add."""
         tokens = self._shown(tokens)
         self._last_token = tokens[-1] if tokens else self._last_token
         return self._answer.splitter.add(tokens)

@@ -67,7 +67,6 @@ class Body(BaseModel):
 
 
 def _bodies(value: Any) -> Iterator[Body]:
-    """The nested bodies in a field's value. An object that is kept as it came, such as a JSON schema, is none."""
     if isinstance(value, Body):
         yield value
     elif isinstance(value, list):

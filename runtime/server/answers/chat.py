@@ -250,7 +250,6 @@ _OF_ITS_OWN = frozenset(
 
 
 def _names(body: type[Body]) -> Iterator[str]:
-    """The names of all fields of a body, also their other ones."""
     for name, field in body.model_fields.items():
         yield name
         if isinstance(field.validation_alias, AliasChoices):

@@ -117,9 +117,8 @@ class Endpoint(Generic[B]):
     _request: Callable[[B], Any] = lambda body: body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
-
-        Cancellation: ends the generation.
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent. Cancellation: ends the
+        generation.
         """
         context, outcome, client = self._context, RequestOutcome(), client_address(scope)
         CORPUS_OWNER.set(corpus_owner(scope))
@@ -145,10 +144,7 @@ class Endpoint(Generic[B]):
                 scope[TOKENS] = outcome.num_prompt_tokens, num_generated
 
     async def _respond(self, body: B, request: Request, client: str, outcome: RequestOutcome, send: Send) -> None:
-        """Generate, and send the response; `outcome` gets the streams and their failure.
-
-        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
-        """
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
         assert outcome.model is not None
         try:
             async with self._context.models.use(outcome.model) as model:
@@ -198,10 +194,7 @@ class Endpoint(Generic[B]):
         number: int,
         before: Sequence[Choice],
     ) -> Choice:
-        """Begin the generation of a choice, answer `number` to its prompt; `outcome` gets its stream.
-
-        Raises: OutriderError: it cannot begin.
-        """
+        """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
         model, stream = preparation.model, None
         if prompt.is_generated_for:
             stream = model.runtime.stream(prompt.ids, **prompt.settings_of_text(number))

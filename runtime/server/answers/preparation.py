@@ -139,7 +139,6 @@ class Preparation:
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
     async def _encoded_and_grammar(self) -> tuple[_Encoded, Grammar | None]:
-        """The encoded request, and the grammar of its answers, if a schema or tools need one."""
         constraint, schemas, tools = self.request.constraint, self.model.schemas, self.tools
         format = None if tools is None else check_callable(tools, self.tokenizer)
         if tools is None or format is None:
@@ -185,7 +184,6 @@ class Preparation:
         return encoded
 
     def _encode(self) -> _Encoded:
-        """What the tokenizer makes of the request; in a thread."""
         request, runtime = self.request, self.model.runtime
         biases = _biases(request.logit_bias or {}, self.tokenizer)
         if (suffix := request.suffix_text) is None:
@@ -317,7 +315,6 @@ def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def _biases(by_key: dict[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:
-    """Biases by token id, from biases by id or by text. Those of one token add up."""
     biases: dict[int, float] = {}
     for key, bias in by_key.items():
         tokens = [int(key)] if _is_id(key) else tokenizer.encode(key, add_special_tokens=False)

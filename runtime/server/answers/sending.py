@@ -160,10 +160,7 @@ _Indexed = tuple[int, Token]
 async def _tokens(
     choices: Choices, max_buffered: int
 ) -> AsyncIterator[tuple[trio.MemoryReceiveChannel[_Indexed], list[OutriderError]]]:
-    """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams.
-
-    An error of one stream ends the reading of the others.
-    """
+    """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams."""
     put, take = trio.open_memory_channel[_Indexed](max_buffered)
     failures: list[OutriderError] = []
     async with trio.open_nursery() as nursery:
@@ -176,7 +173,6 @@ async def _tokens(
 async def _read_in_turn(
     index: int | None, choices: Choices, put: trio.MemorySendChannel[_Indexed], failures: list[OutriderError]
 ) -> None:
-    """Move the tokens of one choice into a channel, then begin the next, and so on; a failure closes all."""
     with put:
         try:
             while index is not None:
@@ -192,7 +188,6 @@ async def _read_in_turn(
 async def _batch(
     take: trio.MemoryReceiveChannel[_Indexed], max_at_once: int, timeout_s: float
 ) -> dict[int, list[Token]] | None:
-    """Tokens that have arrived, by choice, after waiting for the first; none after the timeout, None at the end."""
     batch: dict[int, list[Token]] = {}
     try:
         # Waiting for a channel can be cancelled and repeated. A stream cannot be read again after a cancellation.

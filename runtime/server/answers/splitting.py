@@ -56,7 +56,6 @@ class ShownTokens:
         self._hidden = _special_texts(tokenizer) if request.skip_special_tokens and not has_tools else {}
 
     def __call__(self, tokens: Sequence[Token]) -> Sequence[Token]:
-        """The next tokens, with other texts."""
         if self._hidden:
             tokens = [attrs.evolve(token, text=self.without_special(token.id, token.text)) for token in tokens]
         if not self._shows_stop or not tokens or (stop := tokens[-1].stop_reason) is None:

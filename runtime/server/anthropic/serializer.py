@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MessageSerializer(Serializer):
-    """Serializer for `/v1/messages`."""
+    """Serializer for `/v1/messages`. What yields events has changed the content, and says so by them."""
 
     def __init__(self, request: Chat, answer: Answer) -> None:
         super().__init__(request, answer)
@@ -91,7 +91,6 @@ class MessageSerializer(Serializer):
         return {"stop_reason": "tool_use" if self._answer.splitter.has_calls else "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
-        """Add the parts of tokens to the content, and yield the events that say so."""
         for part in self._parts(tokens):
             match part:
                 case CallBegan(id=id, name=name):
@@ -115,14 +114,12 @@ class MessageSerializer(Serializer):
                     yield from self._text(text)
 
     def _text(self, text: str) -> Iterator[MessagesEvent]:
-        """Add text to the content, and yield the events that say so."""
         if not self._is_open or self._block["type"] != "text":
             yield from self._begun({"type": "text", "text": ""})
         self._block["text"] += text
         yield self._delta({"type": "text_delta", "text": text})
 
     def _begun(self, block: Content) -> Iterator[MessagesEvent]:
-        """Begin a block, and yield the events that say so."""
         yield from self._stopped()
         self._index += 1
         self._is_open = True
@@ -133,7 +130,6 @@ class MessageSerializer(Serializer):
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _stopped(self) -> Iterator[MessagesEvent]:
-        """The events that stop the block that is open, if one is."""
         if not self._is_open:
             return
         self._is_open = False
@@ -144,7 +140,6 @@ class MessageSerializer(Serializer):
 
     @property
     def _block(self) -> Any:
-        """The last block."""
         return self._content[-1]
 
 

@@ -184,7 +184,6 @@ class Connection:
             nursery.cancel_scope.cancel()
 
     async def _listen(self, put: trio.MemorySendChannel[Message]) -> None:
-        """Read the rest of the request, and then whatever follows it, to notice when the client leaves."""
         with put, self._listening:
             with suppress(*_STREAM_ERRORS):
                 while len(self._http.trailing_data[0]) < _MAX_PIPELINED_BYTES:
@@ -218,7 +217,6 @@ class Connection:
         return True
 
     async def _call(self, scope: Scope, take: trio.MemoryReceiveChannel[Message]) -> None:
-        """Call the application; if it fails or returns before it answers, the answer is 500."""
         has_body = True
 
         async def receive() -> Message:

@@ -107,7 +107,6 @@ class Checker:
         self._selector.register(read_end, selectors.EVENT_READ, id)
 
     def _report(self, id: int) -> None:
-        """Write the result of a child that has ended."""
         pid, pipe = self._children.pop(id)
         self._selector.unregister(pipe)
         os.close(pipe)

@@ -133,7 +133,6 @@ def _path_of(source: str | Mapping[str, Any]) -> str:
 
 
 def _source(place: _Place, key: str, given: Any) -> str | ModelSpec:
-    """A target or draft: a path or hub id; or a table of the fields of a `ModelSpec`."""
     fields = tuple(field.name for field in attrs.fields(ModelSpec))
     table = given if isinstance(given, dict) else {"path": given}
     if not (isinstance(table.get("path"), str) and table["path"]):
@@ -170,7 +169,6 @@ def _idle_s(place: _Place, table: Mapping[str, Any]) -> float | None:
 
 
 def _found(place: _Place, model: str) -> str:
-    """The path relative to the configuration file if that exists; else the path or hub id as given."""
     beside = Path(place.path).parent / model
     return str(beside) if model not in DRAFT_WORDS and beside.exists() else model
 

@@ -316,7 +316,6 @@ class ModelPool:
             nursery.cancel_scope.cancel()
 
     async def _dismiss_if_broken(self, instance: _Instance) -> None:
-        """Unload a model whose target has failed, so that the next request loads it anew."""
         failure = await instance.model.runtime.wait_broken()
         if instance.slot.spec.is_pinned:
             self._failure = failure

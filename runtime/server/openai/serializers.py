@@ -113,7 +113,6 @@ class ChunkSerializer(Serializer):
     kind: ClassVar[str]
 
     def __init__(self, request: OpenAIRequest, answer: Answer) -> None:
-        """For one response."""
         super().__init__(request, answer)
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
@@ -334,7 +333,6 @@ class ChatSerializer(ChunkSerializer):
 
 
 def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
-    """What parts add to calls: an entry for each call."""
     deltas: dict[int, ToolCallDelta] = {}
     for part in parts:
         if isinstance(part, CallBegan):
@@ -439,7 +437,6 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 def _added(counts: Sequence[Any]) -> Any:
-    """Counts of the same form, added up."""
     if isinstance(counts[0], Mapping):
         return {name: _added([each[name] for each in counts]) for name in counts[0]}
     return sum(counts)

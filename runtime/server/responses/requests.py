@@ -348,7 +348,6 @@ def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
 
 
 def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of the chat."""
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 
 class ResponseSerializer(Serializer):
-    """Serializer for `/v1/responses`, which also keeps the response for later ones."""
+    """Serializer for `/v1/responses`, which also keeps the response for later ones.
+
+    What yields events has changed the output, and says so by them.
+    """
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
         super().__init__(parsed.chat, answer)
@@ -76,7 +79,6 @@ class ResponseSerializer(Serializer):
     # --- the output -------------------------------------------------------------------------------
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
-        """Add the parts of tokens to the output, and yield the events that say so."""
         # For log-probabilities one after the other, to know which of them a text is made of.
         for some in [tokens] if self._num_logprobs is None else [[token] for token in tokens]:
             if self._num_logprobs is not None:
@@ -87,7 +89,6 @@ class ResponseSerializer(Serializer):
                 yield from self._add(part)
 
     def _add(self, part: AnswerEvent) -> Iterator[Event]:
-        """Add a part to the output, and yield the events that say so."""
         match part:
             case TextPart(text=text):
                 yield from self._text("message", text)
@@ -113,7 +114,7 @@ class ResponseSerializer(Serializer):
                 yield from self._text("message", given)
 
     def _ended(self, statistics: Statistics) -> Iterator[Event]:
-        """Complete the response and keep it, and yield the events that end its output."""
+        """Complete the response, and keep it if it is to be stored."""
         assert self._last_token is not None, "the last token of a stream has a finish reason"
         is_cut = self._last_token.finish_reason == "length"
         if not self._output or (self._item["type"] == "reasoning" and not is_cut):
@@ -129,7 +130,6 @@ class ResponseSerializer(Serializer):
             self._keep()
 
     def _text(self, item_type: Literal["message", "reasoning"], text: str) -> Iterator[Event]:
-        """Add text to the output, and yield the events that say so."""
         if not self._is_open or self._item["type"] != item_type:
             yield from self._begin_text(item_type)
         content = self._item["content"][0]
@@ -143,7 +143,6 @@ class ResponseSerializer(Serializer):
             yield self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=logprobs or [])
 
     def _begin_text(self, item_type: Literal["message", "reasoning"]) -> Iterator[Event]:
-        """Begin an item that has text, and yield the events that say so."""
         part: OutputText | ReasoningContent
         if item_type == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
@@ -155,7 +154,6 @@ class ResponseSerializer(Serializer):
         yield self._event("response.content_part.added", **self._text_place, part=part)
 
     def _begin(self, prefix: str, **fields: Any) -> Iterator[Event]:
-        """Begin an item, and yield the events that say so."""
         yield from self._done("completed")
         self._index += 1
         self._is_open = True
@@ -164,7 +162,6 @@ class ResponseSerializer(Serializer):
         yield self._event("response.output_item.added", output_index=self._index, item=item)
 
     def _done(self, status: ItemStatus) -> Iterator[Event]:
-        """Complete the item that is open, if one is, and yield the events that say so."""
         if not self._is_open:
             return
         self._is_open = False
@@ -189,17 +186,14 @@ class ResponseSerializer(Serializer):
 
     @property
     def _item(self) -> Any:
-        """The last item."""
         return self._output[-1]
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the last item is."""
         return {"item_id": self._item["id"], "output_index": self._index}
 
     @property
     def _text_place(self) -> dict[str, Any]:
-        """Where the text of the last item is."""
         return {**self._place, "content_index": 0}
 
     # --- events, usage and storage ----------------------------------------------------------------
@@ -235,7 +229,6 @@ class ResponseSerializer(Serializer):
 
 
 def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
-    """A response that has no output yet."""
     request, settings = parsed.request, parsed.request.given_settings()
     repeated = {"reasoning", "text", "tools", "tool_choice"}
     given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)
