@@ -530,18 +530,9 @@ def test_a_refused_prompt_stays_in_the_box_and_its_refusal_until_it_is_changed(
     expect(tab["problem"]).to_be_hidden()
 
 
-def test_retry_asks_what_is_in_the_box_where_the_refused_prompt_was_changed(tab: Tab, server: ScriptedServer) -> None:
-    tab.ask("Once")
-    server.next().refuse(503, "the models are not there", Connection="close")
-    tab.expect_failed("the models are not there.")
-    tab["prompt"].focus()
-    tab.press("End")
-    tab.type(" more")
-    tab["retry"].click()
-    assert server.next().body["prompt"] == "Once more"
-
-
-def test_a_prompt_that_is_being_written_is_not_replaced_by_a_refused_one(tab: Tab, server: ScriptedServer) -> None:
+def test_retry_asks_the_refused_prompt_as_it_was_changed_but_not_another_that_is_being_written(
+    tab: Tab, server: ScriptedServer
+) -> None:
     tab.ask("Once")
     exchange = server.next()
     tab.type("Twice")
@@ -549,8 +540,17 @@ def test_a_prompt_that_is_being_written_is_not_replaced_by_a_refused_one(tab: Ta
     tab.expect_failed("full.")
     expect(tab["prompt"]).to_have_value("Twice")
     tab["retry"].click()
-    assert server.next().body["prompt"] == "Once"
+    exchange = server.next()
+    assert exchange.body["prompt"] == "Once"
     expect(tab["prompt"]).to_have_value("Twice")
+    tab["prompt"].fill("")
+    exchange.refuse(503, "the models are not there", Connection="close")
+    tab.expect_failed("the models are not there.")
+    tab["prompt"].focus()
+    tab.press("End")
+    tab.type(" more")
+    tab["retry"].click()
+    assert server.next().body["prompt"] == "Once more"
 
 
 def test_a_server_that_is_there_again_is_no_longer_said_not_to_be(tab: Tab, server: ScriptedServer) -> None:
@@ -628,13 +628,14 @@ def test_an_error_without_a_message_has_its_number(tab: Tab, server: ScriptedSer
 
 def test_chunks_that_lack_everything_are_nothing(tab: Tab, server: ScriptedServer) -> None:
     exchange = writing(tab, server)
-    for chunk in (
+    lacking = [
         {},
         {"choices": []},
         {"choices": [{}]},
         {"speculation": {}},
         {"choices": [{"delta": {}}], "speculation": None},
-    ):
+    ]
+    for chunk in lacking:
         exchange.event(chunk)
     exchange.event({"choices": [{"text": " a", "finish_reason": None}]})
     tab.expect_text("Once upon a")
@@ -813,26 +814,21 @@ def test_a_browser_that_keeps_nothing_will_do(opened: Open, server: ScriptedServ
 # --- the prompt -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_may_have_lines_and_is_sent_as_it_is(tab: Tab, server: ScriptedServer) -> None:
-    prompt = "def f():\n    return \n"
-    tab.ask(prompt)
-    assert server.next().body["prompt"] == prompt
-    expect(tab["prompt"]).to_have_value("")
-
-
-def test_an_empty_prompt_is_not_sent(tab: Tab, server: ScriptedServer) -> None:
+def test_a_prompt_may_have_lines_but_is_not_sent_empty_or_while_it_is_composed(
+    tab: Tab, server: ScriptedServer
+) -> None:
     for prompt in ("", "  ", "\n"):
         tab.ask(prompt)
         tab["send"].click()
     expect(tab["answer"]).to_be_hidden()
-    assert not server.was_asked
-
-
-def test_enter_that_ends_a_composition_does_not_send(tab: Tab, server: ScriptedServer) -> None:
     tab["prompt"].fill("か")
     tab["prompt"].dispatch_event("keydown", {"key": "Enter", "isComposing": True})
     expect(tab["prompt"]).to_have_value("か")
     assert not server.was_asked
+    prompt = "def f():\n    return \n"
+    tab.ask(prompt)
+    assert server.next().body["prompt"] == prompt
+    expect(tab["prompt"]).to_have_value("")
 
 
 def test_the_last_prompt_can_be_had_again(tab: Tab, server: ScriptedServer) -> None:

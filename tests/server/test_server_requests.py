@@ -41,44 +41,32 @@ ASKED = [(COMPLETIONS, DEF), (CHAT, HELLO)]
 
 SAMPLED = {"temperature": 1.0, "seed": 3}
 
-FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "max_tokens": ({"max_tokens": 7}, {"max_tokens": 7}),
-    "temperature": (SAMPLED, SAMPLED),
-    "seed": ({"temperature": 1, "seed": 2**64 - 1}, {"temperature": 1.0, "seed": 2**64 - 1}),
-    "top_p": ({**SAMPLED, "top_p": 0.1}, {**SAMPLED, "top_p": 0.1}),
-    "top_k": ({**SAMPLED, "top_k": 2}, {**SAMPLED, "top_k": 2}),
-    "min_p": ({**SAMPLED, "min_p": 0.6}, {**SAMPLED, "min_p": 0.6}),
-    "xtc": (
-        {**SAMPLED, "xtc_probability": 1.0, "xtc_threshold": 0.02},
-        {**SAMPLED, "xtc_probability": 1.0, "xtc_threshold": 0.02},
-    ),
-    "presence_penalty": ({"presence_penalty": 4}, {"presence_penalty": 4.0}),
-    "frequency_penalty": ({"frequency_penalty": 1.5}, {"frequency_penalty": 1.5}),
-    "repetition_penalty": ({"repetition_penalty": 2.5}, {"repetition_penalty": 2.5}),
-    "presence_context_size": (
-        {"presence_penalty": 4, "presence_context_size": 10},
-        {"presence_penalty": 4, "presence_context_size": 10},
-    ),
-    "frequency_context_size": (
-        {"frequency_penalty": 4, "frequency_context_size": 10},
-        {"frequency_penalty": 4, "frequency_context_size": 10},
-    ),
-    "repetition_context_size": (
-        {"repetition_penalty": 2.5, "repetition_context_size": 10},
-        {"repetition_penalty": 2.5, "repetition_context_size": 10},
-    ),
-    "a context size of null": (
-        {"presence_penalty": 4, "presence_context_size": None},
-        {"presence_penalty": 4, "presence_context_size": None},
-    ),
-    "logit_bias": ({"logit_bias": {"5": 3.5, "0": -100}}, {"logit_bias": {5: 3.5, 0: -100}}),
-    "stop_tokens": ({"logit_bias": {"9": 50}, "stop_tokens": [9]}, {"logit_bias": {9: 50}, "stop_tokens": [9]}),
-    "repeat_penalty": ({"repeat_penalty": 2.5}, {"repetition_penalty": 2.5}),
-    "stop_token_ids": ({"logit_bias": {"9": 50}, "stop_token_ids": [9]}, {"logit_bias": {9: 50}, "stop_tokens": [9]}),
-    "random_seed": ({"temperature": 1, "random_seed": 4}, {"temperature": 1.0, "seed": 4}),
-    "logit_bias by text": ({"logit_bias": {"fAf": 3.5, "0": -100}}, {"logit_bias": {5: 7.0, 26: 3.5, 0: -100}}),
-    "ignore_eos": ({"logit_bias": {"57": 50}, "ignore_eos": True}, {"logit_bias": {57: 50}, "ignore_eos": True}),
-}
+SAME: list[dict[str, Any]] = [
+    {"max_tokens": 7},
+    SAMPLED,
+    {"temperature": 1, "seed": 2**64 - 1},
+    {**SAMPLED, "top_p": 0.1},
+    {**SAMPLED, "top_k": 2},
+    {**SAMPLED, "min_p": 0.6},
+    {**SAMPLED, "xtc_probability": 1.0, "xtc_threshold": 0.02},
+    {"presence_penalty": 4},
+    {"frequency_penalty": 1.5},
+    {"repetition_penalty": 2.5},
+    {"presence_penalty": 4, "presence_context_size": 10},
+    {"frequency_penalty": 4, "frequency_context_size": 10},
+    {"repetition_penalty": 2.5, "repetition_context_size": 10},
+    {"presence_penalty": 4, "presence_context_size": None},
+]
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *((each, each) for each in SAME),
+    ({"logit_bias": {"5": 3.5, "0": -100}}, {"logit_bias": {5: 3.5, 0: -100}}),
+    ({"logit_bias": {"9": 50}, "stop_tokens": [9]}, {"logit_bias": {9: 50}, "stop_tokens": [9]}),
+    ({"repeat_penalty": 2.5}, {"repetition_penalty": 2.5}),
+    ({"logit_bias": {"9": 50}, "stop_token_ids": [9]}, {"logit_bias": {9: 50}, "stop_tokens": [9]}),
+    ({"temperature": 1, "random_seed": 4}, {"temperature": 1.0, "seed": 4}),
+    ({"logit_bias": {"fAf": 3.5, "0": -100}}, {"logit_bias": {5: 7.0, 26: 3.5, 0: -100}}),
+    ({"logit_bias": {"57": 50}, "ignore_eos": True}, {"logit_bias": {57: 50}, "ignore_eos": True}),
+]
 
 
 @sweep(
@@ -88,10 +76,11 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         pytest.param(CHAT, HELLO, id="chat", marks=pytest.mark.slow),  # reads these fields by the same code
     ],
 )
-@sweep("field", FIELDS)
+@sweep(("fields", "wanted"), FIELDS)
 @on_server()
-async def test_a_field_is_the_setting_that_it_stands_for(server: Served, field: str, path: str, body: Any) -> None:
-    fields, wanted = FIELDS[field]
+async def test_a_field_is_the_setting_that_it_stands_for(
+    server: Served, fields: Any, wanted: Any, path: str, body: Any
+) -> None:
     plain = await direct(server, body, max_tokens=24)
     expected = await direct(server, body, **{"max_tokens": 24, **wanted})
     seen = watched_streams(server)
