@@ -44,33 +44,22 @@ class Body(BaseModel):
                     self.__pydantic_validator__.validate_assignment(self, name, value)
                     break
 
-    def unknown(self) -> Iterator[str]:
-        """Names of given fields that the object does not have, in dotted form for those of objects within it.
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """Names of given fields that are ignored, dotted for those of objects within it, and whether they are known.
 
-        Without those that are null or [], which ask for nothing. A name may come more than once.
+        Without unknown ones that are null or [], which ask for nothing. A name may come more than once.
         """
         for name, value in (self.model_extra or {}).items():
             if value is not None and value != []:
-                yield name
-        for name in type(self).model_fields:
-            for body in _bodies(getattr(self, name)):
-                yield from (f"{name}.{inner}" for inner in body.unknown())
-
-    def without_effect(self) -> Iterator[str]:
-        """Names of given fields that are known, and have no effect."""
+                yield name, False
         for name, field in type(self).model_fields.items():
-            is_marked = any(isinstance(mark, _WithoutEffect) for mark in field.metadata)
-            if is_marked and getattr(self, name) is not None:
-                yield name
-            for body in _bodies(getattr(self, name)):
-                yield from (f"{name}.{inner}" for inner in body.without_effect())
-
-
-def _bodies(value: Any) -> Iterator[Body]:
-    if isinstance(value, Body):
-        yield value
-    elif isinstance(value, list):
-        yield from (item for item in value if isinstance(item, Body))
+            value = getattr(self, name)
+            if value is not None and any(isinstance(mark, _WithoutEffect) for mark in field.metadata):
+                yield name, True
+            # An object that is kept as it came, such as a JSON schema, has no names.
+            for body in value if isinstance(value, list) else [value]:
+                if isinstance(body, Body):
+                    yield from ((f"{name}.{inner}", is_known) for inner, is_known in body.ignored_names())
 
 
 IGNORED_HEADER = "X-Outrider-Ignored"
@@ -136,9 +125,10 @@ class RequestBody(Body):
 
 def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
     """The fields of a body that are ignored; `taken` are names that it does not have, and that have an effect."""
+    names = dict.fromkeys(body.ignored_names())
     return IgnoredFields(
-        tuple(name for name in dict.fromkeys(body.unknown()) if name not in taken),
-        tuple(dict.fromkeys(body.without_effect())),
+        tuple(name for name, is_known in names if not is_known and name not in taken),
+        tuple(name for name, is_known in names if is_known),
         tuple(type(body).model_fields),
     )
 

@@ -296,6 +296,6 @@ def parse_translated(
     except ValidationError as error:
         raise error_response_of_body(error, tags) from error
     ignored = ignored_fields(request, PASSED_ON)
-    chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *chat.unknown())))
+    chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *ignored_fields(chat).unknown)))
     chat.check()
     return request, chat

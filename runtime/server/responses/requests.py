@@ -247,11 +247,11 @@ class ResponsesRequest(TranslatedBody, GenerationBody):
         """Whether the answer has log-probabilities."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
-    def unknown(self) -> Iterator[str]:
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also `include`, where it asks for something else."""
-        yield from super().unknown()
+        yield from super().ignored_names()
         if any(included != LOGPROBS for included in self.include or ()):
-            yield "include"
+            yield "include", False
 
 
 class ResponsesChat(Chat):
