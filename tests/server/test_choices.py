@@ -23,13 +23,18 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
-from scripted import ScriptedModel
+from scripted import Script, ScriptedModel
 from sweeps import sweep
 
 from runtime.server.answers.preparation import make_echo
 from runtime.server.limits import Limits
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+
+
+def always(logits: dict[str, float]) -> Script:
+    """A script with the same logits after any history: 0 for all but some letters."""
+    return lambda history: [logits.get(letter, 0.0) for letter in Letters.ALPHABET]
 
 
 def texts(answer: Any) -> list[str]:
@@ -262,16 +267,12 @@ async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response
     assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
-def test_prompts_that_begin_later_are_checked_before_any_begins() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
-        assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
-        assert seen == []
-
-    target, draft = models()
-    target.context_length = 40
-    simulated_server(test, target, draft, max_streams=1)
+@on_server(ScriptedModel(looping, context_length=40), max_streams=1)
+async def test_prompts_that_begin_later_are_checked_before_any_begins(server: Served) -> None:
+    seen = watched_streams(server)
+    answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
+    assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
+    assert seen == []
 
 
 @STREAMED
@@ -438,18 +439,13 @@ async def test_the_log_likelihoods_that_lm_eval_reads(server: Served) -> None:
         assert is_greedy == score.is_greedy
 
 
-def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo() -> None:
+@on_server(always({"\n": 9.0}))
+async def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo(server: Served) -> None:
     # What ends the text has no text. Clients count tokens from the end.
-    def ending(history: Any) -> list[float]:
-        return [9.0 if i == Letters.ALPHABET.index("\n") else 0.0 for i in range(64)]
-
-    async def test(server: Served) -> None:
-        body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
-        (choice,) = (await asked(server, COMPLETIONS, body))["choices"]
-        assert choice["text"] == "abc"
-        assert [len(each) for each in choice["logprobs"].values()] == [4, 4, 4, 4]
-
-    simulated_server(test, ScriptedModel(ending))
+    body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
+    (choice,) = (await asked(server, COMPLETIONS, body))["choices"]
+    assert choice["text"] == "abc"
+    assert [len(each) for each in choice["logprobs"].values()] == [4, 4, 4, 4]
 
 
 @on_server()
@@ -596,30 +592,22 @@ def test_a_family_is_looked_for_once() -> None:
     simulated_server(test, *models(), tokenizer=tokenizer)
 
 
-def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does() -> None:
-    def ending(history: Any) -> list[float]:
-        # The suffix's marker is the likeliest token, an x the next.
-        return [{"S": 9.0, "x": 5.0}.get(letter, 0.0) for letter in Letters.ALPHABET]
-
-    async def test(server: Served) -> None:
-        body = {"prompt": "ab", "max_tokens": 6}
-        assert texts(await asked(server, FIM, body)) == [""]
-        assert texts(await asked(server, FIM, {**body, "min_tokens": 4})) == ["xxxx"]
-        assert texts(await asked(server, FIM, {**body, "ignore_eos": True})) == ["SSSSSS"]
-        stop = Letters.ALPHABET.index("S")
-        assert texts(await asked(server, FIM, {**body, "ignore_eos": True, "stop_tokens": [stop]})) == [""]
-
-    simulated_server(test, ScriptedModel(ending), tokenizer=Coder(**FAMILIES[0][0]))
+@on_server(always({"S": 9.0, "x": 5.0}), tokenizer=Coder(**FAMILIES[0][0]))
+async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server: Served) -> None:
+    body = {"prompt": "ab", "max_tokens": 6}
+    assert texts(await asked(server, FIM, body)) == [""]
+    assert texts(await asked(server, FIM, {**body, "min_tokens": 4})) == ["xxxx"]
+    assert texts(await asked(server, FIM, {**body, "ignore_eos": True})) == ["SSSSSS"]
+    stop = Letters.ALPHABET.index("S")
+    assert texts(await asked(server, FIM, {**body, "ignore_eos": True, "stop_tokens": [stop]})) == [""]
 
 
-def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": "ab", "max_tokens": 6}
-        assert texts(await asked(server, FIM, body)) == [""]
-
-    x = Letters.ALPHABET.index("x")
-    always = ScriptedModel(lambda history: [9.0 * (i == x) for i in range(64)])
-    simulated_server(test, always, tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [x]})
+@on_server(
+    always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [Letters.ALPHABET.index("x")]}
+)
+async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server: Served) -> None:
+    body = {"prompt": "ab", "max_tokens": 6}
+    assert texts(await asked(server, FIM, body)) == [""]
 
 
 # --- errors ---------------------------------------------------------------------------------------

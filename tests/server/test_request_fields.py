@@ -57,22 +57,21 @@ async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(
 
 
 @BOTH
-def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        short = await server.ask(path, {**body, "max_tokens": 400})
-        num_tokens = short.json["usage"]["completion_tokens"]
-        assert num_tokens < 100
-        for manner in ({}, {"temperature": 1, "seed": 3}):
-            asked = {**body, **manner, "max_tokens": 400, "min_tokens": 100}
-            drafted, plain = [await server.ask(path, {**asked, "lookahead": lookahead}) for lookahead in (4, 0)]
-            assert drafted.text == plain.text
-            assert "\n" not in drafted.text
-            assert drafted.json["usage"]["completion_tokens"] >= 100
-            assert drafted.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"] == 0
-        assert plain.json["choices"][0]["finish_reason"] == "stop"
-
-    script = hashed("ends", 4.0)
-    simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 1.0, script)))
+@on_server(hashed("ends", 4.0), hashed("draft", 1.0, hashed("ends", 4.0)))
+async def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(
+    server: Served, path: str, body: Any
+) -> None:
+    short = await server.ask(path, {**body, "max_tokens": 400})
+    num_tokens = short.json["usage"]["completion_tokens"]
+    assert num_tokens < 100
+    for manner in ({}, {"temperature": 1, "seed": 3}):
+        asked = {**body, **manner, "max_tokens": 400, "min_tokens": 100}
+        drafted, plain = [await server.ask(path, {**asked, "lookahead": lookahead}) for lookahead in (4, 0)]
+        assert drafted.text == plain.text
+        assert "\n" not in drafted.text
+        assert drafted.json["usage"]["completion_tokens"] >= 100
+        assert drafted.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"] == 0
+    assert plain.json["choices"][0]["finish_reason"] == "stop"
 
 
 @on_server()
@@ -243,24 +242,21 @@ def test_biases_may_be_a_list_of_pairs() -> None:
         parsed([[5, "1"]])
 
 
-def test_a_prediction_is_drafted_from() -> None:
-    async def test(server: Served) -> None:
-        plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
-        seen = watched_streams(server)
-        for content in (
-            plain.text,
-            [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}],
-        ):
-            predicted = {**HELLO, "max_tokens": 40, "prediction": {"type": "content", "content": content}}
-            answer = await server.ask(CHAT, predicted)
-            assert (answer.text, answer.headers.get("x-outrider-ignored")) == (plain.text, None)
-            assert seen[-1][0].prediction == tuple(Letters().encode(plain.text))
-        assert answer.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"]
-        for wrong in ({"type": "content"}, {"type": "other", "content": "a"}, "a"):
-            assert (await server.ask(CHAT, {**HELLO, "prediction": wrong})).fault["param"].startswith("prediction")
-
-    script = hashed("never the same", 4.0)
-    simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 20.0)))
+@on_server(hashed("never the same", 4.0), hashed("draft", 20.0))
+async def test_a_prediction_is_drafted_from(server: Served) -> None:
+    plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
+    seen = watched_streams(server)
+    for content in (
+        plain.text,
+        [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}],
+    ):
+        predicted = {**HELLO, "max_tokens": 40, "prediction": {"type": "content", "content": content}}
+        answer = await server.ask(CHAT, predicted)
+        assert (answer.text, answer.headers.get("x-outrider-ignored")) == (plain.text, None)
+        assert seen[-1][0].prediction == tuple(Letters().encode(plain.text))
+    assert answer.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"]
+    for wrong in ({"type": "content"}, {"type": "other", "content": "a"}, "a"):
+        assert (await server.ask(CHAT, {**HELLO, "prediction": wrong})).fault["param"].startswith("prediction")
 
 
 @on_server()
@@ -307,18 +303,17 @@ async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Serve
 
 
 @BOTH
-def test_the_end_of_a_stream_has_a_chunk_with_content_only_where_there_is_some(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
-            answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})
-            *chunks, last = [event["choices"][0] for event in answer.events]
-            reason = "length" if more else "stop"
-            assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(chunks)
-            assert (last["finish_reason"], last["logprobs"]) == (reason, None)
-            assert last.get("delta", {"text": ""}) == {} or last["text"] == ""
-            assert chunks[-1].get("text") or chunks[-1]["delta"]
-        assert len(seen) == 3
-
-    script = hashed("ends", 4.0)
-    simulated_server(test, ScriptedModel(script))
+@on_server(hashed("ends", 4.0))
+async def test_the_end_of_a_stream_has_a_chunk_with_content_only_where_there_is_some(
+    server: Served, path: str, body: Any
+) -> None:
+    seen = watched_streams(server)
+    for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
+        answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})
+        *chunks, last = [event["choices"][0] for event in answer.events]
+        reason = "length" if more else "stop"
+        assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(chunks)
+        assert (last["finish_reason"], last["logprobs"]) == (reason, None)
+        assert last.get("delta", {"text": ""}) == {} or last["text"] == ""
+        assert chunks[-1].get("text") or chunks[-1]["delta"]
+    assert len(seen) == 3

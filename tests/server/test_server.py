@@ -722,40 +722,31 @@ async def test_who_watches_hears_of_passes_that_the_stream_shared(server: Served
         assert all(data["sessions"][0]["id"] in [session for session, _, _ in span[7]] for span in shared)
 
 
-def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
+@on_server(looping, price=priced(prefill=2.0), limits=Limits(prefill_step_size=512))
+async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> None:
     prompt = "a long prompt " * 150
-
-    async def test(server: Served) -> None:
-        asked = {**WATCHED, "prompt": prompt}
-        answer = await server.ask(COMPLETIONS, asked)
-        told = [event["speculation"]["statistics"] for event in answer.events]
-        read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
-        assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
-        assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
-        again = await server.ask(COMPLETIONS, asked)
-        assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
-        unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
-        assert b"prefilled" not in unwatched.body
-
-    limits = Limits(prefill_step_size=512)
-    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0), limits=limits)
+    asked = {**WATCHED, "prompt": prompt}
+    answer = await server.ask(COMPLETIONS, asked)
+    told = [event["speculation"]["statistics"] for event in answer.events]
+    read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
+    assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
+    assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
+    again = await server.ask(COMPLETIONS, asked)
+    assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
+    unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
+    assert b"prefilled" not in unwatched.body
 
 
-def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
-        changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
-        states = [change["state"] for change in changes]
-        assert {"drafting", "resting"} == set(states)
-        assert all(before != after for before, after in itertools.pairwise(states))
-        rested = [i.at for i in server.simulation.instants("rest")]
-        assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
-        TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
-
-    wrong = hashed("wrong", 4.0)
-    simulated_server(
-        test, ScriptedModel(looping), ScriptedModel(wrong), price=priced(draft=1.0, verify=1.25, decode=1.0)
-    )
+@on_server(looping, hashed("wrong", 4.0), price=priced(draft=1.0, verify=1.25, decode=1.0))
+async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again(server: Served) -> None:
+    answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
+    changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
+    states = [change["state"] for change in changes]
+    assert {"drafting", "resting"} == set(states)
+    assert all(before != after for before, after in itertools.pairwise(states))
+    rested = [i.at for i in server.simulation.instants("rest")]
+    assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
+    TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
 
 
 def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
