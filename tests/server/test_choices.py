@@ -174,23 +174,11 @@ async def test_answers_differ_where_the_seed_is_the_servers(server: Served) -> N
     assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
 
 
-def test_biases_of_texts_are_found_once_for_all_prompts() -> None:
-    class Counting(Letters):
-        num_keys = 0
-
-        def encode(self, text: str, **more: Any) -> list[int]:
-            self.num_keys += text == "qu"
-            return super().encode(text, **more)
-
-    tokenizer = Counting()
-
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
-        assert tokenizer.num_keys == 1
-        assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
-
-    simulated_server(test, tokenizer=tokenizer)
+@on_server()
+async def test_biases_of_texts_are_those_of_all_prompts(server: Served) -> None:
+    seen = watched_streams(server)
+    await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
+    assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
 
 
 # --- more answers than the models work on at once ---------------------------------------------------
@@ -571,25 +559,6 @@ async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_g
     assert answer["object"] == "chat.completion"
     await asked(server, COMPLETIONS, {"prompt": "ab", "suffix": "", "max_tokens": 2})
     assert [prompt for prompt, _, _ in seen] == ["PabSM", "ab"]
-
-
-def test_a_family_is_looked_for_once() -> None:
-    class Counting(Coder):
-        num_listed = 0
-
-        def get_vocab(self) -> dict[str, int]:
-            self.num_listed += 1
-            return super().get_vocab()
-
-    tokenizer = Counting(**FAMILIES[0][0])
-
-    async def test(server: Served) -> None:
-        before = tokenizer.num_listed
-        for _ in range(2):
-            await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
-        assert tokenizer.num_listed == before + 1
-
-    simulated_server(test, *models(), tokenizer=tokenizer)
 
 
 @on_server(always({"S": 9.0, "x": 5.0}), tokenizer=Coder(**FAMILIES[0][0]))

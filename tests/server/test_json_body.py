@@ -65,17 +65,6 @@ async def test_trio_goes_on_while_a_long_response_is_made(num_tokens: int) -> No
     assert json.loads(body) == {"others went on": True}
 
 
-async def test_a_short_response_needs_no_thread() -> None:
-    made_in: list[Any] = []
-
-    def make() -> dict[str, Any]:
-        made_in.append(threading.current_thread())
-        return {}
-
-    assert await encoded_aside(make, SHORT_RESPONSE, FairThreads(trio.to_thread.run_sync), "10.0.0.1") == b"{}"
-    assert made_in == [threading.current_thread()]
-
-
 class Counting(Aside):
     """Counts the functions that are run in a thread."""
 
