@@ -26,7 +26,7 @@ from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background
+from runtime.server.fair_threads import Background, in_thread
 from runtime.server.limits import Limits
 from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
 from runtime.server.models.pool import ModelPool
@@ -98,9 +98,7 @@ class Application:
         await self.app(scope, receive, send)
 
 
-def application(
-    models: ModelPool, service: Service, *, background: Background = trio.to_thread.run_sync
-) -> Application:
+def application(models: ModelPool, service: Service, *, background: Background = in_thread) -> Application:
     """The ASGI application, for a server on trio.
 
     Args:

@@ -19,6 +19,10 @@ class Background(Protocol):
         """The result of `do`; see `trio.to_thread.run_sync`."""
 
 
+# mypy does not see that its positional arguments may be none.
+in_thread: Background = trio.to_thread.run_sync  # type: ignore[assignment]
+
+
 class ClientSlots:
     """A limited number of slots, with a smaller limit for each client; waiting clients take turns."""
 

@@ -25,6 +25,9 @@ _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300
 # A round waits for the passes of others, which take milliseconds.
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, *_BUCKETS_S)
 
+_Counts = dict[tuple[str, ...], float]
+"""Counts by metric and labels."""
+
 # Counters of a runtime: name, help, and the field of its statistics. One for each place in a proposal has vLLM's name.
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens", "prompt_tokens"),
@@ -67,7 +70,7 @@ _LABELLED = (
     *((metric, text, ("position",)) for metric, text, _ in _COUNTERS_BY_POSITION),
     ("busy_seconds", "Seconds in which a model had a job", ("actor",)),
 )
-_ZERO = {
+_ZERO: _Counts = {
     **{(metric,): 0.0 for metric, _, _ in _COUNTERS},
     ("busy_seconds", "target"): 0.0,
     ("busy_seconds", "draft"): 0.0,
@@ -222,9 +225,6 @@ class _ModelCollector(Collector):
             "1 while the target decodes alone because the drafter has ended, hangs or is late",
             lambda _, runtimes: "degraded" in _statuses(runtimes),
         )
-
-
-_Counts = dict[tuple[str, ...], float]
 
 
 def _counts(runtime: Runtime) -> _Counts:

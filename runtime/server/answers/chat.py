@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
@@ -28,7 +28,7 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
 
 
-def joined(content: str | Iterable[Any]) -> str:
+def joined(content: str | list[Any]) -> str:
     """The text of a content in any of the APIs."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 

@@ -17,6 +17,7 @@ from runtime.engine.opening import open as open_runtime
 from runtime.engine.runtime import Runtime
 from runtime.generation.grammar_vocabulary import tokenizer_json
 from runtime.server.answers.fill_in_middle import FillInMiddle, fill_in_middle
+from runtime.server.fair_threads import in_thread
 from runtime.server.grammars.checker import grammar_checker
 from runtime.server.grammars.schemas import Schemas, compile_any_object
 from runtime.server.models.served_model import ServedModel
@@ -81,7 +82,7 @@ async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[Loa
         any_object = None
         with suppress(SettingsError):
             any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
-        schemas = Schemas(runtime.tokenizer, check, trio.to_thread.run_sync, schema_s, any_object)
+        schemas = Schemas(runtime.tokenizer, check, in_thread, schema_s, any_object)
         yield LoadedModel(spec, runtime, timelines, schemas)
 
 
