@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
-from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, pool_of
+from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, real_server
 from assembled import text_of
 from calling_models import calling_pair
 from sweeps import sweep
@@ -20,15 +20,12 @@ from tokenizers.models import BPE
 from tool_letters import TOOLS
 from transformers import PreTrainedTokenizerFast
 
-import runtime
 from protocol.errors import ProcessorError
 from runtime.server.answers.body import parse_request
-from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.openai.requests import ChatRequest
-from runtime.server.timelines import Timelines
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -124,10 +121,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 
 def test_answers_keep_to_what_they_must_be_in_every_api_and_what_cannot_be_kept_to_is_named() -> None:
     async def main() -> None:
-        timelines = Timelines()
-        pair = calling_pair(thinks=False)
-        async with runtime.open(*pair, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
-            app = application(models, Service())
+        async with real_server(*calling_pair(thinks=False)) as (app, _):
             for path, fields, holds in ASKED:
                 said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
                 answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})

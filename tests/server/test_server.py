@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ from asgi import (
     models,
     on_server,
     pieces,
-    pool_of,
+    real_server,
     saying,
     simulated_server,
     watched_streams,
@@ -54,7 +54,6 @@ from runtime.generation.tool_calls.events import Answer
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.token_logprobs import token_bytes
-from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
 from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
@@ -894,14 +893,6 @@ def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
 # --- real models ----------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtime]]:
-    """An application over tiny real models, and their runtime."""
-    remembered = timelines.Timelines()
-    async with runtime.open(*pair(), trace=remembered) as rt, pool_of(rt, "tiny", remembered) as models:
-        yield application(models, Service(**service)), rt
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"side": {"enum": ["left", "right"]}, "far": {"type": "boolean"}},
@@ -912,7 +903,7 @@ SCHEMA = {
 
 async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA, "strict": True}}
-    async with real_server(limits=Limits(max_tokens=120)) as (app, rt):
+    async with real_server(*pair(), limits=Limits(max_tokens=120)) as (app, rt):
         for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
             for stream in (False, True):
                 answer = await ask(app, path, {**body, "response_format": wanted, "stream": stream})
@@ -941,9 +932,7 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
 ) -> None:
     of = tokenizer(template, thinks=True)
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
-    remembered = timelines.Timelines()
-    async with runtime.open((target(), of), trace=remembered) as rt, pool_of(rt, "tiny", remembered) as models:
-        app = application(models, Service(limits=Limits(max_tokens=120)))
+    async with real_server((target(), of), limits=Limits(max_tokens=120)) as (app, _):
         for stream in (False, True):
             answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")
@@ -956,7 +945,7 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
 
 
 async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
-    async with real_server() as (app, _):
+    async with real_server(*pair()) as (app, _):
         answer = await ask(app, COMPLETIONS, {**WATCHED, "ignore_eos": True})
         page = await ask(app, f"/timelines/{answer.events[0]['id']}")
         assert page.status == 200
@@ -969,7 +958,7 @@ async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
 
 
 async def test_what_threads_say_is_what_the_runtime_says() -> None:
-    async with real_server() as (app, rt):
+    async with real_server(*pair()) as (app, rt):
         expected = await rt.generate("def f(x):", max_tokens=12, ignore_eos=True, temperature=0.7, seed=5)
         asked = {"prompt": "def f(x):", "max_tokens": 12, "ignore_eos": True, "temperature": 0.7, "seed": 5}
         for stream in (False, True):

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, spike
 from sweeps import sweep
 
+import runtime
 from protocol.settings import Settings, settings_from
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
@@ -370,6 +371,14 @@ async def pool_of(
         async with models.use(name):
             pass
         yield models
+
+
+@asynccontextmanager
+async def real_server(*pair: Any, **service: Any) -> AsyncIterator[tuple[Any, Runtime]]:
+    """An application over real models, as `runtime.open` takes them, and their runtime."""
+    timelines = Timelines()
+    async with runtime.open(*pair, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
+        yield application(models, Service(**service)), rt
 
 
 @attrs.define
