@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
+from runtime.engine.nursery import BackgroundNursery
 from runtime.server.connections.connection import send_in_pieces
 from runtime.server.errors import ErrorResponse
 
@@ -121,22 +122,13 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.
         work: called with a `send` that has this timeout.
 
-    Raises:
-        ClientGone: the client has left, and the work was cancelled.
-        ErrorResponse: the work raised it.
+    Raises: ClientGone: the client has left, and the work was cancelled; also what the work raises.
     """
-    is_gone = False
-    error: ErrorResponse | None = None
-
-    def leave() -> None:
-        nonlocal is_gone
-        is_gone = True
-        nursery.cancel_scope.cancel()
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        leave()
+        there.cancel()
 
     async def send_within(message: Message) -> None:
         async def send_piece(piece: bytes, is_last: bool) -> None:
@@ -146,18 +138,12 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         try:
             await send_in_pieces(send_piece, message.get("body", b""), stalled_s)
         except trio.TooSlowError:
-            leave()
+            there.cancel()
             await trio.lowlevel.checkpoint()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(listen)
-        # Raised outside: the nursery would wrap it in a group.
-        try:
+    with trio.CancelScope() as there:
+        async with BackgroundNursery() as nursery:
+            nursery.start_soon(listen)
             await work(send_within)
-        except ErrorResponse as raised:
-            error = raised
-        nursery.cancel_scope.cancel()
-    if error is not None:
-        raise error
-    if is_gone:
+    if there.cancelled_caught:
         raise ClientGone

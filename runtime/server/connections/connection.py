@@ -20,6 +20,7 @@ import h11
 import trio
 from starlette.types import ASGIApp, Message, Scope
 
+from runtime.engine.nursery import BackgroundNursery
 from runtime.server.errors import ErrorResponse
 
 PIECE_BYTES = 2**16
@@ -177,11 +178,10 @@ class Connection:
         # Before the application runs: if the end of the body came together with the head, the answer need not be the
         # last of its connection.
         is_listening = await self._hand_on(put)
-        async with trio.open_nursery() as nursery:
+        async with BackgroundNursery() as nursery:
             if is_listening:
                 nursery.start_soon(self._listen, put)
             await self._call(_scope(request, addresses), take)
-            nursery.cancel_scope.cancel()
 
     async def _listen(self, put: trio.MemorySendChannel[Message]) -> None:
         with put, self._listening:

@@ -112,10 +112,9 @@ class GrammarChecker:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            async with process.stdin, process.stdout, trio.open_nursery() as nursery:
+            async with process.stdin, process.stdout, BackgroundNursery() as nursery:
                 nursery.start_soon(_send, process.stdin, first, inbox)
                 await self._receive(process.stdout)
-                nursery.cancel_scope.cancel()
         finally:
             process.kill()
             with trio.CancelScope(shield=True):

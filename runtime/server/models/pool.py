@@ -303,7 +303,7 @@ class ModelPool:
             )
 
     async def _until_dismissed(self, instance: _Instance) -> None:
-        async with trio.open_nursery() as nursery:
+        async with BackgroundNursery() as nursery:
             nursery.start_soon(self._dismiss_if_broken, instance)
             idle_s = instance.slot.spec.idle_s
             while instance.num_users > 0 or not instance.is_leaving:
@@ -313,7 +313,6 @@ class ModelPool:
                     await instance.changed.wait()
                 if waiting.cancelled_caught and instance.num_users == 0:
                     self._dismiss(instance)
-            nursery.cancel_scope.cancel()
 
     async def _dismiss_if_broken(self, instance: _Instance) -> None:
         failure = await instance.model.runtime.wait_broken()
