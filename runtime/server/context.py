@@ -54,8 +54,7 @@ class ServerContext:
         return kept
 
     def requested_model(self, name: str | None) -> str:
-        """The name of the model that a body asks for: the only one whatever the name, as clients have names of their
-        own.
+        """The name of the model that a body asks for: the only one whatever the name, as clients have their own.
 
         Raises: ErrorResponse: there are several models or the server is strict, and none has this name.
         """
@@ -63,9 +62,7 @@ class ServerContext:
         return self.find_model(None if is_any else name, param="model")
 
     def find_model(self, name: str | None, *, param: str | None = None) -> str:
-        """The name of a model; the first one's for None. Raises: ErrorResponse: there is none; it names the field
-        `param`.
-        """
+        """The name of a model; the first one's for None. Raises: ErrorResponse: there is none, as `param` asks for."""
         names = [spec.name for spec in self.models.specs]
         if name is None:
             return names[0]

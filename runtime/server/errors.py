@@ -162,9 +162,7 @@ def short_json(value: Any) -> str:
 
 
 def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset()) -> ErrorResponse:
-    """The error response for an invalid body; `tags` are types of items of lists, by which pydantic chooses union
-    members.
-    """
+    """The error response for an invalid body; `tags` are the types of the items of its lists."""
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:
         return ErrorResponse(400, f"the body has {num_problems} errors, too many to look at; see /docs for its fields")
     problems = error.errors(include_url=False)
@@ -201,9 +199,7 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
 
 
 def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
-    """The error response of a strict server for a field, in dotted form, that a body with the `known` ones does not
-    have.
-    """
+    """The error response of a strict server for a field that a body does not have; `known` are those that it has."""
     path, _, last = name.rpartition(".")
     message = f"there is no field {short_json(last)} here; {_hint(last, () if path else known)}"
     return ErrorResponse(400, message, param=name[:100])

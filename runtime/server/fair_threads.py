@@ -84,8 +84,7 @@ SHORT = 2**14
 
 
 class FairThreads:
-    """Two threads for work on requests or responses: one for short ones, and one for long ones, at which clients take
-    turns.
+    """A thread for short work on requests or responses, and one for long work, at which clients take turns.
 
     So a short one waits for short ones only, and a client with a long one for at most one of each other client.
     """

@@ -142,9 +142,7 @@ class Timelines:
         return timeline
 
     async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
-        """The timeline of a response as an HTML page; None if it is not kept. Cancellation: the rendering finishes
-        first.
-        """
+        """The timeline of a response as an HTML page, or None. Cancellation: the rendering finishes first."""
         if id not in self._timelines:
             return None
         _, timeline = self._timelines[id]

@@ -117,8 +117,9 @@ class Endpoint(Generic[B]):
     _request: Callable[[B], Any] = lambda body: body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent. Cancellation: ends the
-        generation.
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
+
+        Cancellation: ends the generation.
         """
         context, outcome, client = self._context, RequestOutcome(), client_address(scope)
         CORPUS_OWNER.set(corpus_owner(scope))

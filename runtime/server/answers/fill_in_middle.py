@@ -72,9 +72,7 @@ def _adds_space(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> bool:
 
 
 def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:
-    """The fill-in-the-middle tokens of a tokenizer, from its whole vocabulary, which takes a while; None if it has
-    none.
-    """
+    """The fill-in-the-middle tokens of a tokenizer, or None; its whole vocabulary is listed, which takes a while."""
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     for names in _FAMILIES:
         if all(name in vocabulary for name in names):

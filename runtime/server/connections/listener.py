@@ -15,8 +15,7 @@ from runtime.server.limits import DEFAULT_CONNECTIONS, Limits
 
 
 class ConnectionSlots:
-    """A limited number of connections. While a client waits for a place, the connection that is idle for longest is
-    closed.
+    """A limited number of connections; while a client waits for a place, the longest idle one is closed.
 
     Otherwise whoever opens connections and asks nothing would keep everybody else out.
     """

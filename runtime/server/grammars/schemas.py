@@ -146,9 +146,7 @@ class Schemas:
         )
 
     async def _check_cost(self, grammar: str, name: str) -> None:
-        """Raises: SettingsError: a grammar costs too much. OutriderError: its check, which an outcome spares, has
-        failed.
-        """
+        """Check the cost of a grammar, unless the outcome is known. Raises: SettingsError: it costs too much."""
         key = hashlib.sha256(grammar.encode()).digest()
         outcome = self._outcomes.pop(key, None)
         if outcome is None:

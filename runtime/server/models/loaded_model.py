@@ -55,9 +55,7 @@ class LoadedModel:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle | None:
-        """How its tokenizer marks prefix and suffix; None if it cannot. The first access takes long: not on trio's
-        thread.
-        """
+        """How its tokenizer marks prefix and suffix, or None. The first access takes long: not on trio's thread."""
         return fill_in_middle(tokenizer_of(self.runtime))
 
 

@@ -248,9 +248,7 @@ class ModelPool:
         instance.changed.set()
 
     async def _keep(self, load: _Load, *, task_status: trio.TaskStatus[None]) -> None:
-        """Load a model, keep it until it is to be unloaded, and free its memory; starts once the load is over, failed
-        or not.
-        """
+        """Load a model, keep it, and free its memory in the end; starts once the load is over, failed or not."""
         name = load.slot.spec.name
         self._announce(f"loading model {name}")
         is_loaded = await self._keep_loaded(load, task_status)
