@@ -29,7 +29,6 @@ class RequestAdmission:
         max_waiting: further requests that may wait, >= 0.
         clock: returns seconds.
         num_admitted: requests that run or wait for the models.
-        is_draining: whether no further request is admitted, because the server is about to end.
     """
 
     _max_streams: Callable[[], float]
@@ -49,9 +48,8 @@ class RequestAdmission:
             raise ErrorResponse(
                 503,
                 "the server is stopping and takes no new requests; ask another one, or this one once it runs again",
-                type="server_error",
                 code="draining",
-                headers={"Retry-After": str(_DRAINING_RETRY_AFTER_S)},
+                retry_after_s=_DRAINING_RETRY_AFTER_S,
             )
         if self.num_admitted >= self._max_streams() + self._max_waiting:
             seconds = self.retry_after_s
@@ -60,13 +58,12 @@ class RequestAdmission:
                 429,
                 f"{self._max_streams()} requests are being answered and {self._max_waiting} wait, which is the limit; "
                 f"try again in {seconds} s",
-                type="rate_limit_error",
                 code="rate_limit_exceeded",
-                headers={"Retry-After": str(seconds)},
+                retry_after_s=seconds,
             )
 
     def drain(self) -> None:
-        """Admit no further request. Those that were admitted go on."""
+        """Admit no further request; those that were admitted go on."""
         self.is_draining = True
         self._note_end()
 
@@ -80,10 +77,7 @@ class RequestAdmission:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Admit one request for the duration of the block.
-
-        Raises: ErrorResponse: as `check`.
-        """
+        """Admit one request for the duration of the block. Raises: ErrorResponse: as `check`."""
         self.check()
         self.num_admitted += 1
         start_s = self._clock()
@@ -111,7 +105,6 @@ class RequestAdmission:
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._next_return_s() - self._clock())))
 
     def _next_return_s(self) -> float:
-        """When the next end is likely that no rejected client was told of; bounded, as a clock's time."""
         now = self._clock()
         return min(now + _MAX_RETRY_AFTER_S, max(now, self._last_return_s) + self._interval_s())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib import resources
@@ -99,21 +98,14 @@ class Application:
         await self.app(scope, receive, send)
 
 
-def application(
-    models: ModelPool,
-    service: Service,
-    *,
-    background: Background = in_thread,
-) -> Application:
+def application(models: ModelPool, service: Service, *, background: Background = in_thread) -> Application:
     """The ASGI application, for a server on trio.
 
     Args:
         background: runs the tokenizer, and makes long responses.
     """
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
-    context = ServerContext(
-        models, service.limits, admission, background, is_strict=service.is_strict, started_at=int(time.time())
-    )
+    context = ServerContext(models, service.limits, admission, background, service.is_strict)
     described = description(
         OPERATIONS, models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
     )
@@ -151,7 +143,6 @@ def application(
 
 
 def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint of the index of a folder with a page."""
     index = resources.files("runtime").joinpath("server", folder, "index.html")
 
     async def page(request: Request) -> Response:
@@ -161,8 +152,6 @@ def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 class _PageFiles(StaticFiles):
-    """The files of a page, with the headers of the page itself."""
-
     def file_response(self, *arguments: Any, **keywords: Any) -> Response:
         response = super().file_response(*arguments, **keywords)
         response.headers.update(_PAGE_HEADERS)
@@ -219,31 +208,28 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_failure(request: Request, error: Exception) -> Response:
     message = "the server has failed; its log has the error"
-    failure = ErrorResponse(500, message, type="server_error", code="internal_error")
+    failure = ErrorResponse(500, message, code="internal_error")
     return _error_response(failure, request.url.path)
 
 
 # --- operations that need no model ----------------------------------------------------------------
 
 
-async def _list_models(context: ServerContext, request: Request) -> Response:
+def _list_models(context: ServerContext, request: Request) -> ModelList:
     listed = [describe(context.models, spec.name, context.started_at) for spec in context.models.specs]
-    served: ModelList = {"object": "list", "data": listed}
-    return JSONResponse(served)
+    return {"object": "list", "data": listed}
 
 
-async def _model(context: ServerContext, request: Request) -> Response:
-    name = context.find_model(request.path_params["model"])
-    return JSONResponse(describe(context.models, name, context.started_at))
+def _model(context: ServerContext, request: Request) -> ModelDescription:
+    return describe(context.models, context.find_model(request.path_params["model"]), context.started_at)
 
 
-async def _version(context: ServerContext, request: Request) -> Response:
-    report: Version = {"version": importlib.metadata.version("outrider")}
-    return JSONResponse(report)
+def _version(context: ServerContext, request: Request) -> Version:
+    return {"version": importlib.metadata.version("outrider")}
 
 
-async def _props(context: ServerContext, request: Request) -> Response:
-    return JSONResponse(properties(context.models))
+def _props(context: ServerContext, request: Request) -> Props:
+    return properties(context.models)
 
 
 async def _timeline(context: ServerContext, request: Request) -> Response:
@@ -272,15 +258,22 @@ def _get(path: str, respond: Callable[..., Awaitable[Response]], *description: A
     return Operation(path, lambda context: partial(respond, context), *description, **fields)
 
 
+def _get_json(path: str, value: Callable[[ServerContext, Request], Any], *description: Any, **fields: Any) -> Operation:
+    async def respond(context: ServerContext, request: Request) -> Response:
+        return JSONResponse(value(context, request))
+
+    return _get(path, respond, *description, **fields)
+
+
 OPERATIONS: tuple[Operation, ...] = (
     *openai_api.OPERATIONS,
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
     *openai_tokens.OPERATIONS,
-    _get("/v1/props", _props, "props", "Properties of the server", Props),
-    _get("/version", _version, "version", "The server's version", Version),
-    _get("/v1/models", _list_models, "models", "The served models", ModelList),
-    _get("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),
+    _get_json("/v1/props", _props, "props", "Properties of the server", Props),
+    _get_json("/version", _version, "version", "The server's version", Version),
+    _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
+    _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),
     _get(
         "/health",
         _health,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import attrs
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.connections.client import BodyMemory
@@ -16,40 +19,32 @@ from runtime.server.models.pool import ModelPool
 T = TypeVar("T")
 
 
+@attrs.frozen(eq=False)
 class ServerContext:
     """State that all requests of a server share.
 
     Attributes:
         background: runs what is neither preparation nor encoding.
-        preparation: parses bodies and tokenises prompts, which may take long.
-        encoding: makes the bodies of responses, which may take long, too.
-        body_memory: of the bodies that are being read.
         is_strict: whether what means nothing here is refused instead of ignored: unknown fields, a `max_tokens` beyond
             the limit, and the name of another model where there is one.
+        preparation, encoding: parse bodies and tokenise prompts, and make bodies of responses; all may take long.
+        body_memory: of the bodies that are being read.
         started_at: when the server began, in seconds of Unix time.
     """
 
-    def __init__(
-        self,
-        models: ModelPool,
-        limits: Limits,
-        admission: RequestAdmission,
-        background: Background,
-        *,
-        is_strict: bool,
-        started_at: int,
-    ) -> None:
-        self.models = models
-        self.limits = limits
-        self.admission = admission
-        self.metrics = Metrics(models, is_draining=lambda: admission.is_draining)
-        self.background = background
-        self.preparation = FairThreads(background)
-        self.encoding = FairThreads(background)
-        self.body_memory = BodyMemory(limits.max_bodies_bytes)
-        self.is_strict = is_strict
-        self.started_at = started_at
-        self._kept: dict[type, Any] = {}
+    models: ModelPool
+    limits: Limits
+    admission: RequestAdmission
+    background: Background
+    is_strict: bool
+    metrics: Metrics = attrs.Factory(
+        lambda self: Metrics(self.models, is_draining=lambda: self.admission.is_draining), takes_self=True
+    )
+    preparation: FairThreads = attrs.Factory(lambda self: FairThreads(self.background), takes_self=True)
+    encoding: FairThreads = attrs.Factory(lambda self: FairThreads(self.background), takes_self=True)
+    body_memory: BodyMemory = attrs.Factory(lambda self: BodyMemory(self.limits.max_bodies_bytes), takes_self=True)
+    started_at: int = attrs.Factory(lambda: int(time.time()))
+    _kept: dict[type, Any] = attrs.field(init=False, factory=dict)
 
     def kept(self, kind: type[T], make: Callable[[Limits], T]) -> T:
         """State that an API keeps between its requests: one object of a class, made at the first call."""
@@ -59,8 +54,7 @@ class ServerContext:
         return kept
 
     def requested_model(self, name: str | None) -> str:
-        """The name of the model that the body of a request asks for: the only one whatever the name, as clients have
-        names of their own; of several the first one if there is no name.
+        """The name of the model that a body asks for: the only one whatever the name, as clients have their own.
 
         Raises: ErrorResponse: there are several models or the server is strict, and none has this name.
         """
@@ -68,14 +62,7 @@ class ServerContext:
         return self.find_model(None if is_any else name, param="model")
 
     def find_model(self, name: str | None, *, param: str | None = None) -> str:
-        """The name of a model; the first one's for None.
-
-        Args:
-            name: as a request gives it.
-            param: the field that has it, if it is one of the body.
-
-        Raises: ErrorResponse: there is no such model.
-        """
+        """The name of a model; the first one's for None. Raises: ErrorResponse: there is none, as `param` asks for."""
         names = [spec.name for spec in self.models.specs]
         if name is None:
             return names[0]

@@ -57,15 +57,19 @@ class ErrorResponse(Exception):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
+        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.detail: ErrorDetail = {"message": message, "type": type, "param": param, "code": code}
+        usual = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+        self.detail: ErrorDetail = {"message": message, "type": type or usual, "param": param, "code": code}
         self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
 
     def body(self) -> ErrorBody:
         """The body, for JSON, in the form of all paths but those of an API with another."""
@@ -73,11 +77,7 @@ class ErrorResponse(Exception):
 
 
 def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> ErrorResponse:
-    """The error response for an error of the runtime.
-
-    Args:
-        prompt_field: the name of the request's field that has the prompt.
-    """
+    """The error response for an error of the runtime; `prompt_field` has the prompt in the request."""
     message = str(error)
     match error:
         case PromptTooLongError():
@@ -91,11 +91,11 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
             param = error.__cause__.field if isinstance(error.__cause__, ConstraintError) else None
             return ErrorResponse(400, str(error.__cause__), param=param)
         case ModelLoadError():
-            return ErrorResponse(503, message, type="server_error", code="model_not_loaded")
+            return ErrorResponse(503, message, code="model_not_loaded")
         case RuntimeBrokenError() | RuntimeClosedError():
-            return ErrorResponse(503, message, type="server_error", code="models_unavailable")
+            return ErrorResponse(503, message, code="models_unavailable")
         case _:
-            return ErrorResponse(500, message, type="server_error", code="generation_failed")
+            return ErrorResponse(500, message, code="generation_failed")
 
 
 # --- invalid request bodies -----------------------------------------------------------------------
@@ -133,6 +133,18 @@ _EXPECTED_TYPES = {
 }
 
 
+# Likewise for values of the right type, with what pydantic tells of their bounds.
+_EXPECTED_BOUNDS = {
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "text of at least {min_length} character",
+    "string_too_long": "text of at most {max_length} characters",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "union_tag_invalid": "an object whose type is one of {expected_tags}",
+    "union_tag_not_found": "an object with a type",
+}
+
 _MEDIA = frozenset({"image", "audio", "video", "file"})
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
@@ -150,11 +162,7 @@ def short_json(value: Any) -> str:
 
 
 def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset()) -> ErrorResponse:
-    """The error response for an invalid request body.
-
-    Args:
-        tags: types of the items of lists, by which pydantic chooses a member of their union.
-    """
+    """The error response for an invalid body; `tags` are the types of the items of its lists."""
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:
         return ErrorResponse(400, f"the body has {num_problems} errors, too many to look at; see /docs for its fields")
     problems = error.errors(include_url=False)
@@ -191,12 +199,7 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
 
 
 def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
-    """The error response of a strict server for a field that a body does not have.
-
-    Args:
-        name: of the field; in dotted form within other objects.
-        known: names of the fields that the body has.
-    """
+    """The error response of a strict server for a field that a body does not have; `known` are those that it has."""
     path, _, last = name.rpartition(".")
     message = f"there is no field {short_json(last)} here; {_hint(last, () if path else known)}"
     return ErrorResponse(400, message, param=name[:100])
@@ -216,13 +219,11 @@ def _location(loc: tuple[int | str, ...], tags: Set[str]) -> tuple[int | str, ..
 
 
 def _is_media(value: Any) -> bool:
-    """Whether a part of a message that was refused, or its type, is an image, a sound or a file."""
     kind = value.get("type") if isinstance(value, Mapping) else value
     return isinstance(kind, str) and kind.removeprefix("input_").removesuffix("_url") in _MEDIA
 
 
 def _hint(unknown: str, known: Sequence[str]) -> str:
-    """The remedy for an unknown field."""
     if unknown in _REMEDIES:
         return _REMEDIES[unknown]
     if ALIASES.get(unknown) in known:
@@ -232,7 +233,6 @@ def _hint(unknown: str, known: Sequence[str]) -> str:
 
 
 def _expected(problems: Sequence[ErrorDetails]) -> str:
-    """The expected value, in words, from pydantic's problems: one for each member of a union."""
     # A value of the right type that is out of bounds: the other types of the union do not matter.
     out_of_bounds = [
         problem for problem in problems if problem["type"] not in _EXPECTED_TYPES and problem["type"] != "literal_error"
@@ -251,25 +251,8 @@ def _expected(problems: Sequence[ErrorDetails]) -> str:
 
 def _expected_bound(problem: ErrorDetails) -> str:
     context = problem.get("ctx", {})
-    match problem["type"]:
-        case "greater_than_equal":
-            return f"at least {context['ge']:g}"
-        case "less_than_equal":
-            return f"at most {short_json(context['le'])}"
-        case "string_too_short":
-            return f"text of at least {context['min_length']} character"
-        case "too_short":
-            return f"a list of at least {context['min_length']}"
-        case "string_too_long":
-            return f"text of at most {context['max_length']} characters"
-        case "too_long":
-            max_length = context["max_length"]
-            if context["field_type"] != "List":
-                return f"an object of at most {max_length} entries"
-            return "an empty list" if max_length == 0 else f"a list of at most {max_length}"
-        case "union_tag_invalid":
-            return f"an object whose type is one of {context['expected_tags']}"
-        case "union_tag_not_found":
-            return "an object with a type"
-        case _:
-            return problem["msg"].removeprefix("Input should be ")
+    if problem["type"] == "too_long" and context["field_type"] != "List":
+        return f"an object of at most {context['max_length']} entries"
+    if problem["type"] not in _EXPECTED_BOUNDS:
+        return problem["msg"].removeprefix("Input should be ")
+    return _EXPECTED_BOUNDS[problem["type"]].format(**context)

@@ -19,20 +19,14 @@ class Background(Protocol):
         """The result of `do`; see `trio.to_thread.run_sync`."""
 
 
-async def in_thread(do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
-    """`trio.to_thread.run_sync`, as a `Background`."""
-    return await trio.to_thread.run_sync(do, abandon_on_cancel=abandon_on_cancel, limiter=limiter)
+# mypy does not see that its positional arguments may be none.
+in_thread: Background = trio.to_thread.run_sync  # type: ignore[assignment]
 
 
 class ClientSlots:
-    """A limited number of slots, with a smaller limit for each client; waiting clients take turns.
-
-    Attributes:
-        num_waiting: number of tasks that wait for a slot.
-    """
+    """A limited number of slots, with a smaller limit for each client; waiting clients take turns."""
 
     def __init__(self, total: int, per_client: int) -> None:
-        """All of `total` slots free, of which one client may hold `per_client`."""
         self._num_free = total
         self._per_client = per_client
         self._num_held: Counter[str] = Counter()  # by client
@@ -46,10 +40,7 @@ class ClientSlots:
 
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
-        """Hold a slot for the duration of the block.
-
-        Cancellation: stops waiting.
-        """
+        """Hold a slot for the duration of the block. Cancellation: stops waiting."""
         granted = trio.Event()
         self._waiting.setdefault(client, deque()).append(granted)
         self._grant()
@@ -93,11 +84,9 @@ SHORT = 2**14
 
 
 class FairThreads:
-    """Two threads for work on requests or responses: one for short ones, and one for long ones, at which clients take
-    turns.
+    """A thread for short work on requests or responses, and one for long work, at which clients take turns.
 
-    So a short one waits for short ones only, however many long ones there are, and a client with a long one for at most
-    one of each other client.
+    So a short one waits for short ones only, and a client with a long one for at most one of each other client.
     """
 
     def __init__(self, background: Background) -> None:
@@ -107,10 +96,9 @@ class FairThreads:
         self._turns = ClientSlots(1, 1)
 
     async def run(self, do: Callable[[], T], length: int, client: str) -> T:
-        """The result of a function.
+        """The result of a function, which uses no model: it is abandoned when the client leaves.
 
         Args:
-            do: uses no model: it is abandoned when the client leaves.
             length: bytes, characters or tokens that it works on.
 
         Cancellation: the function runs to its end in its thread, for which others of its length wait.

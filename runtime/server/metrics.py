@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
+import attrs
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -24,7 +25,10 @@ _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300
 # A round waits for the passes of others, which take milliseconds.
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, *_BUCKETS_S)
 
-# Counters of a runtime: name, help, and the field of its statistics.
+_Counts = dict[tuple[str, ...], float]
+"""Counts by metric and labels."""
+
+# Counters of a runtime: name, help, and the field of its statistics. One for each place in a proposal has vLLM's name.
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens", "prompt_tokens"),
     ("cached_prompt_tokens", "Prompt tokens that were still cached", "cached_tokens"),
@@ -48,9 +52,6 @@ _COUNTERS = (
     ("target_pass_rows", "Rounds in these passes, of one stream each", "pass_rows"),
     ("pass_wait_seconds", "Seconds that rounds were ready and waited for a pass", "wait_seconds"),
 )
-
-
-# Counters by place in the proposal, likewise; the first has vLLM's name.
 _COUNTERS_BY_POSITION = (
     (
         "spec_decode_num_accepted_tokens_per_pos",
@@ -63,23 +64,59 @@ _COUNTERS_BY_POSITION = (
         "proposed_by_position",
     ),
 )
+# The counters, with the labels that they have beside the model.
+_LABELLED = (
+    *((metric, text, ()) for metric, text, _ in _COUNTERS),
+    *((metric, text, ("position",)) for metric, text, _ in _COUNTERS_BY_POSITION),
+    ("busy_seconds", "Seconds in which a model had a job", ("actor",)),
+)
+_ZERO: _Counts = {
+    **{(metric,): 0.0 for metric, _, _ in _COUNTERS},
+    ("busy_seconds", "target"): 0.0,
+    ("busy_seconds", "draft"): 0.0,
+}
+
+
+@attrs.define
+class RequestOutcome:
+    """How a request has ended, for the metrics and the access log.
+
+    Attributes:
+        model: the name of its model; None if it named none that there is.
+        streams: its generations that have begun.
+        num_texts, num_prompt_tokens: generations that it asks for, and tokens of its prompts, once they are known.
+        is_sent: whether the whole response was sent.
+        failure: the error of the generation or of the server.
+        status: the HTTP status of an error response.
+    """
+
+    model: str | None = None
+    streams: list[TokenStream] = attrs.Factory(list)
+    num_texts: int = 0
+    num_prompt_tokens: int = 0
+    is_sent: bool = False
+    failure: Exception | None = None
+    status: int | None = None
+
+    @property
+    def word(self) -> str:
+        """The outcome, as the metrics name it."""
+        if self.failure is not None:
+            return "failed"
+        if self.status is not None:
+            return "refused"
+        num_finished = sum(stream.finish_reason is not None for stream in self.streams)
+        return "finished" if self.is_sent or 0 < num_finished == self.num_texts else "cancelled"
 
 
 class Metrics:
     """The metrics of a server: those of its requests, and the statistics of its models.
 
     All of them may be added up over several servers: ratios are left to whoever divides the sums.
-
-    Attributes:
-        registry: has all of them.
     """
 
     def __init__(self, models: ModelPool, *, is_draining: Callable[[], bool] = lambda: False) -> None:
-        """All at zero.
-
-        Args:
-            models: their statistics are read when the metrics are requested.
-        """
+        """All at zero; the statistics of the models are read when the metrics are requested."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(_ModelCollector(models))
@@ -110,52 +147,30 @@ class Metrics:
         for outcome in ("finished", "cancelled", "failed", "refused"):
             self._requests.labels(outcome)
 
-    def count(
-        self,
-        model: str | None,
-        streams: Sequence[TokenStream],
-        failure: Exception | None,
-        status: int | None,
-        is_finished: bool,
-    ) -> None:
-        """Count a request that has ended.
-
-        Args:
-            model: the name of its model; None if it named none that there is.
-            streams: its generations that began.
-            failure: the error of the generation or the server; None if neither failed.
-            status: the HTTP status of an error response; None if there was none.
-            is_finished: whether all that it asked for was generated.
-        """
-        for stream in streams:
+    def count(self, outcome: RequestOutcome) -> None:
+        """Count a request that has ended."""
+        for stream in outcome.streams:
             statistics = stream.statistics()
             if statistics.time_to_first_token is not None:
-                self._first_token.labels(model).observe(statistics.time_to_first_token)
-                self._longest_wait.labels(model).observe(statistics.longest_wait_seconds)
+                self._first_token.labels(outcome.model).observe(statistics.time_to_first_token)
+                self._longest_wait.labels(outcome.model).observe(statistics.longest_wait_seconds)
             if stream.finish_reason is not None:
-                self._duration.labels(model).observe(statistics.elapsed)
-        if status is not None:
-            self._error_responses.labels(str(status)).inc()
-        outcome = "finished" if is_finished else "cancelled"
-        if failure is not None or status is not None:
-            outcome = "refused" if failure is None else "failed"
-        self._requests.labels(outcome).inc()
+                self._duration.labels(outcome.model).observe(statistics.elapsed)
+        if outcome.status is not None:
+            self._error_responses.labels(str(outcome.status)).inc()
+        self._requests.labels(outcome.word).inc()
 
 
 class _ModelCollector(Collector):
-    """Metrics of the models, read when they are requested.
-
-    The counters of a model that was unloaded are kept, and those of its next load are added.
-    """
+    """Metrics of the models. Counters of a model that was unloaded are kept, and those of its next load are added."""
 
     def __init__(self, models: ModelPool) -> None:
         self._models = models
         # Counts of runtimes that are gone, by model.
-        self._past: dict[str, _Counts] = {spec.name: {} for spec in models.specs}
+        self._past: dict[str, _Counts] = dict.fromkeys((spec.name for spec in models.specs), _ZERO)
         models.when_unloaded(self._keep)
 
     def _keep(self, loaded: LoadedModel) -> None:
-        """Add the counts of a model that is unloaded to those of its past."""
         self._past[loaded.name] = _added(self._past[loaded.name], _counts(loaded.runtime))
 
     def collect(self) -> Iterator[Metric]:
@@ -171,29 +186,17 @@ class _ModelCollector(Collector):
         counts = {
             name: reduce(_added, map(_counts, runtimes), self._past[name]) for name, runtimes in in_memory.items()
         }
-        for metric, text, _ in _COUNTERS:
-            family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model"])
+        for metric, text, labels in _LABELLED:
+            family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model", *labels])
             for name, each in counts.items():
-                family.add_metric([name], each.get((metric,), 0))
+                for (counted, *values), number in each.items():
+                    if counted == metric:
+                        family.add_metric([name, *values], number)
             yield family
-        for metric, text, _ in _COUNTERS_BY_POSITION:
-            family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model", "position"])
-            for name, each in counts.items():
-                for key in each:
-                    if key[0] == metric:
-                        family.add_metric([name, key[1]], each[key])
-            yield family
-        busy = CounterMetricFamily(
-            "outrider_busy_seconds", "Seconds in which a model had a job", labels=["model", "actor"]
-        )
-        for name, each in counts.items():
-            for actor in ("target", "draft"):
-                busy.add_metric([name, actor], each.get(("busy", actor), 0))
-        yield busy
         loads = CounterMetricFamily("outrider_model_loads", "Loads of a model, by outcome", labels=["model", "outcome"])
         for name in in_memory:
-            for outcome, number in zip(("loaded", "failed"), self._models.num_loads(name), strict=True):
-                loads.add_metric([name, outcome], number)
+            loads.add_metric([name, "loaded"], self._models[name].num_loads)
+            loads.add_metric([name, "failed"], self._models[name].num_failed_loads)
         yield loads
 
     def _gauges(self, in_memory: Mapping[str, Sequence[Runtime]]) -> Iterator[Metric]:
@@ -204,13 +207,13 @@ class _ModelCollector(Collector):
             return metric
 
         yield family(
-            "model_loaded", "1 while the model is in memory", lambda name, _: self._models.state(name) == "loaded"
+            "model_loaded", "1 while the model is in memory", lambda name, _: self._models[name].state == "loaded"
         )
         yield family("streams", "Streams that run", lambda _, runtimes: sum(each.num_streams for each in runtimes))
         yield family(
             "waiting",
             "Streams that wait for the models, and requests that wait for one to be loaded",
-            lambda name, runtimes: sum(each.num_waiting for each in runtimes) + self._models.num_waiting(name),
+            lambda name, runtimes: sum(each.num_waiting for each in runtimes) + self._models[name].num_waiting,
         )
         yield family(
             "healthy",
@@ -224,20 +227,17 @@ class _ModelCollector(Collector):
         )
 
 
-_Counts = dict[tuple[str, ...], float]
-
-
 def _counts(runtime: Runtime) -> _Counts:
-    """The counters of a runtime, by metric; busy seconds by actor.
+    """The counters of a runtime, by metric and labels.
 
-    The latter are not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a
+    Busy seconds are not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a
     counter that falls for one that was reset.
     """
     statistics = runtime.statistics()
     counts: _Counts = {(metric,): getattr(statistics, field) for metric, _, field in _COUNTERS}
     for metric, _, field in _COUNTERS_BY_POSITION:
         counts |= {(metric, str(place)): number for place, number in enumerate(getattr(statistics, field))}
-    counts["busy", "target"], counts["busy", "draft"] = runtime.busy_seconds
+    counts["busy_seconds", "target"], counts["busy_seconds", "draft"] = runtime.busy_seconds
     return counts
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import quote
 
 import attrs
@@ -90,14 +89,23 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
     return " ".join(fields)
 
 
-_HEADERS = [
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
 # First parts of the paths that need no API key, beside `/`: the pages, which ask for it, and what tells nothing of any
 # text. The ids of timelines cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
+
+
+def with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
+    """`send` of ASGI, with further headers in the response."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await send(message)
+
+    return send_with_headers
+
 
 Respond = Callable[[ErrorResponse, str], ASGIApp]
 """Makes the response with an error, in the form of the API that a path belongs to."""
@@ -111,12 +119,7 @@ class CommonHeaders:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
 
-        async def send_with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+        await self._app(scope, receive, with_headers(send, _HEADERS))
 
 
 @attrs.frozen

@@ -1,7 +1,4 @@
-"""The operations of a server, each declared once: its path, its endpoint, and its OpenAPI description.
-
-The description is OpenAPI's, made from the types of requests and responses.
-"""
+"""The operations of a server, each declared once: its path, its endpoint, and its OpenAPI description."""
 
 from __future__ import annotations
 
@@ -67,11 +64,7 @@ class Events:
         if self.are_named:
             properties = {"event": {"type": "string"}, "data": data}
             return {"type": "object", "properties": properties, "required": ["event", "data"]}
-        return {
-            "type": "object",
-            "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
-            "required": ["data"],
-        }
+        return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
 
 
 @attrs.frozen
@@ -81,11 +74,11 @@ class Operation:
     Attributes:
         endpoint: makes who answers: an ASGI application, or an endpoint of Starlette's.
         id: its name; "" for a page, which the description leaves out.
-        response: the type of the body of a response: of JSON; or its content type.
+        response: the type of the body of a response, of JSON; or its content type.
         request: the type of the body of a request; None for none.
         events: those with `stream: true`; None where nothing is streamed.
         errors: the form of the bodies of errors, also at further paths below this one.
-        statuses: of errors; those of every body by default.
+        statuses: of errors, beside those of every body.
         responses: descriptions by status, instead of `summary` and `statuses`.
     """
 

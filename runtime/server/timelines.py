@@ -62,12 +62,7 @@ class Timeline:
     """
 
     def __init__(self, session: int, opened: list[Instant], began: float) -> None:
-        """A timeline of a stream that has just begun.
-
-        Args:
-            opened: its events so far.
-            began: when the stream began, in seconds on the clock of events.
-        """
+        """A timeline of a stream that began just now, on the clock of events; `opened` are its events so far."""
         self.events: list[Event] = list(opened)
         self.num_lost = 0
         self._session = session
@@ -135,7 +130,7 @@ class Timelines:
 
         Args:
             id: of the response; `page` finds the timeline by it.
-            session: a session that was opened just now; no other event of it may have happened.
+            session: that was opened just now; no other event of it may have happened.
             began: when its stream began, in seconds on the clock of events.
         """
         opened = [instant for instant in self._opened if instant.session == session]
@@ -147,10 +142,7 @@ class Timelines:
         return timeline
 
     async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
-        """The timeline of a response as an HTML page; None if it is not kept.
-
-        Cancellation: changes nothing; the rendering finishes first.
-        """
+        """The timeline of a response as an HTML page, or None. Cancellation: the rendering finishes first."""
         if id not in self._timelines:
             return None
         _, timeline = self._timelines[id]

@@ -11,7 +11,7 @@ from asgi import HELLO, JSON, Served, direct, simulated_server
 from typing_extensions import TypedDict
 
 from runtime.server import app
-from runtime.server.answers.api import Api, Event, Serializer
+from runtime.server.answers.api import Event, Serializer
 from runtime.server.answers.chat import Chat, TranslatedBody, parse_translated
 from runtime.server.answers.endpoint import Endpoint
 from runtime.server.errors import ErrorResponse
@@ -74,7 +74,7 @@ def parse(body: bytes) -> Chat:
 
 CHAT = Operation(
     "/api/chat",
-    lambda context: Endpoint(context, Api(parse, lambda chat: chat, OllamaSerializer)),
+    lambda context: Endpoint(context, parse, OllamaSerializer),
     "ollama_chat",
     "Answer a chat in Ollama's form",
     OllamaChat,

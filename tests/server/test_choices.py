@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any
@@ -14,6 +13,7 @@ from asgi import (
     COMPLETIONS,
     FIM,
     HELLO,
+    STREAMED,
     Letters,
     Served,
     direct,
@@ -23,13 +23,18 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
-from scripted import ScriptedModel
+from scripted import Script, ScriptedModel
 from sweeps import sweep
 
 from runtime.server.answers.preparation import make_echo
 from runtime.server.limits import Limits
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+
+
+def always(logits: dict[str, float]) -> Script:
+    """A script with the same logits after any history: 0 for all but some letters."""
+    return lambda history: [logits.get(letter, 0.0) for letter in Letters.ALPHABET]
 
 
 def texts(answer: Any) -> list[str]:
@@ -59,7 +64,7 @@ async def asked(server: Served, path: str, body: dict[str, Any]) -> Any:
 # --- several answers ------------------------------------------------------------------------------
 
 
-@sweep("stream", [False, True])
+@STREAMED
 @sweep(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
 @on_server()
 async def test_a_seeded_request_has_the_same_answers_each_time_and_the_first_is_that_of_one(
@@ -127,7 +132,7 @@ async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served, more
     )
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server()
 async def test_a_client_that_leaves_ends_all_answers(server: Served, stream: bool) -> None:
     seen = watched_streams(server)
@@ -142,7 +147,7 @@ async def test_a_client_that_leaves_ends_all_answers(server: Served, stream: boo
     assert await server.outcomes() == {"cancelled": 1}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server()
 async def test_the_failure_of_one_answer_is_that_of_the_request(server: Served, stream: bool) -> None:
     seen = watched_streams(server)
@@ -169,44 +174,34 @@ async def test_answers_differ_where_the_seed_is_the_servers(server: Served) -> N
     assert texts(await asked(server, COMPLETIONS, {**body, "n": 3, "seed": -1})) != named
 
 
-def test_biases_of_texts_are_found_once_for_all_prompts() -> None:
-    class Counting(Letters):
-        num_keys = 0
-
-        def encode(self, text: str, **more: Any) -> list[int]:
-            self.num_keys += text == "qu"
-            return super().encode(text, **more)
-
-    tokenizer = Counting()
-
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
-        assert tokenizer.num_keys == 1
-        assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
-
-    simulated_server(test, tokenizer=tokenizer)
+@on_server()
+async def test_biases_of_texts_are_those_of_all_prompts(server: Served) -> None:
+    seen = watched_streams(server)
+    await asked(server, COMPLETIONS, {"prompt": ["a", "b", "c"], "logit_bias": {"qu": 2, "16": 1}, "max_tokens": 1})
+    assert [dict(settings.logit_bias) for settings, _ in seen] == [{16: 3.0, 20: 2.0}] * 3
 
 
 # --- more answers than the models work on at once ---------------------------------------------------
 
 
-def watched_until(server: Served, number: int) -> tuple[list[Any], trio.Event]:
-    """The streams that are begun from now on, and an event for so many of them."""
-    seen: list[Any] = []
-    begin, are_begun = server.simulation.runtime.stream, trio.Event()
+class Begun(list[tuple[str, Any, Any]]):
+    """The prompt, the settings and the stream of each generation from now on."""
 
-    def watch(prompt: Any, **keywords: Any) -> Any:
-        seen.append(begin(prompt, **keywords))
-        if len(seen) == number:
-            are_begun.set()
-        return seen[-1]
+    def __init__(self, server: Served) -> None:
+        super().__init__()
+        self.third = trio.Event()
+        begin = server.simulation.runtime.stream
 
-    server.simulation.runtime.stream = watch  # type: ignore[method-assign]
-    return seen, are_begun
+        def watch(prompt: Any, **keywords: Any) -> Any:
+            self.append((server.tokenizer.decode(prompt), keywords, begin(prompt, **keywords)))
+            if len(self) == 3:
+                self.third.set()
+            return self[-1][2]
+
+        server.simulation.runtime.stream = watch  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 def test_answers_that_begin_when_others_have_ended_are_the_same(stream: bool) -> None:
     body = {"prompt": ["def f", "import", "class C"], "n": 2, **SAMPLED, "max_tokens": 6, "stream": stream}
     answers: list[list[str]] = []
@@ -260,25 +255,21 @@ async def test_only_what_fits_in_the_context_counts_for_the_length_of_a_response
     assert (await server.ask(COMPLETIONS, body)).status == 200
 
 
-def test_prompts_that_begin_later_are_checked_before_any_begins() -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
-        assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
-        assert seen == []
-
-    target, draft = models()
-    target.context_length = 40
-    simulated_server(test, target, draft, max_streams=1)
+@on_server(ScriptedModel(looping, context_length=40), max_streams=1)
+async def test_prompts_that_begin_later_are_checked_before_any_begins(server: Served) -> None:
+    seen = watched_streams(server)
+    answer = await server.ask(COMPLETIONS, {"prompt": ["a", "b", "a" * 50], "max_tokens": 2})
+    assert (answer.status, answer.fault["code"]) == (400, "context_length_exceeded")
+    assert seen == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server(max_streams=1)
 async def test_a_failure_ends_a_request_whose_answers_have_not_all_begun(server: Served, stream: bool) -> None:
-    seen, third = watched_until(server, 3)
+    seen = Begun(server)
     async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
-        await third.wait()
-        seen[-1].close()  # as the runtime does with a stream that fails
+        await seen.third.wait()
+        seen[-1][2].close()  # as the runtime does with a stream that fails
     assert len(seen) == 3
     assert ("error" in one.events[-1]) if stream else (one.status == 503)
     assert await server.outcomes() == {"failed": 1}
@@ -286,9 +277,9 @@ async def test_a_failure_ends_a_request_whose_answers_have_not_all_begun(server:
 
 @on_server(max_streams=1)
 async def test_a_client_that_leaves_before_all_answers_have_begun_has_cancelled_its_request(server: Served) -> None:
-    seen, third = watched_until(server, 3)
+    seen = Begun(server)
     async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3}) as one:
-        await third.wait()
+        await seen.third.wait()
         one.leave()
     assert len(seen) == 3
     assert await server.outcomes() == {"cancelled": 1}
@@ -298,14 +289,13 @@ async def test_a_client_that_leaves_before_all_answers_have_begun_has_cancelled_
 
 
 def logits_of(script: Any, history: list[int]) -> list[float]:
-
     logits = script(history)
     total = math.log(sum(math.exp(each) for each in logits))
     return [each - total for each in logits]
 
 
 @sweep("max_tokens", [0, 1, 5])
-@sweep("stream", [False, True])
+@STREAMED
 @on_server()
 async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer(
     server: Served, max_tokens: int, stream: bool
@@ -437,18 +427,13 @@ async def test_the_log_likelihoods_that_lm_eval_reads(server: Served) -> None:
         assert is_greedy == score.is_greedy
 
 
-def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo() -> None:
+@on_server(always({"\n": 9.0}))
+async def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo(server: Served) -> None:
     # What ends the text has no text. Clients count tokens from the end.
-    def ending(history: Any) -> list[float]:
-        return [9.0 if i == Letters.ALPHABET.index("\n") else 0.0 for i in range(64)]
-
-    async def test(server: Served) -> None:
-        body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
-        (choice,) = (await asked(server, COMPLETIONS, body))["choices"]
-        assert choice["text"] == "abc"
-        assert [len(each) for each in choice["logprobs"].values()] == [4, 4, 4, 4]
-
-    simulated_server(test, ScriptedModel(ending))
+    body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
+    (choice,) = (await asked(server, COMPLETIONS, body))["choices"]
+    assert choice["text"] == "abc"
+    assert [len(each) for each in choice["logprobs"].values()] == [4, 4, 4, 4]
 
 
 @on_server()
@@ -460,12 +445,7 @@ async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server: 
     assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
     assert server.simulation.runtime.statistics().prompt_tokens == 0
     (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
-    assert one["logprobs"] == {
-        "tokens": ["a"],
-        "token_logprobs": [None],
-        "top_logprobs": [None],
-        "text_offset": [0],
-    }
+    assert one["logprobs"] == {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
 
 
 @on_server(limits=Limits(prefill_step_size=5))
@@ -481,21 +461,21 @@ async def test_the_prompt_of_an_echo_is_read_as_the_request_has_it(server: Serve
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_one_is_read(max_tokens: int) -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": ["abc", "abd"], "max_tokens": max_tokens, "echo": True, "logprobs": 1}
-        long = {"prompt": ["abc", "a" * 40]}
-        for more, message in (({"stop_tokens": [64]}, "stop_tokens"), ({"logit_bias": {"99": 1}}, "logit_bias")):
-            refused = await server.ask(COMPLETIONS, {**body, **more})
-            assert refused.status == 400
-            assert message in refused.fault["message"]
-        for more in ({}, {"echo": False, "max_tokens": 1}):
-            refused = await server.ask(COMPLETIONS, {**body, **long, **more})
-            assert refused.fault["code"] == "context_length_exceeded"
-            assert refused.fault["message"].startswith("prompt[1]: the prompt has 40 tokens")
-        assert server.simulation.spans("target") == []
-
-    simulated_server(test, ScriptedModel(looping, context_length=40))
+@on_server(ScriptedModel(looping, context_length=40))
+async def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_one_is_read(
+    server: Served, max_tokens: int
+) -> None:
+    body = {"prompt": ["abc", "abd"], "max_tokens": max_tokens, "echo": True, "logprobs": 1}
+    long = {"prompt": ["abc", "a" * 40]}
+    for more, message in (({"stop_tokens": [64]}, "stop_tokens"), ({"logit_bias": {"99": 1}}, "logit_bias")):
+        refused = await server.ask(COMPLETIONS, {**body, **more})
+        assert refused.status == 400
+        assert message in refused.fault["message"]
+    for more in ({}, {"echo": False, "max_tokens": 1}):
+        refused = await server.ask(COMPLETIONS, {**body, **long, **more})
+        assert refused.fault["code"] == "context_length_exceeded"
+        assert refused.fault["message"].startswith("prompt[1]: the prompt has 40 tokens")
+    assert server.simulation.spans("target") == []
 
 
 @on_server(limits=Limits(max_prompt_tokens=5))
@@ -537,14 +517,7 @@ FAMILIES = [
 @sweep(("markers", "expected"), FAMILIES)
 def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], expected: str) -> None:
     async def test(server: Served) -> None:
-        prompts: list[Any] = []
-        begin = server.simulation.runtime.stream
-
-        def watch(prompt: Any, **keywords: Any) -> Any:
-            prompts.append((server.tokenizer.decode(prompt), set(keywords["stop_tokens"])))
-            return begin(prompt, **keywords)
-
-        server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+        seen = Begun(server)
         body = {"prompt": "def f", "suffix": "return", "max_tokens": 6, "stop_tokens": [3]}
         filled = texts(await asked(server, COMPLETIONS, body))
         assert texts(await asked(server, FIM, {**body, "random_seed": 1})) == filled
@@ -552,7 +525,7 @@ def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], ex
         streamed = await server.ask(FIM, {**body, "stream": True})
         assert streamed.text == filled[0]
         ends = {server.tokenizer.ALPHABET.index(letter) for letter in markers if len(letter) == 1}
-        assert prompts == [(expected, {3, *ends})] * 4
+        assert [(prompt, set(keywords["stop_tokens"])) for prompt, keywords, _ in seen] == [(expected, {3, *ends})] * 4
 
     simulated_server(test, *models(), tokenizer=Coder(**markers))
 
@@ -579,67 +552,31 @@ def test_an_editor_s_completions_are_answered_in_either_form() -> None:
     simulated_server(test, *models(), tokenizer=Coder(**FAMILIES[0][0]))
 
 
-def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on() -> None:
-    async def test(server: Served) -> None:
-        seen = []
-        begin = server.simulation.runtime.stream
-
-        def watch(prompt: Any, **keywords: Any) -> Any:
-            seen.append(server.tokenizer.decode(prompt))
-            return begin(prompt, **keywords)
-
-        server.simulation.runtime.stream = watch  # type: ignore[method-assign]
-        answer = await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
-        assert answer["object"] == "chat.completion"
-        await asked(server, COMPLETIONS, {"prompt": "ab", "suffix": "", "max_tokens": 2})
-        assert seen == ["PabSM", "ab"]
-
-    simulated_server(test, *models(), tokenizer=Coder(**FAMILIES[0][0]))
+@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+async def test_in_front_of_nothing_mistrals_endpoint_fills_in_and_a_completion_goes_on(server: Served) -> None:
+    seen = Begun(server)
+    answer = await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
+    assert answer["object"] == "chat.completion"
+    await asked(server, COMPLETIONS, {"prompt": "ab", "suffix": "", "max_tokens": 2})
+    assert [prompt for prompt, _, _ in seen] == ["PabSM", "ab"]
 
 
-def test_a_family_is_looked_for_once() -> None:
-    class Counting(Coder):
-        num_listed = 0
-
-        def get_vocab(self) -> dict[str, int]:
-            self.num_listed += 1
-            return super().get_vocab()
-
-    tokenizer = Counting(**FAMILIES[0][0])
-
-    async def test(server: Served) -> None:
-        before = tokenizer.num_listed
-        for _ in range(2):
-            await asked(server, FIM, {"prompt": "ab", "max_tokens": 2})
-        assert tokenizer.num_listed == before + 1
-
-    simulated_server(test, *models(), tokenizer=tokenizer)
+@on_server(always({"S": 9.0, "x": 5.0}), tokenizer=Coder(**FAMILIES[0][0]))
+async def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does(server: Served) -> None:
+    body = {"prompt": "ab", "max_tokens": 6}
+    assert texts(await asked(server, FIM, body)) == [""]
+    assert texts(await asked(server, FIM, {**body, "min_tokens": 4})) == ["xxxx"]
+    assert texts(await asked(server, FIM, {**body, "ignore_eos": True})) == ["SSSSSS"]
+    stop = Letters.ALPHABET.index("S")
+    assert texts(await asked(server, FIM, {**body, "ignore_eos": True, "stop_tokens": [stop]})) == [""]
 
 
-def test_tokens_of_the_family_end_a_text_as_an_end_of_text_does() -> None:
-    def ending(history: Any) -> list[float]:
-        # The suffix's marker is the likeliest token, an x the next.
-        return [{"S": 9.0, "x": 5.0}.get(letter, 0.0) for letter in Letters.ALPHABET]
-
-    async def test(server: Served) -> None:
-        body = {"prompt": "ab", "max_tokens": 6}
-        assert texts(await asked(server, FIM, body)) == [""]
-        assert texts(await asked(server, FIM, {**body, "min_tokens": 4})) == ["xxxx"]
-        assert texts(await asked(server, FIM, {**body, "ignore_eos": True})) == ["SSSSSS"]
-        stop = Letters.ALPHABET.index("S")
-        assert texts(await asked(server, FIM, {**body, "ignore_eos": True, "stop_tokens": [stop]})) == [""]
-
-    simulated_server(test, ScriptedModel(ending), tokenizer=Coder(**FAMILIES[0][0]))
-
-
-def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too() -> None:
-    async def test(server: Served) -> None:
-        body = {"prompt": "ab", "max_tokens": 6}
-        assert texts(await asked(server, FIM, body)) == [""]
-
-    x = Letters.ALPHABET.index("x")
-    always = ScriptedModel(lambda history: [9.0 * (i == x) for i in range(64)])
-    simulated_server(test, always, tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [x]})
+@on_server(
+    always({"x": 9.0}), tokenizer=Coder(**FAMILIES[0][0]), settings={"stop_tokens": [Letters.ALPHABET.index("x")]}
+)
+async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too(server: Served) -> None:
+    body = {"prompt": "ab", "max_tokens": 6}
+    assert texts(await asked(server, FIM, body)) == [""]
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -676,24 +613,12 @@ def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_too() 
         ),
     ],
 )
-def test_what_cannot_be_answered_is_told_before_anything_is_generated(
-    path: str, body: dict[str, Any], param: str, message: str
+@on_server(tokenizer=Coder())
+async def test_what_cannot_be_answered_is_told_before_anything_is_generated(
+    server: Served, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, {**(HELLO if path == CHAT else {"prompt": "a"}), **body})
-        assert answer.status == 400
-        assert answer.fault["param"] == param, answer.fault
-
-        assert re.search(message, answer.fault["message"]), answer.fault["message"]
-        assert server.simulation.runtime.num_streams == 0
-
-    simulated_server(test, *models(), tokenizer=Coder())
-
-
-@on_server()
-async def test_a_description_names_the_fields(server: Served) -> None:
-    described = (await server.ask("/openapi.json")).json
-    assert FIM in described["paths"]
-    fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
-    assert {"echo", "best_of", "suffix", "n"} <= set(fields)
-    json.dumps(described)
+    answer = await server.ask(path, {**(HELLO if path == CHAT else {"prompt": "a"}), **body})
+    assert answer.status == 400
+    assert answer.fault["param"] == param, answer.fault
+    assert re.search(message, answer.fault["message"]), answer.fault["message"]
+    assert server.simulation.runtime.num_streams == 0

@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
-from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, pool_of
+from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, real_server
+from assembled import text_of
 from calling_models import calling_pair
 from sweeps import sweep
 from tokenizers import Tokenizer
@@ -19,16 +20,12 @@ from tokenizers.models import BPE
 from tool_letters import TOOLS
 from transformers import PreTrainedTokenizerFast
 
-import runtime
 from protocol.errors import ProcessorError
 from runtime.server.answers.body import parse_request
-from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse, error_response_of
-from runtime.server.fair_threads import in_thread
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.openai.requests import ChatRequest
-from runtime.server.timelines import Timelines
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -124,15 +121,12 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 
 def test_answers_keep_to_what_they_must_be_in_every_api_and_what_cannot_be_kept_to_is_named() -> None:
     async def main() -> None:
-        timelines = Timelines()
-        pair = calling_pair(thinks=False)
-        async with runtime.open(*pair, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
-            app = application(models, Service())
+        async with real_server(*calling_pair(thinks=False)) as (app, _):
             for path, fields, holds in ASKED:
                 said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
                 answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})
                 assert answer.status == 200, answer.body
-                assert holds(text_of(path, answer.json)), answer.body
+                assert holds(text_of(answer)), answer.body
                 assert "x-outrider-ignored" not in answer.headers or "guided_decoding_backend" in fields
             for path, fields, param, message in WRONG:
                 said = {COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
@@ -149,7 +143,7 @@ def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
     letters = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
     async def main() -> None:
-        schemas = Schemas(letters, ScriptedCheck(), in_thread, 10.0)
+        schemas = Schemas(letters, ScriptedCheck(), trio.to_thread.run_sync, 10.0)
         for kind, value, field in (("regex", "[ab]z", "guided_regex"), ("grammar", 'root ::= "a" "z"', "grammar")):
             grammar = await schemas.grammar(Constraint(kind, value, field), "client")
             grammar(mx.array([2]), mx.zeros((1, 3)))
@@ -160,16 +154,3 @@ def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
             assert error_response_of(failed).detail["param"] == field
 
     trio.run(main)
-
-
-def text_of(path: str, body: Any) -> str:
-    match path:
-        case "/v1/responses":
-            text: str = body["output"][-1]["content"][0]["text"]
-        case "/v1/messages":
-            text = body["content"][-1]["text"]
-        case "/v1/completions":
-            text = body["choices"][0]["text"]
-        case _:
-            text = body["choices"][0]["message"]["content"]
-    return text

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from asgi import (
-    CHAT,
-    COUNT_TOKENS,
-    MESSAGES,
-    RESPONSES,
-    Exchange,
-    Letters,
-    Served,
-    looping,
-    on_server,
-)
-from assembled import assembled_message, assembled_response, text_of_message, text_of_response
+from asgi import CHAT, COUNT_TOKENS, MESSAGES, RESPONSES, Letters, Served, looping, on_server
+from assembled import text_of, text_of_response
 from sweeps import sweep
 
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -24,16 +13,6 @@ BEGUN: dict[str, Any] = {"role": "assistant", "content": "well, yes"}
 CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLING: dict[str, Any] = {**BEGUN, "tool_calls": [CALL]}
 CONTINUED, ANSWERED = "user:hello.assistant:well, yes", "user:hello.assistant:well, yes.assistant:"
-
-
-def text_of(path: str, answer: Exchange) -> str:
-    """What an answer says, in one body or streamed."""
-    is_streamed = answer.headers["content-type"].startswith("text/event-stream")
-    if path == MESSAGES:
-        return text_of_message(assembled_message(answer.named_events) if is_streamed else answer.json)
-    if path == RESPONSES:
-        return text_of_response(assembled_response(answer.named_events) if is_streamed else answer.json)
-    return answer.text
 
 
 async def prompt_of(server: Served, **chat: Any) -> str:
@@ -51,7 +30,7 @@ async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: s
     asked = {"messages": [HELLO, BEGUN], "input": [HELLO, BEGUN], "max_tokens": 9, "max_output_tokens": 9}
     answer = await server.ask(path, {**asked, "stream": stream})
     # Without what it continues, which the client has.
-    assert text_of(path, answer) == expected.text
+    assert text_of(answer) == expected.text
     assert server.tokenizer.seen[-1] == [HELLO, BEGUN]
 
 
@@ -85,7 +64,7 @@ async def test_a_request_says_whether_a_new_message_begins(
     assert answer.json["usage"]["prompt_tokens"] == len(prompt)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("last", "fields", "message"),
     [
         (BEGUN, {"add_generation_prompt": True}, "cannot go together with add_generation_prompt: true"),
@@ -104,7 +83,7 @@ async def test_what_cannot_be_continued_is_refused(
         assert message in answer.fault["message"]
 
 
-@pytest.mark.parametrize("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
+@sweep("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
 @on_server()
 async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(
     server: Served, content: Any

@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from served_command import KEY, Server, serving
 from visitors import Tab, chromium, visitor
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,6 @@ def tried(page: Page, id: str) -> Page:
     return page
 
 
-@pytest.mark.slow
 def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge(tab: Tab) -> None:
     page = tab.page
     ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
@@ -56,7 +55,6 @@ def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge
     assert page.evaluate("document.documentElement.scrollWidth") == 320
 
 
-@pytest.mark.slow
 def test_a_request_that_needs_the_key_says_so_and_with_it_streams_its_answer(tab: Tab) -> None:
     page = tried(tab.page, "complete")
     output = page.locator("#complete pre")
@@ -66,7 +64,6 @@ def test_a_request_that_needs_the_key_says_so_and_with_it_streams_its_answer(tab
     expect(output).to_have_text(re.compile(r"^200 text/event-stream.*data: \[DONE\]\s*$", re.DOTALL))
 
 
-@pytest.mark.slow
 def test_stop_ends_the_generation(tab: Tab, server: Server) -> None:
     page = tab.page
     unfold(page, "chat")

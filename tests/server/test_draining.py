@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-import pytest
 import trio
 from asgi import (
     CHAT,
@@ -15,6 +14,7 @@ from asgi import (
     HELLO,
     MESSAGES,
     RESPONSES,
+    STREAMED,
     Served,
     figures,
     looping,
@@ -32,7 +32,7 @@ async def over(server: Served) -> bool:
     return not waited.cancelled_caught
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server(looping, max_streams=1)
 async def test_requests_that_run_and_wait_end_and_others_are_told_to_ask_elsewhere(
     server: Served, stream: bool

@@ -137,11 +137,7 @@ BY_CARD: dict[str, Card] = {
         "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
         ("<｜fim▁hole｜>",),
     ),
-    "CodeGemma": (
-        code_gemma,
-        "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
-        ("<|file_separator|>",),
-    ),
+    "CodeGemma": (code_gemma, "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>", ("<|file_separator|>",)),
 }
 
 

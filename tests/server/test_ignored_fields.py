@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asgi import (
+    BOTH,
     CHAT,
     COMPLETIONS,
     COUNT_TOKENS,
@@ -17,13 +18,12 @@ from asgi import (
     direct,
     on_server,
 )
-from sweeps import sweep
 
 from runtime.server.answers.body import IgnoredFields
 from runtime.server.limits import Limits
 
 HEADER = "x-outrider-ignored"
-BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
+
 SAID = {"role": "user", "content": "hello"}
 ASKED: dict[str, dict[str, Any]] = {
     COMPLETIONS: DEF,

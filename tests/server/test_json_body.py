@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from sweeps import sweep
 
 from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside, json_pieces
-from runtime.server.fair_threads import SHORT, FairThreads, in_thread
+from runtime.server.fair_threads import SHORT, FairThreads
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
@@ -61,19 +61,8 @@ async def test_trio_goes_on_while_a_long_response_is_made(num_tokens: int) -> No
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(go_on)
-        body = await encoded_aside(make, num_tokens, FairThreads(in_thread), "10.0.0.1")
+        body = await encoded_aside(make, num_tokens, FairThreads(trio.to_thread.run_sync), "10.0.0.1")
     assert json.loads(body) == {"others went on": True}
-
-
-async def test_a_short_response_needs_no_thread() -> None:
-    made_in: list[Any] = []
-
-    def make() -> dict[str, Any]:
-        made_in.append(threading.current_thread())
-        return {}
-
-    assert await encoded_aside(make, SHORT_RESPONSE, FairThreads(in_thread), "10.0.0.1") == b"{}"
-    assert made_in == [threading.current_thread()]
 
 
 class Counting(Aside):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import ROOT, save_model
+from sweeps import sweep
 
 from runtime.cli import main as cli
 from runtime.loading.model_spec import ModelSpec
@@ -77,7 +78,10 @@ target = "some-org/some-model"
     assert remote.settings == {"top_k": 5}
 
 
-@pytest.mark.parametrize(
+LARGE = '[models.x]\ntarget = "large"\n'
+
+
+@sweep(
     ("content", "expected"),
     [
         ("", "'…/models.toml', models: must be tables such as [models.coder], at least one, got None"),
@@ -92,46 +96,25 @@ target = "some-org/some-model"
         ("[models.x]\n", "'…/models.toml', [models.x], target: is missing; give a path or a hub id"),
         ("[models.x]\ntarget = 3", "'…/models.toml', [models.x], target: must be a path or a hub id, or a table"),
         ('[models."x y"]\ntarget = "./no"', "'…/models.toml', [models.'x y'], target: target './no' does not exist"),
-        ('[models.x]\ntarget = "large"\ndraft = "./no"', "[models.x], draft: draft './no' does not exist"),
+        (LARGE + 'draft = "./no"', "[models.x], draft: draft './no' does not exist"),
+        (LARGE + 'draft = "n-gram"', "[models.x], draft: draft 'n-gram' is no model; did you"),
+        (LARGE + "kv_bits = 7", "[models.x], kv_bits: kv_bits must be 2, 3, 4, 5, 6, 8 or None"),
+        (LARGE + "max_streams = 0", "[models.x], max_streams: max_streams must be a whole"),
         (
-            '[models.x]\ntarget = "large"\ndraft = "n-gram"',
-            "[models.x], draft: draft 'n-gram' is no model; did you",
-        ),
-        ('[models.x]\ntarget = "large"\nkv_bits = 7', "[models.x], kv_bits: kv_bits must be 2, 3, 4, 5, 6, 8 or None"),
-        (
-            '[models.x]\ntarget = "large"\nmax_streams = 0',
-            "[models.x], max_streams: max_streams must be a whole",
-        ),
-        (
-            '[models.x]\ntarget = "large"\nkv_bits = 8\nmax_kv_size = 100',
+            LARGE + "kv_bits = 8\nmax_kv_size = 100",
             "[models.x], max_kv_size: kv_bits and max_kv_size exclude each other",
         ),
-        (
-            '[models.x]\ntarget = "large"\nkv_bit = 8',
-            "[models.x], kv_bit: there is no such key; did you mean 'kv_bits",
-        ),
-        (
-            '[models.x]\ntarget = "large"\ntrace = "t"',
-            "[models.x], trace: is not a model's; the server keeps",
-        ),
-        ('[models.x]\ntarget = "large"\nidle_seconds = nan', "[models.x], idle_seconds: must be a number of seconds"),
-        ('[models.x]\ntarget = "large"\nsettings = 3', "[models.x], settings: must be a table of settings, got 3"),
-        (
-            '[models.x]\ntarget = "large"\nsettings = { temperature = -1 }',
-            "[models.x], settings: temperature must be",
-        ),
-        (
-            '[models.x]\ntarget = "large"\nsettings = { warmth = 1 }',
-            "[models.x], settings: there is no setting 'warmth'",
-        ),
+        (LARGE + "kv_bit = 8", "[models.x], kv_bit: there is no such key; did you mean 'kv_bits"),
+        (LARGE + 'trace = "t"', "[models.x], trace: is not a model's; the server keeps"),
+        (LARGE + "idle_seconds = nan", "[models.x], idle_seconds: must be a number of seconds"),
+        (LARGE + "settings = 3", "[models.x], settings: must be a table of settings, got 3"),
+        (LARGE + "settings = { temperature = -1 }", "[models.x], settings: temperature must be"),
+        (LARGE + "settings = { warmth = 1 }", "[models.x], settings: there is no setting 'warmth'"),
         (
             '[models.x]\ntarget = { path = "large", adapter = "y" }',
             "[models.x], target, adapter: there is no such key; did you mean 'adapter_path'?",
         ),
-        (
-            '[models.x]\ntarget = { path = "large", quantize = 7 }',
-            "[models.x], target: quantize takes 2, 3, 4",
-        ),
+        ('[models.x]\ntarget = { path = "large", quantize = 7 }', "[models.x], target: quantize takes 2, 3, 4"),
         ('[models.x]\ntarget = { revision = "y" }', "[models.x], target: must be a path or a hub id, or a table"),
         ('[models.""]\ntarget = "large"', "models: a name must have 1 to 200 printable characters, got ''"),
     ],

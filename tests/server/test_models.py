@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio
-from asgi import COMPLETIONS, ask, figures
+from asgi import COMPLETIONS, ask, figures, with_parameters_of
 from model_pools import LOAD_S, PROMPT, ScriptedLoads, ServedModels, served_models, spec, text_of
 from scripted import run
 
@@ -16,92 +16,91 @@ from runtime.server.models.served_model import ServedModel
 A, B, C = spec("a"), spec("b"), spec("c")
 
 
-def with_models(test: Callable[[ServedModels], Awaitable[None]], *specs: ServedModel, **options: Any) -> None:
-    """Run a test with a server of its own."""
+def with_models(*specs: ServedModel, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of an async function whose argument `server` is a server of its own."""
 
-    async def main() -> None:
-        async with served_models(*specs, **options) as server:
-            await test(server)
+    def decorate(test: Callable[[ServedModels], Awaitable[None]]) -> Callable[..., Any]:
+        async def main() -> None:
+            async with served_models(*specs, **options) as server:
+                await test(server)
 
-    run(main)
+        return with_parameters_of(test, lambda: run(main))
+
+    return decorate
 
 
 # --- loading --------------------------------------------------------------------------------------
 
 
-def test_a_model_is_loaded_for_its_first_request_and_stays() -> None:
-    async def test(server: ServedModels) -> None:
-        assert server.loads.history == []
-        began = trio.current_time()
-        answer = await server.complete("b")
-        assert (answer.status, answer.text, answer.json["model"]) == (200, text_of("b", 4), "b")
-        assert trio.current_time() - began > LOAD_S
-        began = trio.current_time()
-        assert (await server.complete("b", 6)).text == text_of("b", 6)
-        assert trio.current_time() - began < LOAD_S
-        assert server.loads.history == [("load", "b")]
-        assert await server.states() == {"a": "unloaded", "b": "loaded"}
-
-    with_models(test, A, B)
+@with_models(A, B)
+async def test_a_model_is_loaded_for_its_first_request_and_stays(server: ServedModels) -> None:
+    assert server.loads.history == []
+    began = trio.current_time()
+    answer = await server.complete("b")
+    assert (answer.status, answer.text, answer.json["model"]) == (200, text_of("b", 4), "b")
+    assert trio.current_time() - began > LOAD_S
+    began = trio.current_time()
+    assert (await server.complete("b", 6)).text == text_of("b", 6)
+    assert trio.current_time() - began < LOAD_S
+    assert server.loads.history == [("load", "b")]
+    assert await server.states() == {"a": "unloaded", "b": "loaded"}
 
 
-def test_a_request_without_a_model_is_for_the_first_one_and_an_unknown_model_is_an_error_with_the_names() -> None:
-    async def test(server: ServedModels) -> None:
-        assert (await server.complete(None)).json["model"] == "a"
-        answer = await server.complete("gpt")
-        assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
-        assert answer.fault["message"] == "there is no model \"gpt\" here; the models are 'a', 'b'"
-        assert (await ask(server.app, "/v1/models/gpt")).fault["message"] == answer.fault["message"]
-        assert server.loads.history == [("load", "a")]
-
-    with_models(test, A, B)
-
-
-def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_meanwhile() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("a")
-        done: list[tuple[str, float]] = []
-        began = trio.current_time()
-
-        async def complete(model: str) -> None:
-            assert (await server.complete(model)).text == text_of(model, 4)
-            done.append((model, trio.current_time() - began))
-
-        async with trio.open_nursery() as nursery:
-            for model in ("b", "b", "a", "b", "a"):
-                nursery.start_soon(complete, model)
-            await trio.sleep(LOAD_S / 2)
-            health = (await ask(server.app, "/health")).json
-            assert (health["status"], health["waiting"]) == ("ok", 3)
-            assert health["models"]["b"] == {"state": "loading", "status": "ok", "streams": 0, "waiting": 3}
-        assert server.loads.history == [("load", "a"), ("load", "b")]
-        assert [model for model, _ in done] == ["a", "a", "b", "b", "b"]
-        assert all((seconds < LOAD_S) == (model == "a") for model, seconds in done)
-
-    with_models(test, A, B)
+@with_models(A, B)
+async def test_a_request_without_a_model_is_for_the_first_one_and_an_unknown_model_is_an_error(
+    server: ServedModels,
+) -> None:
+    assert (await server.complete(None)).json["model"] == "a"
+    answer = await server.complete("gpt")
+    assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
+    assert answer.fault["message"] == "there is no model \"gpt\" here; the models are 'a', 'b'"
+    assert (await ask(server.app, "/v1/models/gpt")).fault["message"] == answer.fault["message"]
+    assert server.loads.history == [("load", "a")]
 
 
-def test_models_are_loaded_one_after_the_other_in_the_order_in_which_they_were_asked_for() -> None:
-    async def test(server: ServedModels) -> None:
-        most = 0
+@with_models(A, B)
+async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_meanwhile(server: ServedModels) -> None:
+    await server.complete("a")
+    done: list[tuple[str, float]] = []
+    began = trio.current_time()
 
-        async def watch() -> None:
-            nonlocal most
-            while True:
-                most = max(most, len(server.loads.in_memory) - len(server.pool.in_memory()))
+    async def complete(model: str) -> None:
+        assert (await server.complete(model)).text == text_of(model, 4)
+        done.append((model, trio.current_time() - began))
+
+    async with trio.open_nursery() as nursery:
+        for model in ("b", "b", "a", "b", "a"):
+            nursery.start_soon(complete, model)
+        await trio.sleep(LOAD_S / 2)
+        health = (await ask(server.app, "/health")).json
+        assert (health["status"], health["waiting"]) == ("ok", 3)
+        assert health["models"]["b"] == {"state": "loading", "status": "ok", "streams": 0, "waiting": 3}
+    assert server.loads.history == [("load", "a"), ("load", "b")]
+    assert [model for model, _ in done] == ["a", "a", "b", "b", "b"]
+    assert all((seconds < LOAD_S) == (model == "a") for model, seconds in done)
+
+
+@with_models(A, B, C)
+async def test_models_are_loaded_one_after_the_other_in_the_order_in_which_they_were_asked_for(
+    server: ServedModels,
+) -> None:
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len(server.loads.in_memory) - len(server.pool.in_memory()))
+            await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        async with trio.open_nursery() as requests:
+            for name in "cab":
+                requests.start_soon(server.complete, name)
                 await trio.sleep(1)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
-            async with trio.open_nursery() as requests:
-                for name in "cab":
-                    requests.start_soon(server.complete, name)
-                    await trio.sleep(1)
-            nursery.cancel_scope.cancel()
-        assert server.loads.history == [("load", "c"), ("load", "a"), ("load", "b")]
-        assert most == 1
-
-    with_models(test, A, B, C)
+        nursery.cancel_scope.cancel()
+    assert server.loads.history == [("load", "c"), ("load", "a"), ("load", "b")]
+    assert most == 1
 
 
 # --- cancellation ---------------------------------------------------------------------------------
@@ -129,35 +128,31 @@ async def test_a_client_that_leaves_at_any_moment_leaves_nothing(stream: bool, a
         seconds += 20 if seconds < LOAD_S - 20 else 4.25
 
 
-def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgotten() -> None:
-    async def test(server: ServedModels) -> None:
-        async with server.completing("a") as patient:
+@with_models(A, B)
+async def test_a_load_that_nobody_waits_for_any_more_before_it_begins_is_forgotten(server: ServedModels) -> None:
+    async with server.completing("a") as patient:
+        await trio.sleep(1)
+        async with server.completing("b") as first, server.completing("b") as second:
             await trio.sleep(1)
-            async with server.completing("b") as first, server.completing("b") as second:
-                await trio.sleep(1)
-                first.leave()
-                await trio.sleep(1)
-                assert (await server.states())["b"] == "loading"
-                second.leave()
-            assert (await server.states())["b"] == "unloaded"
-        assert patient.text == text_of("a", 4)
-        await server.settled()
-        assert server.loads.history == [("load", "a")]
-
-    with_models(test, A, B)
-
-
-def test_a_load_that_has_begun_is_finished_for_the_next_client() -> None:
-    async def test(server: ServedModels) -> None:
-        async with server.completing("a") as leaving:
+            first.leave()
             await trio.sleep(1)
-            leaving.leave()
-        began = trio.current_time()
-        assert (await server.complete("a")).status == 200
-        assert began + LOAD_S - 2 < trio.current_time() < began + 2 * LOAD_S - 2
-        assert server.loads.history == [("load", "a")]
+            assert (await server.states())["b"] == "loading"
+            second.leave()
+        assert (await server.states())["b"] == "unloaded"
+    assert patient.text == text_of("a", 4)
+    await server.settled()
+    assert server.loads.history == [("load", "a")]
 
-    with_models(test, A)
+
+@with_models(A)
+async def test_a_load_that_has_begun_is_finished_for_the_next_client(server: ServedModels) -> None:
+    async with server.completing("a") as leaving:
+        await trio.sleep(1)
+        leaving.leave()
+    began = trio.current_time()
+    assert (await server.complete("a")).status == 200
+    assert began + LOAD_S - 2 < trio.current_time() < began + 2 * LOAD_S - 2
+    assert server.loads.history == [("load", "a")]
 
 
 async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojump_clock: Any) -> None:
@@ -175,196 +170,182 @@ async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojum
 # --- unloading ------------------------------------------------------------------------------------
 
 
-def test_a_model_is_unloaded_once_it_was_idle_for_its_time_and_never_while_it_works() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("a", 200)  # takes longer than its time
-        assert server.loads.history == [("load", "a")]
-        for _ in range(3):
-            await trio.sleep(29)
-            assert (await server.complete("a", 1)).status == 200
+@with_models(spec("a", idle_s=30.0), B)
+async def test_a_model_is_unloaded_once_it_was_idle_for_its_time_and_never_while_it_works(server: ServedModels) -> None:
+    await server.complete("a", 200)  # takes longer than its time
+    assert server.loads.history == [("load", "a")]
+    for _ in range(3):
         await trio.sleep(29)
-        assert (await server.states())["a"] == "loaded"
-        await trio.sleep(2)
-        assert server.loads.history == [("load", "a"), ("unload", "a")]
-        assert await server.states() == {"a": "unloaded", "b": "unloaded"}
-        assert (await server.complete("a")).text == text_of("a", 4)
-        # The other one stays: it has no time.
-        await server.complete("b")
-        await trio.sleep(10_000)
-        assert await server.states() == {"a": "unloaded", "b": "loaded"}
-
-    with_models(test, spec("a", idle_s=30.0), B)
-
-
-def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloaded() -> None:
-    async def test(server: ServedModels) -> None:
-        for name in ("a", "b", "a", "c"):
-            assert (await server.complete(name)).text == text_of(name, 4)
-        assert server.loads.history == [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
-        await server.complete("b")
-        assert server.loads.history[4:] == [("unload", "a"), ("load", "b")]
-
-    with_models(test, A, B, C, memory_limit=25)
+        assert (await server.complete("a", 1)).status == 200
+    await trio.sleep(29)
+    assert (await server.states())["a"] == "loaded"
+    await trio.sleep(2)
+    assert server.loads.history == [("load", "a"), ("unload", "a")]
+    assert await server.states() == {"a": "unloaded", "b": "unloaded"}
+    assert (await server.complete("a")).text == text_of("a", 4)
+    # The other one stays: it has no time.
+    await server.complete("b")
+    await trio.sleep(10_000)
+    assert await server.states() == {"a": "unloaded", "b": "loaded"}
 
 
-def test_a_model_at_work_is_not_unloaded_for_another_which_waits_until_one_is_idle() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("a")
-        async with trio.open_nursery() as nursery:
-            answers: dict[str, Any] = {}
-
-            async def complete(key: str, model: str, num_tokens: int) -> None:
-                answers[key] = await server.complete(model, num_tokens)
-                assert answers[key].text == text_of(model, num_tokens)
-
-            nursery.start_soon(complete, "long", "a", 300)
-            await trio.sleep(1)
-            nursery.start_soon(complete, "other", "b", 4)
-            await trio.sleep(1)
-            # The one at work takes nobody new, or the other would never have its turn.
-            nursery.start_soon(complete, "late", "a", 4)
-            await trio.sleep(1)
-            assert server.loads.history == [("load", "a")]
-            assert await server.states() == {"a": "loading", "b": "loading"}
-        assert server.loads.history == [
-            ("load", "a"), ("unload", "a"), ("load", "b"), ("unload", "b"), ("load", "a"),
-        ]  # fmt: skip
-        assert answers["long"].over_at < answers["other"].over_at < answers["late"].over_at
-
-    with_models(test, A, B, memory_limit=15)
+@with_models(A, B, C, memory_limit=25)
+async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloaded(server: ServedModels) -> None:
+    for name in ("a", "b", "a", "c"):
+        assert (await server.complete(name)).text == text_of(name, 4)
+    assert server.loads.history == [("load", "a"), ("load", "b"), ("unload", "b"), ("load", "c")]
+    await server.complete("b")
+    assert server.loads.history[4:] == [("unload", "a"), ("load", "b")]
 
 
-def test_a_client_that_leaves_while_its_model_waits_for_room_leaves_nothing() -> None:
-    async def test(server: ServedModels) -> None:
-        async with server.completing("a", 300) as long:
-            await trio.sleep(LOAD_S + 1)
-            async with server.completing("b") as leaving:
-                await trio.sleep(1)
-                leaving.leave()
-            assert (await server.states())["b"] == "unloaded"
-        assert long.text == text_of("a", 300)
-        await server.settled()
-        assert ("load", "b") not in server.loads.history
-        assert (await server.complete("a")).text == text_of("a", 4)
+@with_models(A, B, memory_limit=15)
+async def test_a_model_at_work_is_not_unloaded_for_another_which_waits_until_one_is_idle(server: ServedModels) -> None:
+    await server.complete("a")
+    async with trio.open_nursery() as nursery:
+        answers: dict[str, Any] = {}
 
-    with_models(test, A, B, memory_limit=15)
+        async def complete(key: str, model: str, num_tokens: int) -> None:
+            answers[key] = await server.complete(model, num_tokens)
+            assert answers[key].text == text_of(model, num_tokens)
 
-
-def test_a_model_that_is_larger_than_the_limit_is_refused_and_nothing_is_unloaded_for_it() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("a")
-        answer = await server.complete("large")
-        assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
-        assert "its files have 30 bytes, and --memory-limit is 25" in answer.fault["message"]
-        assert server.loads.history == [("load", "a")]
-
-    with_models(test, A, spec("large", num_bytes=30), memory_limit=25)
-
-
-def test_idle_models_are_unloaded_where_caches_have_grown_beyond_the_limit_but_not_the_last_one() -> None:
-    async def test(server: ServedModels) -> None:
-        for name in ("a", "b", "c"):
-            await server.complete(name)
-        assert [event for event, _ in server.loads.history] == ["load"] * 3
-        server.loads.extra_bytes = 40
-        await server.complete("a")
+        nursery.start_soon(complete, "long", "a", 300)
         await trio.sleep(1)
-        assert server.loads.history[3:] == [("unload", "b"), ("unload", "c")]
-        assert (await server.complete("a")).text == text_of("a", 4)
-        assert server.loads.history[5:] == []
+        nursery.start_soon(complete, "other", "b", 4)
+        await trio.sleep(1)
+        # The one at work takes nobody new, or the other would never have its turn.
+        nursery.start_soon(complete, "late", "a", 4)
+        await trio.sleep(1)
+        assert server.loads.history == [("load", "a")]
+        assert await server.states() == {"a": "loading", "b": "loading"}
+    assert server.loads.history == [
+        ("load", "a"), ("unload", "a"), ("load", "b"), ("unload", "b"), ("load", "a"),
+    ]  # fmt: skip
+    assert answers["long"].over_at < answers["other"].over_at < answers["late"].over_at
 
-    with_models(test, A, B, C, memory_limit=35)
+
+@with_models(A, B, memory_limit=15)
+async def test_a_client_that_leaves_while_its_model_waits_for_room_leaves_nothing(server: ServedModels) -> None:
+    async with server.completing("a", 300) as long:
+        await trio.sleep(LOAD_S + 1)
+        async with server.completing("b") as leaving:
+            await trio.sleep(1)
+            leaving.leave()
+        assert (await server.states())["b"] == "unloaded"
+    assert long.text == text_of("a", 300)
+    await server.settled()
+    assert ("load", "b") not in server.loads.history
+    assert (await server.complete("a")).text == text_of("a", 4)
+
+
+@with_models(A, spec("large", num_bytes=30), memory_limit=25)
+async def test_a_model_that_is_larger_than_the_limit_is_refused_and_nothing_is_unloaded_for_it(
+    server: ServedModels,
+) -> None:
+    await server.complete("a")
+    answer = await server.complete("large")
+    assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
+    assert "its files have 30 bytes, and --memory-limit is 25" in answer.fault["message"]
+    assert server.loads.history == [("load", "a")]
+
+
+@with_models(A, B, C, memory_limit=35)
+async def test_idle_models_are_unloaded_where_caches_have_grown_beyond_the_limit_but_not_the_last_one(
+    server: ServedModels,
+) -> None:
+    for name in ("a", "b", "c"):
+        await server.complete(name)
+    assert [event for event, _ in server.loads.history] == ["load"] * 3
+    server.loads.extra_bytes = 40
+    await server.complete("a")
+    await trio.sleep(1)
+    assert server.loads.history[3:] == [("unload", "b"), ("unload", "c")]
+    assert (await server.complete("a")).text == text_of("a", 4)
+    assert server.loads.history[5:] == []
 
 
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_for_those_who_asked_and_for_nobody_else() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("b")
-        server.loads.failing.add("a")
-        answers = []
+@with_models(A, B)
+async def test_a_model_that_cannot_be_loaded_is_an_error_for_those_who_asked_and_for_nobody_else(
+    server: ServedModels,
+) -> None:
+    await server.complete("b")
+    server.loads.failing.add("a")
+    answers = []
 
-        async def ask_for(model: str) -> None:
-            answers.append((model, await server.complete(model)))
+    async def ask_for(model: str) -> None:
+        answers.append((model, await server.complete(model)))
 
-        async with trio.open_nursery() as nursery:
-            for model in ("a", "a", "b"):
-                nursery.start_soon(ask_for, model)
-        for model, answer in answers:
-            if model == "b":
-                assert answer.text == text_of("b", 4)
-                continue
-            assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
-            assert answer.fault["message"] == "model 'a' cannot be loaded: path/of/a is damaged"
-        assert (await ask(server.app, "/health")).json["status"] == "ok"
-        assert (await figures(server.app))["outrider_model_loads_total", "afailed"] == 1
-        server.loads.failing.clear()
-        assert (await server.complete("a")).text == text_of("a", 4)
-
-    with_models(test, A, B)
+    async with trio.open_nursery() as nursery:
+        for model in ("a", "a", "b"):
+            nursery.start_soon(ask_for, model)
+    for model, answer in answers:
+        if model == "b":
+            assert answer.text == text_of("b", 4)
+            continue
+        assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
+        assert answer.fault["message"] == "model 'a' cannot be loaded: path/of/a is damaged"
+    assert (await ask(server.app, "/health")).json["status"] == "ok"
+    assert (await figures(server.app))["outrider_model_loads_total", "afailed"] == 1
+    server.loads.failing.clear()
+    assert (await server.complete("a")).text == text_of("a", 4)
 
 
-def test_a_model_whose_target_fails_is_unloaded_and_loaded_anew() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("b")
-        answer = await server.complete("a", 20, stream=True)
-        assert answer.events[-1]["error"]["code"] == "models_unavailable"
-        await trio.sleep(1)
-        assert server.loads.history == [("load", "b"), ("load", "a"), ("unload", "a")]
-        health = await ask(server.app, "/health")
-        assert (health.status, health.json["status"]) == (200, "ok")
-        assert (await server.complete("a", 20)).text == text_of("a", 20)
-        assert (await server.complete("b")).text == text_of("b", 4)
-
-    with_models(test, A, B, loads=ScriptedLoads(fails={"a": [{"feed": range(8, 10_000)}]}))
+@with_models(A, B, loads=ScriptedLoads(fails={"a": [{"feed": range(8, 10_000)}]}))
+async def test_a_model_whose_target_fails_is_unloaded_and_loaded_anew(server: ServedModels) -> None:
+    await server.complete("b")
+    answer = await server.complete("a", 20, stream=True)
+    assert answer.events[-1]["error"]["code"] == "models_unavailable"
+    await trio.sleep(1)
+    assert server.loads.history == [("load", "b"), ("load", "a"), ("unload", "a")]
+    health = await ask(server.app, "/health")
+    assert (health.status, health.json["status"]) == (200, "ok")
+    assert (await server.complete("a", 20)).text == text_of("a", 20)
+    assert (await server.complete("b")).text == text_of("b", 4)
 
 
 # --- reports --------------------------------------------------------------------------------------
 
 
-def test_the_models_are_listed_loaded_or_not() -> None:
-    async def test(server: ServedModels) -> None:
-        await server.complete("b")
-        listed = (await ask(server.app, "/v1/models")).json["data"]
-        assert [(each["id"], each["state"], each["draft"], each["has_chat_template"]) for each in listed] == [
-            ("a", "unloaded", None, None),
-            ("b", "loaded", "small", True),
-        ]
-        assert (await ask(server.app, "/v1/models/b")).json == listed[1]
-
-    with_models(test, A, spec("b", draft_name="small"))
+@with_models(A, spec("b", draft_name="small"))
+async def test_the_models_are_listed_loaded_or_not(server: ServedModels) -> None:
+    await server.complete("b")
+    listed = (await ask(server.app, "/v1/models")).json["data"]
+    assert [(each["id"], each["state"], each["draft"], each["has_chat_template"]) for each in listed] == [
+        ("a", "unloaded", None, None),
+        ("b", "loaded", "small", True),
+    ]
+    assert (await ask(server.app, "/v1/models/b")).json == listed[1]
 
 
-def test_counters_have_the_name_of_their_model_and_do_not_fall_when_it_is_unloaded() -> None:
-    async def test(server: ServedModels) -> None:
-        seen = []
-        for name in ("a", "a", "b", "a"):
-            await server.complete(name)
-            await server.complete(name, 2)
-            seen.append(await figures(server.app))
-        assert server.loads.history.count(("load", "a")) == 2
-        for name in ("a", "b"):
-            for counter in ("generated_tokens_total", "target_passes_total", "prompt_tokens_total"):
-                values = [each[f"outrider_{counter}", name] for each in seen]
-                assert values == sorted(values)
-            busy = [each["outrider_busy_seconds_total", "target" + name] for each in seen]
-            assert busy == sorted(busy)
-        last = seen[-1]
-        assert [last["outrider_generated_tokens_total", name] for name in ("a", "b")] == [18, 6]
-        assert [last["outrider_answer_seconds_count", name] for name in ("a", "b")] == [6, 2]
-        assert [last["outrider_model_loaded", name] for name in ("a", "b")] == [1, 0]
-        assert [last["outrider_model_loads_total", name + "loaded"] for name in ("a", "b")] == [2, 1]
-
-    with_models(test, A, B, memory_limit=15)
+@with_models(A, B, memory_limit=15)
+async def test_counters_have_the_name_of_their_model_and_do_not_fall_when_it_is_unloaded(server: ServedModels) -> None:
+    seen = []
+    for name in ("a", "a", "b", "a"):
+        await server.complete(name)
+        await server.complete(name, 2)
+        seen.append(await figures(server.app))
+    assert server.loads.history.count(("load", "a")) == 2
+    for name in ("a", "b"):
+        for counter in ("generated_tokens_total", "target_passes_total", "prompt_tokens_total"):
+            values = [each[f"outrider_{counter}", name] for each in seen]
+            assert values == sorted(values)
+        busy = [each["outrider_busy_seconds_total", "target" + name] for each in seen]
+        assert busy == sorted(busy)
+    last = seen[-1]
+    assert [last["outrider_generated_tokens_total", name] for name in ("a", "b")] == [18, 6]
+    assert [last["outrider_answer_seconds_count", name] for name in ("a", "b")] == [6, 2]
+    assert [last["outrider_model_loaded", name] for name in ("a", "b")] == [1, 0]
+    assert [last["outrider_model_loads_total", name + "loaded"] for name in ("a", "b")] == [2, 1]
 
 
-def test_the_settings_of_a_model_are_those_of_requests_without_others() -> None:
-    async def test(server: ServedModels) -> None:
-        assert (await ask(server.app, COMPLETIONS, {"prompt": PROMPT, "model": "a"})).text == text_of("a", 3)
-        assert (await server.complete("a", 8)).text == text_of("a", 8)
-        assert (await server.complete("b", 8)).text == text_of("b", 8).partition(stop)[0]
-        assert (await server.complete("b", 8, stop=[])).text == text_of("b", 8)
+STOP = text_of("b", 2)[1]
 
-    stop = text_of("b", 2)[1]
-    with_models(test, spec("a", settings={"max_tokens": 3}), spec("b", settings={"stop": [stop]}))
+
+@with_models(spec("a", settings={"max_tokens": 3}), spec("b", settings={"stop": [STOP]}))
+async def test_the_settings_of_a_model_are_those_of_requests_without_others(server: ServedModels) -> None:
+    assert (await ask(server.app, COMPLETIONS, {"prompt": PROMPT, "model": "a"})).text == text_of("a", 3)
+    assert (await server.complete("a", 8)).text == text_of("a", 8)
+    assert (await server.complete("b", 8)).text == text_of("b", 8).partition(STOP)[0]
+    assert (await server.complete("b", 8, stop=[])).text == text_of("b", 8)

@@ -33,6 +33,31 @@ def answered(tab: Tab, server: ScriptedServer, question: str, *words: Any) -> Ex
     return exchange
 
 
+def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedServer) -> None:
+    server.model["has_chat_template"] = False
+    tab.load()
+    tab.ask("Once")
+    exchange = server.next()
+    exchange.start()
+    exchange.write((" upon", "drafted"), (" a", "drafted"), " time")
+    tab.expect_text("Once upon a time")
+    exchange.write(" there", (" was", "drafted"), (" a", "drafted"), " king")
+    tab.expect_text("Once upon a time there was a king")
+    assert tab.runs == [
+        ["prompt", "Once"],
+        ["drafted", " upon a"],
+        ["", " time there"],
+        ["drafted", " was a"],
+        ["", " king"],
+    ]
+    style = "span => [getComputedStyle(span).textDecorationLine, getComputedStyle(span).backgroundColor]"
+    drafted, own = (tab.page.locator("#text span").nth(i).evaluate(style) for i in (1, 2))
+    assert (drafted[0], own[0]) == ("underline", "none")
+    assert drafted[1] != own[1]
+    exchange.finish()
+    tab.expect_state("done")
+
+
 def test_a_question_goes_on_with_what_was_said(tab: Tab, server: ScriptedServer) -> None:
     first = answered(tab, server, "How many?", ("Let me count.", "thought"), "Four ", ("legs", "drafted"))
     second = answered(tab, server, "Of what?", "Of a dog")

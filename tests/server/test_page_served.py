@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
+from command_line import HANGS_S
 from load import exact_copy
-from playwright.sync_api import Browser, BrowserContext, expect
+from playwright.sync_api import expect
 from scripted_server import POLICY
-from visitors import Tab, chromium, visitor
+from served_command import serving, until
+from visitors import Tab
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
@@ -31,88 +29,58 @@ LONG = 900  # tokens: longer than it takes a test to interrupt
 class Served:
     """A server that is at work: two answers at a time, and nobody waits."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"http://\S+/", line):
-                self.url = found[0]
-                return
-        raise AssertionError("the server never said where it is")
+    def __init__(self, url: str) -> None:
+        self.url = url
 
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path) as response:
-            return str(response.read().decode())
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, timeout=HANGS_S)
 
     def answer(self, prompt: str, **settings: Any) -> str:
         """The whole text at once."""
-        request = urllib.request.Request(
-            self.url + "v1/completions",
-            json.dumps(
-                {"model": json.loads(self.get("v1/models"))["data"][0]["id"], "prompt": prompt, **settings}
-            ).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as response:
-            return str(json.load(response)["choices"][0]["text"])
+        response = httpx.post(f"{self.url}v1/completions", json={"prompt": prompt, **settings}, timeout=HANGS_S)
+        return str(response.json()["choices"][0]["text"])
 
     @property
     def num_cancelled(self) -> int:
-        found = re.search(r'^outrider_requests_total{outcome="cancelled"} (\S+)$', self.get("metrics"), re.MULTILINE)
+        metrics = self.get("metrics").text
+        found = re.search(r'^outrider_requests_total{outcome="cancelled"} (\S+)$', metrics, re.MULTILINE)
         assert found is not None
         return int(float(found[1]))
 
     def wait_until_cancelled(self, num_cancelled: int, *, num_streams: int = 0) -> None:
         """Wait until so many answers were cancelled in all, and no more than `num_streams` are generated."""
-        while self.num_cancelled < num_cancelled or json.loads(self.get("health"))["streams"] > num_streams:
-            pass
+        until(lambda: self.num_cancelled >= num_cancelled and self.get("health").json()["streams"] <= num_streams)
         assert self.num_cancelled == num_cancelled
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # In float32: in bfloat16 on a CPU, a text depends on how many tokens each pass had, and so on how busy the machine
     # is.
     folder = tmp_path_factory.mktemp("models")
     target, draft = (exact_copy(model, folder / model.name) for model in (DEMO_TARGET, DEMO_DRAFT))
-    command = [sys.executable, "-m", "runtime", "serve", "--port", "0", "--max-streams", "2", "--max-waiting", "0"]
-    # Nobody reads stderr after the address: an access log would fill the pipe, and the server would wait for ever.
-    command += ["--target", str(target), "--draft", str(draft), "--no-access-log"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield Served(process)
-        finally:
-            process.terminate()
-            process.communicate()
-    assert process.returncode == 0
-
-
-@pytest.fixture(scope="module")
-def started() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
+    models = ["--target", str(target), "--draft", str(draft)]
+    with serving("--max-streams", "2", "--max-waiting", "0", *models) as one:
+        yield Served(one.url)
+        one.process.terminate()
+        assert one.ends() == 0
 
 
 Open = Callable[..., Tab]
 
 
 @pytest.fixture
-def opened(served: Served, started: Browser) -> Iterator[Open]:
-    """Opens tabs at the page, whose answers may be long; in them nothing may go wrong."""
-    tabs: list[Tab] = []
-    with contextlib.ExitStack() as stack:
+def opened(opened: Open) -> Open:
+    """Opens tabs at the page, whose answers may be long."""
 
-        def open_tab(context: BrowserContext | None = None, **options: Any) -> Tab:
-            tab = Tab(context or stack.enter_context(visitor(started, served.url, **options)), served.url)
-            tabs.append(tab)
-            tab.load()
-            tab["settings-button"].click()
-            tab.page.get_by_label("Max tokens").fill(str(LONG))
-            tab["settings-button"].click()
-            return tab
+    def open_tab(*given: Any, **options: Any) -> Tab:
+        tab = opened(*given, **options)
+        tab["settings-button"].click()
+        tab.page.get_by_label("Max tokens").fill(str(LONG))
+        tab["settings-button"].click()
+        return tab
 
-        yield open_tab
-        for tab in tabs:
-            tab.check()
+    return open_tab
 
 
 def writing(tab: Tab, prompt: str) -> None:
@@ -127,15 +95,15 @@ def shown(tab: Tab, prompt: str) -> str:
     return text.removeprefix(prompt)
 
 
-def check_kept(served: Served, tab: Tab, prompt: str) -> None:
+def check_kept(server: Served, tab: Tab, prompt: str) -> None:
     """That the beginning of the answer is there, as far as it came."""
     kept, num_tokens = shown(tab, prompt), int(tab["tokens"].inner_text())
     assert kept
-    assert served.answer(prompt, max_tokens=num_tokens).startswith(kept)
+    assert server.answer(prompt, max_tokens=num_tokens).startswith(kept)
 
 
 @pytest.mark.slow
-def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
+def test_an_answer_is_the_servers_text(server: Served, opened: Open) -> None:
     tab = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     tab["settings-button"].click()
     tab.page.get_by_label("Max tokens").fill("120")
@@ -147,7 +115,7 @@ def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
     )
     tab.ask(PROMPT)
     tab.expect_state("done")
-    assert shown(tab, PROMPT) == served.answer(PROMPT, max_tokens=120)
+    assert shown(tab, PROMPT) == server.answer(PROMPT, max_tokens=120)
     kinds = {kind.removesuffix(" blank") for kind, _ in tab.runs}
     assert kinds == {"prompt", "", "drafted"}
     for figure in ("acceptance", "speed", "tokens", "first", "read", "beside"):
@@ -156,22 +124,13 @@ def test_an_answer_is_the_servers_text(served: Served, opened: Open) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["", "page/index.html", "page/app.js", "page/style.css"])
-def test_the_page_comes_with_its_policy_and_is_asked_for_anew(served: Served, path: str) -> None:
-    with urllib.request.urlopen(served.url + path) as response:
-        assert response.headers.get_all("Content-Security-Policy") == [POLICY]
-        assert response.headers.get_all("Cache-Control") == ["no-cache"]
-
-
-@pytest.mark.slow
-def test_a_part_of_the_page_that_has_not_changed_is_not_sent_again(served: Served) -> None:
-    with urllib.request.urlopen(served.url + "page/app.js") as response:
-        known = response.headers["ETag"]
-    again = urllib.request.Request(served.url + "page/app.js", headers={"If-None-Match": known})
-    with pytest.raises(urllib.error.HTTPError) as told:
-        urllib.request.urlopen(again)
-    told.value.close()
-    assert (told.value.code, told.value.headers["Cache-Control"]) == (304, "no-cache")
+def test_the_page_comes_with_its_policy_and_a_part_that_has_not_changed_is_not_sent_again(server: Served) -> None:
+    for path in ("", "page/index.html", "page/app.js", "page/style.css"):
+        part = server.get(path)
+        assert part.headers.get_list("Content-Security-Policy") == [POLICY]
+        assert part.headers.get_list("Cache-Control") == ["no-cache"]
+    again = server.get("page/style.css", **{"If-None-Match": part.headers["ETag"]})
+    assert (again.status_code, again.headers["Cache-Control"]) == (304, "no-cache")
 
 
 @pytest.mark.slow
@@ -185,50 +144,27 @@ def test_the_timeline_of_an_answer_opens(opened: Open) -> None:
     expect(popup.value.locator("#text .t").first).to_be_attached()
 
 
-def test_stop_ends_the_generation(served: Served, opened: Open) -> None:
-    tab, before = opened(), served.num_cancelled
+def test_whatever_ends_an_answer_in_the_page_ends_its_generation(server: Served, opened: Open) -> None:
+    tab, before = opened(), server.num_cancelled
     writing(tab, PROMPT)
+    writing(tab, OTHER)  # in its place
+    server.wait_until_cancelled(before + 1, num_streams=1)
     tab["stop"].click()
     assert tab["state"].get_attribute("data-state") == "stopped"
-    served.wait_until_cancelled(before + 1)
-    check_kept(served, tab, PROMPT)
-
-
-@pytest.mark.slow
-def test_a_new_prompt_ends_the_old_generation(served: Served, opened: Open) -> None:
-    tab, before = opened(), served.num_cancelled
-    writing(tab, PROMPT)
-    writing(tab, OTHER)
-    # The old one's place is free again: there are two, and one is taken.
-    other = opened()
-    writing(other, PROMPT)
-    assert served.num_cancelled == before + 1
-    other.press("Escape")
-    tab.press("Escape")
-    served.wait_until_cancelled(before + 3)
-    check_kept(served, tab, OTHER)
-
-
-@pytest.mark.slow
-def test_loading_the_page_again_ends_the_generation(served: Served, opened: Open) -> None:
-    tab, before = opened(), served.num_cancelled
+    server.wait_until_cancelled(before + 2)
+    check_kept(server, tab, OTHER)
     writing(tab, PROMPT)
     tab.page.reload()
-    served.wait_until_cancelled(before + 1)
+    server.wait_until_cancelled(before + 3)
     expect(tab["prompt"]).to_have_value(PROMPT)
-
-
-@pytest.mark.slow
-def test_a_tab_that_is_closed_ends_the_generation(served: Served, opened: Open) -> None:
-    tab, before = opened(), served.num_cancelled
     writing(tab, PROMPT)
     tab.page.close()
-    served.wait_until_cancelled(before + 1)
+    server.wait_until_cancelled(before + 4)
 
 
 @pytest.mark.slow
-def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(served: Served, opened: Open) -> None:
-    tab, before = opened(), served.num_cancelled
+def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(server: Served, opened: Open) -> None:
+    tab, before = opened(), server.num_cancelled
     other, third = opened(tab.page.context), opened()
     writing(tab, PROMPT)
     writing(other, OTHER)
@@ -239,10 +175,10 @@ def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(served: Served
     tab.expect_state("stopped")
     assert other["state"].get_attribute("data-state") == "writing"
     # The page has stopped before the server knows of it.
-    served.wait_until_cancelled(before + 1, num_streams=1)
+    server.wait_until_cancelled(before + 1, num_streams=1)
     third["retry"].click()
     third.expect_state("writing")
     for one in (other, third):
         one.press("Escape")
-    served.wait_until_cancelled(before + 3)
-    check_kept(served, other, OTHER)
+    server.wait_until_cancelled(before + 3)
+    check_kept(server, other, OTHER)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from asgi import (
+    BOTH,
     CHAT,
     COMPLETIONS,
     DEF,
@@ -16,13 +17,14 @@ from asgi import (
     RESPONSES,
     Letters,
     Served,
+    answering,
     direct,
     on_server,
     saying,
     simulated_server,
     watched_streams,
 )
-from assembled import assembled_message, assembled_response, text_of_message, text_of_response
+from assembled import text_of
 from calling_models import calling_tokenizer
 from scripted import ScriptedModel, hashed
 from sweeps import sweep
@@ -36,8 +38,6 @@ from runtime.server.errors import ErrorResponse
 from runtime.server.openai.requests import ChatRequest
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.store import ResponseStore
-
-BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
 
 
 @BOTH
@@ -57,22 +57,21 @@ async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(
 
 
 @BOTH
-def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        short = await server.ask(path, {**body, "max_tokens": 400})
-        num_tokens = short.json["usage"]["completion_tokens"]
-        assert num_tokens < 100
-        for manner in ({}, {"temperature": 1, "seed": 3}):
-            asked = {**body, **manner, "max_tokens": 400, "min_tokens": 100}
-            drafted, plain = [await server.ask(path, {**asked, "lookahead": lookahead}) for lookahead in (4, 0)]
-            assert drafted.text == plain.text
-            assert "\n" not in drafted.text
-            assert drafted.json["usage"]["completion_tokens"] >= 100
-            assert drafted.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"] == 0
-        assert plain.json["choices"][0]["finish_reason"] == "stop"
-
-    script = hashed("ends", 4.0)
-    simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 1.0, script)))
+@on_server(hashed("ends", 4.0), hashed("draft", 1.0, hashed("ends", 4.0)))
+async def test_an_answer_has_at_least_so_many_tokens_whether_it_is_drafted_or_not(
+    server: Served, path: str, body: Any
+) -> None:
+    short = await server.ask(path, {**body, "max_tokens": 400})
+    num_tokens = short.json["usage"]["completion_tokens"]
+    assert num_tokens < 100
+    for manner in ({}, {"temperature": 1, "seed": 3}):
+        asked = {**body, **manner, "max_tokens": 400, "min_tokens": 100}
+        drafted, plain = [await server.ask(path, {**asked, "lookahead": lookahead}) for lookahead in (4, 0)]
+        assert drafted.text == plain.text
+        assert "\n" not in drafted.text
+        assert drafted.json["usage"]["completion_tokens"] >= 100
+        assert drafted.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"] == 0
+    assert plain.json["choices"][0]["finish_reason"] == "stop"
 
 
 @on_server()
@@ -159,20 +158,14 @@ def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_re
 
 
 OTHERS = sweep(
-    ("path", "body", "text_of"),
-    [
-        (RESPONSES, {"input": "hello", "max_output_tokens": 30}, text_of_response),
-        (MESSAGES, {**HELLO, "max_tokens": 30}, text_of_message),
-    ],
+    ("path", "body"),
+    [(RESPONSES, {"input": "hello", "max_output_tokens": 30}), (MESSAGES, {**HELLO, "max_tokens": 30})],
 )
-ASSEMBLED: Any = {RESPONSES: assembled_response, MESSAGES: assembled_message}
 
 
 @OTHERS
 @on_server()
-async def test_the_other_apis_show_what_has_stopped_a_text_too(
-    server: Served, path: str, body: Any, text_of: Any
-) -> None:
+async def test_the_other_apis_show_what_has_stopped_a_text_too(server: Served, path: str, body: Any) -> None:
     whole = (await direct(server, HELLO, max_tokens=30)).text
     stop = whole[11:13]
     token = {"stop": [], "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
@@ -183,22 +176,21 @@ async def test_the_other_apis_show_what_has_stopped_a_text_too(
         asked = {**body, "include_stop_str_in_output": True, **more}
         answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
         assert "x-outrider-ignored" not in answer.headers
-        assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
+        assert text_of(answer) == text_of(streamed) == expected
 
 
 @OTHERS
-def test_the_other_apis_leave_special_tokens_out_too(path: str, body: Any, text_of: Any) -> None:
+def test_the_other_apis_leave_special_tokens_out_too(path: str, body: Any) -> None:
     tokenizer: Any = Letters()
     tokenizer.added_tokens_decoder = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
-    start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
 
     async def test(server: Served) -> None:
         for more, expected in (({}, "axbxc"), ({"skip_special_tokens": True}, "abc")):
             answer, streamed = [await server.ask(path, {**body, **more, "stream": stream}) for stream in (False, True)]
             assert "x-outrider-ignored" not in answer.headers
-            assert text_of(answer.json) == text_of(ASSEMBLED[path](streamed.named_events)) == expected
+            assert text_of(answer) == text_of(streamed) == expected
 
-    simulated_server(test, ScriptedModel(saying("axbxc", start)), tokenizer=tokenizer)
+    simulated_server(test, answering("axbxc", tokenizer), tokenizer=tokenizer)
 
 
 def test_special_tokens_that_are_left_out_have_no_place_in_the_text() -> None:
@@ -250,24 +242,21 @@ def test_biases_may_be_a_list_of_pairs() -> None:
         parsed([[5, "1"]])
 
 
-def test_a_prediction_is_drafted_from() -> None:
-    async def test(server: Served) -> None:
-        plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
-        seen = watched_streams(server)
-        for content in (
-            plain.text,
-            [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}],
-        ):
-            predicted = {**HELLO, "max_tokens": 40, "prediction": {"type": "content", "content": content}}
-            answer = await server.ask(CHAT, predicted)
-            assert (answer.text, answer.headers.get("x-outrider-ignored")) == (plain.text, None)
-            assert seen[-1][0].prediction == tuple(Letters().encode(plain.text))
-        assert answer.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"]
-        for wrong in ({"type": "content"}, {"type": "other", "content": "a"}, "a"):
-            assert (await server.ask(CHAT, {**HELLO, "prediction": wrong})).fault["param"].startswith("prediction")
-
-    script = hashed("never the same", 4.0)
-    simulated_server(test, ScriptedModel(script), ScriptedModel(hashed("draft", 20.0)))
+@on_server(hashed("never the same", 4.0), hashed("draft", 20.0))
+async def test_a_prediction_is_drafted_from(server: Served) -> None:
+    plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
+    seen = watched_streams(server)
+    for content in (
+        plain.text,
+        [{"type": "text", "text": plain.text[:7]}, {"type": "text", "text": plain.text[7:]}],
+    ):
+        predicted = {**HELLO, "max_tokens": 40, "prediction": {"type": "content", "content": content}}
+        answer = await server.ask(CHAT, predicted)
+        assert (answer.text, answer.headers.get("x-outrider-ignored")) == (plain.text, None)
+        assert seen[-1][0].prediction == tuple(Letters().encode(plain.text))
+    assert answer.json["usage"]["accepted_tokens"] > plain.json["usage"]["accepted_tokens"]
+    for wrong in ({"type": "content"}, {"type": "other", "content": "a"}, "a"):
+        assert (await server.ask(CHAT, {**HELLO, "prediction": wrong})).fault["param"].startswith("prediction")
 
 
 @on_server()
@@ -292,44 +281,39 @@ async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: S
 
 
 @BOTH
-def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        for options in (None, {"include_usage": True}):
-            asked = {**body, "max_tokens": 20, "lookahead": 3}
-            streamed = await server.ask(path, {**asked, "stream": True, "stream_options": options})
-            *chunks, last = streamed.events
-            assert not any("timings" in chunk for chunk in chunks)
-            whole = (await server.ask(path, asked)).json
-            for timings, (_, stream) in zip((last["timings"], whole["timings"]), seen[-2:], strict=True):
-                s = stream.statistics()
-                assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (s.prompt_tokens, 20)
-                assert (timings["draft_n"], timings["draft_n_accepted"]) == (s.proposed, s.accepted)
-                assert timings["predicted_per_second"] == s.generation_tps
-                assert timings["predicted_ms"] == pytest.approx(20 * timings["predicted_per_token_ms"])
-                assert timings["prompt_ms"] == pytest.approx(
-                    1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0
-                )
-        for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
-            assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
-        assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
-
-    simulated_server(test)
+@on_server()
+async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Served, path: str, body: Any) -> None:
+    seen = watched_streams(server)
+    for options in (None, {"include_usage": True}):
+        asked = {**body, "max_tokens": 20, "lookahead": 3}
+        streamed = await server.ask(path, {**asked, "stream": True, "stream_options": options})
+        *chunks, last = streamed.events
+        assert not any("timings" in chunk for chunk in chunks)
+        whole = (await server.ask(path, asked)).json
+        for timings, (_, stream) in zip((last["timings"], whole["timings"]), seen[-2:], strict=True):
+            s = stream.statistics()
+            assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (s.prompt_tokens, 20)
+            assert (timings["draft_n"], timings["draft_n_accepted"]) == (s.proposed, s.accepted)
+            assert timings["predicted_per_second"] == s.generation_tps
+            assert timings["predicted_ms"] == pytest.approx(20 * timings["predicted_per_token_ms"])
+            assert timings["prompt_ms"] == pytest.approx(1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0)
+    for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
+        assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
+    assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
 
 
 @BOTH
-def test_the_end_of_a_stream_has_a_chunk_with_content_only_where_there_is_some(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        seen = watched_streams(server)
-        for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
-            answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})
-            *chunks, last = [event["choices"][0] for event in answer.events]
-            reason = "length" if more else "stop"
-            assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(chunks)
-            assert (last["finish_reason"], last["logprobs"]) == (reason, None)
-            assert last.get("delta", {"text": ""}) == {} or last["text"] == ""
-            assert chunks[-1].get("text") or chunks[-1]["delta"]
-        assert len(seen) == 3
-
-    script = hashed("ends", 4.0)
-    simulated_server(test, ScriptedModel(script))
+@on_server(hashed("ends", 4.0))
+async def test_the_end_of_a_stream_has_a_chunk_with_content_only_where_there_is_some(
+    server: Served, path: str, body: Any
+) -> None:
+    seen = watched_streams(server)
+    for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
+        answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})
+        *chunks, last = [event["choices"][0] for event in answer.events]
+        reason = "length" if more else "stop"
+        assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(chunks)
+        assert (last["finish_reason"], last["logprobs"]) == (reason, None)
+        assert last.get("delta", {"text": ""}) == {} or last["text"] == ""
+        assert chunks[-1].get("text") or chunks[-1]["delta"]
+    assert len(seen) == 3

@@ -5,29 +5,33 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import trio
 from asgi import (
+    BOTH,
     CHAT,
     COMPLETIONS,
     DEF,
     HELLO,
     MODEL,
+    STREAMED,
     Exchange,
     Letters,
     Served,
+    answering,
     ask,
+    at_once,
     direct,
     figures,
     looping,
     models,
     on_server,
     pieces,
-    pool_of,
+    real_server,
     saying,
     simulated_server,
     watched_streams,
@@ -50,12 +54,11 @@ from runtime.generation.tool_calls.events import Answer
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.token_logprobs import token_bytes
-from runtime.server.app import Service, application
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
 from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
 
-BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
+FAILS = {"feed": range(8, 10_000)}
 
 # --- answers --------------------------------------------------------------------------------------
 
@@ -135,16 +138,19 @@ def likely(history: Sequence[int]) -> tuple[int, int]:
     return ((history[-1] + 1) % 50, (history[-1] + 2) % 50)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def logprobs_of(answer: Exchange, *names: str) -> dict[str, list[Any]]:
+    """The lists of log-probabilities in the first choice, from one body or from chunks."""
+    is_streamed = answer.headers["content-type"].startswith("text/event-stream")
+    parts = [event["choices"][0]["logprobs"] for event in (answer.events if is_streamed else [answer.json])]
+    return {name: [item for part in parts if part is not None for item in part[name]] for name in names}
+
+
+@STREAMED
 @on_server(two_ways)
 async def test_log_probabilities_of_a_completion(server: Served, stream: bool) -> None:
     for most in (0, 3):
         answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "logprobs": most, "stream": stream})
-        parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-        joined = {
-            name: [item for part in parts if part is not None for item in part[name]]
-            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        }
+        joined = logprobs_of(answer, "tokens", "token_logprobs", "top_logprobs", "text_offset")
         assert joined["tokens"] == ["g", "h", "i", "j"]
         assert joined["token_logprobs"] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
         assert joined["text_offset"] == [0, 1, 2, 3]
@@ -159,15 +165,14 @@ async def test_log_probabilities_of_a_completion(server: Served, stream: bool) -
             assert sorted(top.values()) == pytest.approx([-9999.0, math.log(0.25), math.log(0.75)], abs=1e-5)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server(two_ways)
 async def test_log_probabilities_of_a_chat(server: Served, stream: bool) -> None:
     start = server.tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True)
     for most in (None, 0, 3):
         asked = {**HELLO, "max_tokens": 4, "logprobs": True, "top_logprobs": most, "stream": stream}
         answer = await server.ask(CHAT, asked)
-        parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-        content = [item for part in parts if part is not None for item in part["content"]]
+        content = logprobs_of(answer, "content")["content"]
         assert "".join(item["token"] for item in content) == answer.text
         assert [bytes(item["bytes"]).decode() for item in content] == list(answer.text)
         assert [item["logprob"] for item in content] == pytest.approx([math.log(0.75)] * 4, abs=1e-5)
@@ -189,14 +194,15 @@ async def test_the_token_that_ends_a_text_is_no_text_and_has_no_log_probability(
     assert (chat.text, chat.json["choices"][0]["finish_reason"]) == ("y", "stop")
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
-def test_the_bytes_of_parts_of_characters_add_up_to_them(kind: str) -> None:
-    tokens: Any = demo() if kind == "byte-level" else byte_fallback()
-    ids = demo().encode("é🙂") if kind == "byte-level" else [tokens.convert_tokens_to_ids(name) for name in EMOJI_BYTES]
-    texts = [tokens.decode([id]) for id in ids]
-    assert "\ufffd" in "".join(texts)
-    parts = [token_bytes(tokens, id, text) for id, text in zip(ids, texts, strict=True)]
-    assert bytes(byte for part in parts for byte in part or []).decode() == ("é🙂" if kind == "byte-level" else "🙂")
+def test_the_bytes_of_parts_of_characters_add_up_to_them() -> None:
+    fallback = byte_fallback()
+    emoji = [fallback.convert_tokens_to_ids(name) for name in EMOJI_BYTES]
+    cases: list[tuple[Any, list[int], str]] = [(demo(), demo().encode("é🙂"), "é🙂"), (fallback, emoji, "🙂")]
+    for tokens, ids, expected in cases:
+        texts = [tokens.decode([id]) for id in ids]
+        assert "\ufffd" in "".join(texts)
+        parts = [token_bytes(tokens, id, text) for id, text in zip(ids, texts, strict=True)]
+        assert bytes(byte for part in parts for byte in part or []).decode() == expected
 
 
 def test_bytes_that_a_tokenizer_does_not_tell_are_unknown() -> None:
@@ -212,11 +218,7 @@ async def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string(server
     for stream in (False, True):
         answer = await server.ask(COMPLETIONS, {**asked, "stream": stream})
         assert answer.text == "ye"
-        parts = [event["choices"][0]["logprobs"] for event in (answer.events if stream else [answer.json])]
-        tokens = [token for part in parts if part is not None for token in part["tokens"]]
-        offsets = [offset for part in parts if part is not None for offset in part["text_offset"]]
-        assert "".join(tokens) == "yesno"
-        assert offsets == [0, 1, 2, 3, 4]
+        assert logprobs_of(answer, "tokens", "text_offset") == {"tokens": list("yesno"), "text_offset": [0, 1, 2, 3, 4]}
 
 
 @BOTH
@@ -237,9 +239,8 @@ async def test_the_chunk_that_ends_a_text_has_no_text(server: Served, ending: st
 async def test_the_first_chunk_of_each_choice_comes_with_its_first_token(server: Served, path: str, body: Any) -> None:
     seen = watched_streams(server)
     answer = await server.ask(path, {**body, "max_tokens": 3, "n": 2, "stream": True, "lookahead": 0})
-    times = [
-        time for message, time in zip(answer.sent, answer.times, strict=True) if b"data: " in message.get("body", b"")
-    ]
+    sent = zip(answer.sent, answer.times, strict=True)
+    times = [time for message, time in sent if b"data: " in message.get("body", b"")]
     waited = [stream.statistics().time_to_first_token for _, stream in seen]
     assert times[0] - answer.times[0] == pytest.approx(min(waited), abs=0.1)
     assert min(waited) > 5
@@ -301,7 +302,6 @@ def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: l
 )
 def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str, thought: str, lookahead: int) -> None:
     tokenizer = Letters(thinks=True, template="chat<t>" if begun else "chat")
-    start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
 
     async def test(server: Served) -> None:
         asked = {**HELLO, "lookahead": lookahead}
@@ -316,7 +316,7 @@ def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str
             plain = await server.ask(COMPLETIONS, {"prompt": "user:hello.assistant:"})
             assert plain.text == text
 
-    simulated_server(test, ScriptedModel(saying(text, start)), ScriptedModel(saying(text, start)), tokenizer=tokenizer)
+    simulated_server(test, answering(text, tokenizer), answering(text, tokenizer), tokenizer=tokenizer)
 
 
 # --- a full house ---------------------------------------------------------------------------------
@@ -357,41 +357,28 @@ async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
         first.leave()
 
 
-def test_who_comes_again_after_what_most_answers_take_finds_room() -> None:
+def test_when_to_come_again_follows_from_how_long_answers_take_and_not_from_invalid_requests() -> None:
     now = 0.0
     admission = RequestAdmission(lambda: 2, 1, lambda: now)
     assert admission.retry_after_s == 1
     for seconds in (30.0, 10.0):
         with admission.admit():
             now += seconds
+        with suppress(ErrorResponse), admission.admit():
+            raise ErrorResponse(400, "no")
     assert admission.retry_after_s == 10
+    with admission.admit(), admission.admit():
+        now += 60  # longer than the others took
+        assert admission.retry_after_s == 30
+        with admission.admit():
+            assert admission.num_admitted == 3
+            with pytest.raises(ErrorResponse, match=r"2 requests are being answered and 1 wait, .* in 20 s") as full:
+                admission.check()
+        assert full.value.headers == {"Retry-After": "20"}
+    assert admission.num_admitted == 0
     with admission.admit():
         now += 10_000
     assert admission.retry_after_s == 60
-    with admission.admit(), admission.admit(), admission.admit():
-        assert admission.num_admitted == 3
-        with pytest.raises(ErrorResponse, match="try again in 60 s"), admission.admit():
-            pass
-    assert admission.num_admitted == 0
-
-
-def test_when_to_come_again_follows_from_who_is_there_and_not_from_invalid_requests() -> None:
-    now = 0.0
-    admission = RequestAdmission(lambda: 2, 1, lambda: now)
-    with admission.admit(), admission.admit():
-        now += 20
-        assert admission.retry_after_s == 10
-        with suppress(ErrorResponse), admission.admit():
-            raise ErrorResponse(400, "no")
-        assert admission.retry_after_s == 10
-        with (
-            admission.admit(),
-            pytest.raises(ErrorResponse, match=r"2 requests are being answered and 1 wait, .* in 7 s") as full,
-        ):
-            admission.check()
-        assert full.value.headers == {"Retry-After": "7"}
-    # The next one is told to come after the one that was told 7 s.
-    assert admission.retry_after_s == 14
 
 
 def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
@@ -418,15 +405,8 @@ def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
 
 @on_server(looping, max_waiting=Limits().max_waiting)
 async def test_sixty_requests_at_once_are_all_answered(server: Served) -> None:
-    statuses: list[int] = []
-
-    async def visit() -> None:
-        statuses.append((await server.ask(COMPLETIONS, {**DEF, "max_tokens": 1})).status)
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(60):
-            nursery.start_soon(visit)
-    assert statuses == [200] * 60
+    answers = await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 1})] * 60)
+    assert [answer.status for answer in answers] == [200] * 60
 
 
 # --- clients that leave ---------------------------------------------------------------------------
@@ -449,7 +429,7 @@ async def leaves(server: Served, phase: str, body: dict[str, Any]) -> Exchange:
     return one
 
 
-@sweep("stream", [False, True])
+@STREAMED
 @sweep("phase", PHASES)
 @on_server(looping, tokenising_s=4.0, max_streams=1, max_waiting=0)
 async def test_a_client_that_leaves_ends_its_generation_within_one_pass(
@@ -509,7 +489,7 @@ def test_a_client_may_leave_at_any_time_beside_another(
     simulated_server(test, tokenising_s=2.0, schedule=schedule)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server(max_streams=1, max_waiting=1)
 async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(server: Served, stream: bool) -> None:
     answered: list[Exchange] = []
@@ -582,42 +562,42 @@ async def test_a_slow_client_gets_the_whole_text(server: Served) -> None:
 
 
 @BOTH
-def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "lookahead": 0})
-        *chunks, last = answer.events
-        assert len(chunks) > 3
-        assert set(last) == {"error"}
-        assert last["error"]["type"] == "server_error"
-        assert last["error"]["code"] == "models_unavailable"
-        assert "the target model failed" in last["error"]["message"]
-        assert not answer.is_done
-        assert answer.is_whole
-        for path2, body2 in ((COMPLETIONS, DEF), (CHAT, HELLO)):
-            later = await server.ask(path2, body2)
-            assert (later.status, later.fault["code"]) == (503, "models_unavailable")
-        health = await server.ask("/health")
-        assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
-        assert health.json["status"] == "broken"
-        found = await figures(server.app)
-        assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (0, 0)
-        assert found["outrider_refusals_total", "503"] == 2
-        assert await server.outcomes() == {"failed": 1, "refused": 2}
-
-    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+@on_server(ScriptedModel(looping, fails=FAILS))
+async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(
+    server: Served, path: str, body: Any
+) -> None:
+    answer = await server.ask(path, {**body, "max_tokens": 20, "stream": True, "lookahead": 0})
+    *chunks, last = answer.events
+    assert len(chunks) > 3
+    assert set(last) == {"error"}
+    assert last["error"]["type"] == "server_error"
+    assert last["error"]["code"] == "models_unavailable"
+    assert "the target model failed" in last["error"]["message"]
+    assert not answer.is_done
+    assert answer.is_whole
+    for path2, body2 in ((COMPLETIONS, DEF), (CHAT, HELLO)):
+        later = await server.ask(path2, body2)
+        assert (later.status, later.fault["code"]) == (503, "models_unavailable")
+    health = await server.ask("/health")
+    assert (health.status, health.json["ok"], health.json["target"]) == (503, False, False)
+    assert health.json["status"] == "broken"
+    found = await figures(server.app)
+    assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (0, 0)
+    assert found["outrider_refusals_total", "503"] == 2
+    assert await server.outcomes() == {"failed": 1, "refused": 2}
 
 
 @BOTH
-def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(path: str, body: Any) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(path, {**body, "lookahead": 0})
-        assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
-        assert await server.outcomes() == {"failed": 1}
+@on_server(ScriptedModel(looping, fails=FAILS))
+async def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
+    server: Served, path: str, body: Any
+) -> None:
+    answer = await server.ask(path, {**body, "lookahead": 0})
+    assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
+    assert await server.outcomes() == {"failed": 1}
 
-    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
-
-@on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+@on_server(ScriptedModel(looping, fails=FAILS))
 async def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error(server: Served) -> None:
     rt, broken = server.simulation.runtime, []
 
@@ -644,19 +624,17 @@ async def test_a_server_without_its_drafter_stays_in_service(server: Served, mon
     assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (1, 1)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_text_that_cannot_be_trusted_is_not_given(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "stream": stream})
-        if stream:
-            assert answer.events[-1]["error"]["code"] == "generation_failed"
-            assert not answer.is_done
-        else:
-            assert (answer.status, answer.fault["code"]) == (500, "generation_failed")
-        # The cache of one stream was wrong; the models are there.
-        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
-
-    simulated_server(test, ScriptedModel(looping, fails={"check": {6}}))
+@STREAMED
+@on_server(ScriptedModel(looping, fails={"check": {6}}))
+async def test_a_text_that_cannot_be_trusted_is_not_given(server: Served, stream: bool) -> None:
+    answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "stream": stream})
+    if stream:
+        assert answer.events[-1]["error"]["code"] == "generation_failed"
+        assert not answer.is_done
+    else:
+        assert (answer.status, answer.fault["code"]) == (500, "generation_failed")
+    # The cache of one stream was wrong; the models are there.
+    assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
 
 
 def test_a_drafter_that_fails_changes_no_text() -> None:
@@ -729,16 +707,8 @@ async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Se
 
 @on_server(looping)
 async def test_who_watches_hears_of_passes_that_the_stream_shared(server: Served) -> None:
-    answers: list[Any] = []
-
-    async def watch(prompt: str) -> None:
-        answers.append(await server.ask(COMPLETIONS, {**WATCHED, "prompt": prompt, "max_tokens": 20}))
-
-    async with trio.open_nursery() as nursery:
-        for prompt in ("def a", "def b", "def c"):
-            nursery.start_soon(watch, prompt)
-    assert len(answers) == 3
-    for answer in answers:
+    prompts = ("def a", "def b", "def c")
+    for answer in await at_once(server, [(COMPLETIONS, {**WATCHED, "prompt": p, "max_tokens": 20}) for p in prompts]):
         told = [event["speculation"] for event in answer.events]
         passes = [s for part in told for s in part["spans"] if s["kind"] in ("verify", "decode")]
         assert [span["round"] for span in passes] == list(range(len(passes)))
@@ -751,57 +721,41 @@ async def test_who_watches_hears_of_passes_that_the_stream_shared(server: Served
         assert all(data["sessions"][0]["id"] in [session for session, _, _ in span[7]] for span in shared)
 
 
-def test_who_watches_hears_how_far_the_prompt_was_read() -> None:
+@on_server(looping, price=priced(prefill=2.0), limits=Limits(prefill_step_size=512))
+async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> None:
     prompt = "a long prompt " * 150
-
-    async def test(server: Served) -> None:
-        asked = {**WATCHED, "prompt": prompt}
-        answer = await server.ask(COMPLETIONS, asked)
-        told = [event["speculation"]["statistics"] for event in answer.events]
-        read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
-        assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
-        assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
-        again = await server.ask(COMPLETIONS, asked)
-        assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
-        unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
-        assert b"prefilled" not in unwatched.body
-
-    limits = Limits(prefill_step_size=512)
-    simulated_server(test, ScriptedModel(looping), price=priced(prefill=2.0), limits=limits)
+    asked = {**WATCHED, "prompt": prompt}
+    answer = await server.ask(COMPLETIONS, asked)
+    told = [event["speculation"]["statistics"] for event in answer.events]
+    read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
+    assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
+    assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
+    again = await server.ask(COMPLETIONS, asked)
+    assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
+    unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
+    assert b"prefilled" not in unwatched.body
 
 
-def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again() -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
-        changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
-        states = [change["state"] for change in changes]
-        assert {"drafting", "resting"} == set(states)
-        assert all(before != after for before, after in itertools.pairwise(states))
-        rested = [i.at for i in server.simulation.instants("rest")]
-        assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
-        TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
-
-    wrong = hashed("wrong", 4.0)
-    simulated_server(
-        test, ScriptedModel(looping), ScriptedModel(wrong), price=priced(draft=1.0, verify=1.25, decode=1.0)
-    )
+@on_server(looping, hashed("wrong", 4.0), price=priced(draft=1.0, verify=1.25, decode=1.0))
+async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again(server: Served) -> None:
+    answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
+    changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
+    states = [change["state"] for change in changes]
+    assert {"drafting", "resting"} == set(states)
+    assert all(before != after for before, after in itertools.pairwise(states))
+    rested = [i.at for i in server.simulation.instants("rest")]
+    assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
+    TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
 
 
 def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
     kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
+    states = "- drafting - overdue - drafting - resting drafting overdue drafting left"
     record = timelines.Timeline(0, [], began=10.0)
     for at, kind in enumerate(kinds.split(), start=10):
         record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
-    assert [(change["at"], change["state"]) for change in record.new_activity()["drafter"]] == [
-        (1.0, "drafting"),
-        (3.0, "overdue"),
-        (5.0, "drafting"),
-        (7.0, "resting"),
-        (8.0, "drafting"),
-        (9.0, "overdue"),
-        (10.0, "drafting"),
-        (11.0, "left"),
-    ]
+    expected = [{"at": float(at), "state": state} for at, state in enumerate(states.split()) if state != "-"]
+    assert record.new_activity()["drafter"] == expected
     assert record.new_activity() == {"spans": [], "drafter": []}
 
 
@@ -846,9 +800,7 @@ async def test_figures_add_up(server: Served) -> None:
 
 @on_server()
 async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server: Served) -> None:
-    async with trio.open_nursery() as nursery:
-        for _ in range(3):
-            nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
+    await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})] * 3)
     found = await figures(server.app)
     spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
     assert any(span.shares for span in spans)
@@ -941,14 +893,6 @@ def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
 # --- real models ----------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def real_server(**service: Any) -> AsyncIterator[tuple[Any, runtime.Runtime]]:
-    """An application over tiny real models, and their runtime."""
-    remembered = timelines.Timelines()
-    async with runtime.open(*pair(), trace=remembered) as rt, pool_of(rt, "tiny", remembered) as models:
-        yield application(models, Service(**service)), rt
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"side": {"enum": ["left", "right"]}, "far": {"type": "boolean"}},
@@ -959,7 +903,7 @@ SCHEMA = {
 
 async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA, "strict": True}}
-    async with real_server(limits=Limits(max_tokens=120)) as (app, rt):
+    async with real_server(*pair(), limits=Limits(max_tokens=120)) as (app, rt):
         for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
             for stream in (False, True):
                 answer = await ask(app, path, {**body, "response_format": wanted, "stream": stream})
@@ -982,15 +926,13 @@ async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> No
         assert rt.statistics().prompt_tokens == before
 
 
-@pytest.mark.parametrize("template", [BEGUN_TEMPLATE, THINKING_TEMPLATE])
+@sweep("template", [BEGUN_TEMPLATE, THINKING_TEMPLATE])
 async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has_to_be_told_not_to(
     template: str,
 ) -> None:
     of = tokenizer(template, thinks=True)
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
-    remembered = timelines.Timelines()
-    async with runtime.open((target(), of), trace=remembered) as rt, pool_of(rt, "tiny", remembered) as models:
-        app = application(models, Service(limits=Limits(max_tokens=120)))
+    async with real_server((target(), of), limits=Limits(max_tokens=120)) as (app, _):
         for stream in (False, True):
             answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")
@@ -1003,7 +945,7 @@ async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has
 
 
 async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
-    async with real_server() as (app, _):
+    async with real_server(*pair()) as (app, _):
         answer = await ask(app, COMPLETIONS, {**WATCHED, "ignore_eos": True})
         page = await ask(app, f"/timelines/{answer.events[0]['id']}")
         assert page.status == 200
@@ -1016,7 +958,7 @@ async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
 
 
 async def test_what_threads_say_is_what_the_runtime_says() -> None:
-    async with real_server() as (app, rt):
+    async with real_server(*pair()) as (app, rt):
         expected = await rt.generate("def f(x):", max_tokens=12, ignore_eos=True, temperature=0.7, seed=5)
         asked = {"prompt": "def f(x):", "max_tokens": 12, "ignore_eos": True, "temperature": 0.7, "seed": 5}
         for stream in (False, True):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import pytest
 import trio
-from asgi import COMPLETIONS, DEF, MODEL, Served, ask, exchange, looping, on_server
+from asgi import COMPLETIONS, DEF, MODEL, STREAMED, Served, ask, exchange, looping, on_server
 from scripted import ScriptedModel
 from sweeps import sweep
 
@@ -73,7 +72,7 @@ async def test_the_line_of_a_client_behind_a_trusted_proxy_has_its_address(serve
     assert ' [2001:db8::7]:0 "GET /nothing" 404' in lines[0]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@STREAMED
 @on_server()
 async def test_a_client_that_leaves_has_a_line_that_says_so(server: Served, stream: bool) -> None:
     lines: list[str] = []

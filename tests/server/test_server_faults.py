@@ -19,17 +19,7 @@ import trio.testing
 from asgi import pool_of
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
 from sample_tokenizers import OneLetterTokenizer
-from scripted import (
-    VOCAB_SIZE,
-    Script,
-    ScriptedModel,
-    Simulation,
-    agreeing,
-    continuation,
-    priced,
-    simulated,
-    truthful,
-)
+from scripted import VOCAB_SIZE, Script, ScriptedModel, Simulation, agreeing, continuation, priced, simulated, truthful
 from sweeps import sweep
 
 from runtime.server.answers import sending
@@ -191,6 +181,24 @@ async def served(
                 server.stop.set()
 
 
+async def told(client: Client, asked: bytes = b"") -> Answer:
+    """The next answer that a client gets, once it has asked for something."""
+    if asked:
+        await client.send(asked)
+    answer = await client.answer()
+    assert answer is not None
+    return answer
+
+
+@asynccontextmanager
+async def client_of(**options: Any) -> AsyncIterator[tuple[Client, Served]]:
+    """A client of a server of its own, which is unharmed once the client has gone."""
+    async with served(**options) as server:
+        with await connect(server.port) as client:
+            yield client, server
+        await server.assert_unharmed()
+
+
 async def all_at_once(number: int, do: Callable[[int], Awaitable[None]]) -> None:
     """For each of so many; a few hundred at a time."""
     for begin in range(0, number, 250):
@@ -283,55 +291,39 @@ async def test_a_client_that_falls_silent_after_any_byte_of_its_request_is_let_g
     ],
 )
 async def test_what_is_no_request_is_answered_and_is_the_last_of_its_connection(garbage: bytes, status: int) -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            await client.send(garbage)
-            answer = await client.answer()
-            assert answer is not None
-            assert (answer.status, answer.is_whole) == (status, True)
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-            assert await client.hear_all() == b""
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        answer = await told(client, garbage)
+        assert (answer.status, answer.is_whole) == (status, True)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert await client.hear_all() == b""
 
 
 async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body() -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            await client.send(request("HEAD", "/health", headers={"Transfer-Encoding": "chunked"}) + b"no length\r\n")
-            answer = await client.head()
-            assert answer is not None
-            assert answer[0] == 400
-            assert await client.hear_all() == b""
+    async with client_of() as (client, _):
+        await client.send(request("HEAD", "/health", headers={"Transfer-Encoding": "chunked"}) + b"no length\r\n")
+        status, _ = await client.head() or (0, {})
+        assert status == 400
+        assert await client.hear_all() == b""
 
 
 async def test_empty_lines_before_a_request_are_skipped() -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            for piece in (b"\r\n", b"\r", b"\n" + REQUESTS["health"], b"\r\n", REQUESTS["health"] + b"\r\n"):
-                await client.send(piece)
-            await client.send(REQUESTS["health"])
-            for _ in range(3):
-                answer = await client.answer()
-                assert answer is not None
-                assert answer.json()["ok"] is True
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        for piece in (b"\r\n", b"\r", b"\n" + REQUESTS["health"], b"\r\n", REQUESTS["health"] + b"\r\n"):
+            await client.send(piece)
+        await client.send(REQUESTS["health"])
+        for _ in range(3):
+            assert (await told(client)).json()["ok"] is True
 
 
 async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_connection() -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            both = REQUESTS["a body in chunks"].replace(b"Host:", b"Content-Length: 999999999\r\nHost:", 1)
-            await client.send(both + REQUESTS["health"])
-            answer = await client.answer()
-            assert answer is not None
-            assert (answer.status, answer.text, answer.headers["connection"]) == (200, true_text(), "close")
-            assert await client.hear_all() == b""
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        both = REQUESTS["a body in chunks"].replace(b"Host:", b"Content-Length: 999999999\r\nHost:", 1)
+        answer = await told(client, both + REQUESTS["health"])
+        assert (answer.status, answer.text, answer.headers["connection"]) == (200, true_text(), "close")
+        assert await client.hear_all() == b""
 
 
-@pytest.mark.parametrize(
-    "target", ["http://localhost:1/health", "HTTP://LOCALHOST/health?x=//", "https://localhost/health"]
-)
+@sweep("target", ["http://localhost:1/health", "HTTP://LOCALHOST/health?x=//", "https://localhost/health"])
 async def test_a_target_may_be_a_whole_address(target: str) -> None:
     async with served(hosts=["localhost"]) as server:
         # The address counts, and not the header.
@@ -348,23 +340,16 @@ async def test_an_address_without_a_path_is_the_page() -> None:
             assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
 
 
-@pytest.mark.parametrize("at", ["within the body", "within a chunk"])
+@sweep("at", ["within the body", "within a chunk"])
 async def test_garbage_in_a_body_ends_the_request(at: str) -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            head, _, body = REQUESTS["a body in chunks"].partition(HEAD_END)
-            if at == "within the body":
-                await client.send(head + HEAD_END + body[:24] + b"no length\r\n")
-            else:
-                await client.send(head + HEAD_END + b"3\r\nfour\r\n")
-            answer = await client.answer()
-            assert answer is not None
-            assert answer.status == 400
-            assert await client.hear_all() == b""
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        head, _, body = REQUESTS["a body in chunks"].partition(HEAD_END)
+        garbage = body[:24] + b"no length\r\n" if at == "within the body" else b"3\r\nfour\r\n"
+        assert (await told(client, head + HEAD_END + garbage)).status == 400
+        assert await client.hear_all() == b""
 
 
-@pytest.mark.parametrize(
+@sweep(
     "upgrade",
     [
         {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"},
@@ -372,66 +357,48 @@ async def test_garbage_in_a_body_ends_the_request(at: str) -> None:
             "Connection": "Upgrade",
             "Upgrade": "websocket",
             "Sec-WebSocket-Version": "13",
-            "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+            "Sec-WebSocket-Key": "dGhlIA==",
         },
     ],
-    ids=["HTTP/2", "WebSocket"],
 )
 async def test_other_protocols_are_not_changed_to(upgrade: dict[str, str]) -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            for _ in range(2):
-                await client.send(request("GET", "/health", headers=upgrade))
-                answer = await client.answer()
-                assert answer is not None
-                assert (answer.status, answer.json()["ok"]) == (200, True)
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        for _ in range(2):
+            answer = await told(client, request("GET", "/health", headers=upgrade))
+            assert (answer.status, answer.json()["ok"]) == (200, True)
 
 
 async def test_two_requests_at_once_are_answered_in_turn_on_one_connection() -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            await client.send(REQUESTS["two at once"] + completion() + b"\r\n")
-            first, second, third = [await client.answer() for _ in range(3)]
-        assert first is not None
-        assert second is not None
-        assert third is not None
+    async with client_of() as (client, _):
+        first = await told(client, REQUESTS["two at once"] + completion() + b"\r\n")
+        second, third = await told(client), await told(client)
         assert (first.text, second.json()["object"], third.text) == (true_text(), "list", true_text())
-        await server.assert_unharmed()
 
 
 @sweep("stream", [False, True])
 @sweep("behind", [b"\r\n", REQUESTS["health"]])
 async def test_a_client_with_more_to_say_that_leaves_is_heard_to_leave(behind: bytes, stream: bool) -> None:
-    async with served(seconds=0.001) as server:
-        with await connect(server.port) as client:
-            await client.send(completion(num_tokens=10**6, stream=stream) + behind)
-            while (await server.health()).json()["streams"] == 0:
-                pass
-        await server.assert_unharmed()
+    async with client_of(seconds=0.001) as (client, server):
+        await client.send(completion(num_tokens=10**6, stream=stream) + behind)
+        while (await server.health()).json()["streams"] == 0:
+            pass
 
 
 async def test_the_answer_to_head_is_that_to_get_without_its_body() -> None:
     async with served() as server:
         for path in ("/v1/models", "/health", "/nothing"):
             with await connect(server.port) as client:
-                await client.send(request("GET", path) + request("HEAD", path) + request("GET", path))
-                get = await client.answer()
-                assert get is not None
-                head = await client.head()
-                assert head is not None
-                status, headers = head
+                get = await told(client, request("GET", path) + request("HEAD", path) + request("GET", path))
+                status, headers = await client.head() or (0, {})
                 assert (status, headers["content-type"]) == (get.status, get.headers["content-type"])
                 assert int(headers["content-length"]) == len(get.body)
                 # What follows it is the next answer.
-                again = await client.answer()
-                assert again is not None
+                again = await told(client)
                 assert (again.status, again.body) == (get.status, get.body)
         with await connect(server.port) as client:
             await client.send(request("HEAD", "/v1/completions"))
-            refused = await client.head()
-            assert refused is not None
-            assert (refused[0], refused[1]["allow"]) == (405, "POST")
+            status, headers = await client.head() or (0, {})
+            assert (status, headers["allow"]) == (405, "POST")
         await server.assert_unharmed()
 
 
@@ -456,9 +423,7 @@ async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_
         with await connect(server.port) as client:
             await client.send(REQUESTS["health"])
             await client.stream.send_eof()
-            answer = await client.answer()
-            assert answer is not None
-            assert answer.json()["ok"]
+            assert (await told(client)).json()["ok"]
             assert await client.hear_all() == b""
         with await connect(server.port) as client:
             await client.send(completion(num_tokens=10**6, stream=True))
@@ -470,82 +435,61 @@ async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_
 # --- answers that come before the request has --------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 1000, 2**16])
+@sweep("size", [1, 1000, 2**16])
 async def test_too_long_a_body_is_answered_while_it_is_being_sent_and_the_client_can_read_that(size: int) -> None:
-    async with served(limits=Limits(max_body_bytes=5000)) as server:
-        with await connect(server.port) as client:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(client.send, request("POST", "/v1/completions", b" " * 2**20, chunks=size))
-                answer = await client.answer()
-                nursery.cancel_scope.cancel()
-            assert answer is not None
-            assert (answer.status, answer.is_whole) == (413, True)
-        await server.assert_unharmed()
+    async with client_of(limits=Limits(max_body_bytes=5000)) as (client, _):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.send, request("POST", "/v1/completions", b" " * 2**20, chunks=size))
+            answer = await told(client)
+            nursery.cancel_scope.cancel()
+        assert (answer.status, answer.is_whole) == (413, True)
 
 
-@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 415), ("/health", 405), ("/nothing", 404)])
+UNREAD = {"Content-Type": "text/plain"}
+EARLY = sweep(("path", "status"), [("/v1/completions", 415), ("/health", 405), ("/nothing", 404)])
+
+
+@EARLY
 async def test_a_body_that_nobody_reads_does_not_hold_the_answer(path: str, status: int) -> None:
     async with served() as server:
         for way in (Client.leave, Client.reset):
             with await connect(server.port) as client:
-                head = {"Content-Type": "text/plain"}
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(client.send, request("POST", path, b"x" * 2**20, headers=head, chunks=1000))
-                    answer = await client.answer()
+                    nursery.start_soon(client.send, request("POST", path, b"x" * 2**20, headers=UNREAD, chunks=1000))
+                    answer = await told(client)
                     nursery.cancel_scope.cancel()
-                assert answer is not None
-                assert (answer.status, answer.is_whole) == (
-                    {"/v1/completions": 415, "/health": 405}.get(path, 404),
-                    True,
-                )
+                assert (answer.status, answer.is_whole) == (status, True)
                 way(client)
         await server.assert_unharmed()
 
 
-EARLY = [("/v1/completions", 415), ("/health", 405), ("/nothing", 404)]
-
-
-@sweep(("path", "status"), EARLY)
+@EARLY
 async def test_an_answer_before_the_body_has_come_says_that_it_is_the_last(path: str, status: int) -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            whole = request("POST", path, b"x" * 100, headers={"Content-Type": "text/plain"})
-            await client.send(whole[:-1])
-            answer = await client.answer()
-            assert answer is not None
-            assert (answer.status, answer.headers.get("connection")) == (status, "close")
-            await client.send(whole[-1:])
-            assert await client.hear_all() == b""
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        whole = request("POST", path, b"x" * 100, headers=UNREAD)
+        answer = await told(client, whole[:-1])
+        assert (answer.status, answer.headers.get("connection")) == (status, "close")
+        await client.send(whole[-1:])
+        assert await client.hear_all() == b""
 
 
-@sweep(("path", "status"), EARLY)
+@EARLY
 async def test_a_body_that_came_at_once_does_not_cost_the_connection_though_nobody_reads_it(
     path: str, status: int
 ) -> None:
-    async with served() as server:
-        with await connect(server.port) as client:
-            for _ in range(3):
-                await client.send(request("POST", path, b"x" * 100, headers={"Content-Type": "text/plain"}))
-                answer = await client.answer()
-                assert answer is not None
-                assert (answer.status, answer.headers.get("connection")) == (status, None)
-        await server.assert_unharmed()
+    async with client_of() as (client, _):
+        for _ in range(3):
+            answer = await told(client, request("POST", path, b"x" * 100, headers=UNREAD))
+            assert (answer.status, answer.headers.get("connection")) == (status, None)
 
 
 async def test_a_client_that_asks_before_it_sends_a_body_is_told_to_go_on() -> None:
-    async with served() as server:
+    async with client_of() as (client, _):
         head, _, body = REQUESTS["a question before the body"].partition(HEAD_END)
-        with await connect(server.port) as client:
-            await client.send(head + HEAD_END)
-            head_before = await client.head()
-            assert head_before is not None
-            assert head_before[0] == 100
-            await client.send(body)
-            answer = await client.answer()
-            assert answer is not None
-            assert answer.text == true_text()
-        await server.assert_unharmed()
+        await client.send(head + HEAD_END)
+        status, _ = await client.head() or (0, {})
+        assert status == 100
+        assert (await told(client, body)).text == true_text()
 
 
 # --- clients that do not read -------------------------------------------------------------------------
@@ -615,8 +559,7 @@ async def test_an_answer_under_way_comes_to_its_end_when_the_server_is_stopped()
         await nobody_is_let_in(server.port)
 
 
-def assert_refused(answer: Answer | None) -> None:
-    assert answer is not None
+def assert_refused(answer: Answer) -> None:
     assert (answer.status, answer.headers["connection"]) == (503, "close")
     body = answer.json()
     assert body.get("status") == "draining" or body["error"]["code"] == "draining"
@@ -627,16 +570,12 @@ async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
         with await connect(server.port) as client, await connect(server.port) as kept:
             await client.send(ENDLESS)
             await client.head()
-            await kept.send(REQUESTS["health"])
-            answer = await kept.answer()
-            assert answer is not None
-            assert "connection" not in answer.headers
+            assert "connection" not in (await told(kept, REQUESTS["health"])).headers
             server.stop.set()
             while (await server.health()).status == 200:
                 pass
             # At a connection of before, and at new ones.
-            await kept.send(completion())
-            assert_refused(await kept.answer())
+            assert_refused(await told(kept, completion()))
             assert await kept.hear_all() == b""
             for request in (REQUESTS["health"], completion()):
                 assert_refused(await ask(server.port, request))
@@ -647,8 +586,7 @@ async def test_while_an_answer_ends_others_are_told_to_ask_elsewhere() -> None:
 async def test_clients_that_keep_a_connection_do_not_keep_a_server_that_stops() -> None:
     async with served(patience=Limits(grace_s=MANY, idle_s=MANY)) as server:
         with await connect(server.port) as silent, await connect(server.port) as idle:
-            await idle.send(REQUESTS["health"])
-            await idle.answer()
+            await told(idle, REQUESTS["health"])
             server.stop.set()
             assert [await silent.hear_all(), await idle.hear_all()] == [b"", b""]
             await server.is_over.wait()
@@ -667,7 +605,7 @@ async def test_more_connections_than_may_be_wait_for_others_to_end() -> None:
                     await third.answer()
                 assert waited.cancelled_caught
                 first.leave()
-                assert await third.answer() is not None
+                await told(third)
 
 
 async def test_the_longest_idle_connection_makes_room_for_another_client() -> None:
@@ -679,13 +617,11 @@ async def test_the_longest_idle_connection_makes_room_for_another_client() -> No
         silent, first, second = [await connect(server.port) for _ in range(3)]
         with busy, silent, first, second:
             for client in (first, second):
-                await client.send(REQUESTS["health"])
-                assert await client.answer() is not None
+                await told(client, REQUESTS["health"])
             assert await silent.hear_all() == b""
             assert (await server.health()).status == 200
             assert await first.hear_all() == b""
-            await second.send(REQUESTS["health"])
-            assert await second.answer() is not None
+            await told(second, REQUESTS["health"])
             assert await busy.event() is not None
 
 
@@ -695,8 +631,7 @@ async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits
             await first.send(completion(num_tokens=100, stream=True))
             assert await first.head() is not None
             with await connect(server.port) as second:
-                await second.send(REQUESTS["health"])
-                assert await second.answer() is not None
+                await told(second, REQUESTS["health"])
             assert (await first.hear_all()).endswith(b"0\r\n\r\n")
 
 
@@ -715,8 +650,7 @@ async def test_a_system_without_files_is_named_once_in_the_log_and_idle_connecti
 
     async with served(patience=Limits(idle_s=MANY)) as server:
         with await connect(server.port) as idle:
-            await idle.send(REQUESTS["health"])
-            assert await idle.answer() is not None
+            await told(idle, REQUESTS["health"])
             monkeypatch.setattr(trio.SocketListener, "accept", accept_later)
             for _ in range(4):
                 # The first is accepted by a call that had begun.

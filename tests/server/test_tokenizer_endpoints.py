@@ -6,7 +6,7 @@ from typing import Any
 
 from asgi import HELLO, MODEL, Letters, Served, looping, on_server, simulated_server
 from scripted import ScriptedModel
-from tool_letters import TOOLS, serve_calls
+from tool_letters import TOOLS, on_calling_server
 
 
 class WithSpecialTokens(Letters):
@@ -82,14 +82,12 @@ async def test_more_tokens_than_the_context_holds_have_a_text(server: Served) ->
     assert answer.json["prompt"] == "def f" * 10
 
 
-def test_the_tokens_of_a_chat_with_tools_are_its_prompt() -> None:
-    async def test(server: Served) -> None:
-        body = {**HELLO, "tools": TOOLS, "max_tokens": 1}
-        answer = await server.ask("/v1/chat/completions", body)
-        assert (await server.ask("/tokenize", body)).json["count"] == answer.json["usage"]["prompt_tokens"]
-        assert (await server.ask("/tokenize", {**body, "tools": [{}]})).fault["param"] == "tools"
-
-    serve_calls(test, "none")
+@on_calling_server("none")
+async def test_the_tokens_of_a_chat_with_tools_are_its_prompt(server: Served) -> None:
+    body = {**HELLO, "tools": TOOLS, "max_tokens": 1}
+    answer = await server.ask("/v1/chat/completions", body)
+    assert (await server.ask("/tokenize", body)).json["count"] == answer.json["usage"]["prompt_tokens"]
+    assert (await server.ask("/tokenize", {**body, "tools": [{}]})).fault["param"] == "tools"
 
 
 @on_server(ScriptedModel(looping, context_length=40))

@@ -9,7 +9,7 @@ from typing import Any
 from asgi import CHAT, ScriptedCheck, Served, looping, simulated_server
 from scripted import ScriptedModel
 from sweeps import sweep
-from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, ToolLetters, serve_calls
+from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, ToolLetters, on_calling_server, serve_calls
 
 
 def message_of(events: Sequence[Any]) -> tuple[dict[str, Any], str | None]:
@@ -71,38 +71,32 @@ def test_calls_come_apart_from_content(says: str, content: str | None, calls: An
     serve_calls(test, says)
 
 
-def test_arguments_are_streamed_while_they_are_written() -> None:
-    async def test(server: Served) -> None:
-        streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
-        deltas = [
-            call["function"]["arguments"]
-            for event in streamed.events
-            for choice in event["choices"]
-            for call in choice["delta"].get("tool_calls", ())
-        ]
-        assert "".join(deltas) == '{"city": "oslo"}'
-        assert len(deltas) > 4
-
-    serve_calls(test, OSLO)
+@on_calling_server(OSLO)
+async def test_arguments_are_streamed_while_they_are_written(server: Served) -> None:
+    streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
+    deltas = [
+        call["function"]["arguments"]
+        for event in streamed.events
+        for choice in event["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]
+    assert "".join(deltas) == '{"city": "oslo"}'
+    assert len(deltas) > 4
 
 
-def test_a_call_that_is_cut_off_by_its_length_is_text() -> None:
-    async def test(server: Served) -> None:
-        choice = (await server.ask(CHAT, {**ASKED, "max_tokens": 30})).json["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO[:30], "length")
-        assert "tool_calls" not in choice["message"]
-
-    serve_calls(test, OSLO)
+@on_calling_server(OSLO)
+async def test_a_call_that_is_cut_off_by_its_length_is_text(server: Served) -> None:
+    choice = (await server.ask(CHAT, {**ASKED, "max_tokens": 30})).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO[:30], "length")
+    assert "tool_calls" not in choice["message"]
 
 
 @sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"functions": []}])
-def test_without_tools_nothing_is_told_apart(body: dict[str, Any]) -> None:
-    async def test(server: Served) -> None:
-        choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
-        assert server.tokenizer.told == [None]
-
-    serve_calls(test, OSLO)
+@on_calling_server(OSLO)
+async def test_without_tools_nothing_is_told_apart(server: Served, body: dict[str, Any]) -> None:
+    choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
+    assert server.tokenizer.told == [None]
 
 
 def test_the_older_form_of_tools_is_answered_in_it() -> None:
@@ -171,14 +165,14 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice 'required' needs tools"),
     ],
 )
-def test_tools_that_cannot_be_are_refused_with_what_would_be_right(body: dict[str, Any], says: str) -> None:
-    async def test(server: Served) -> None:
-        refused = await server.ask(CHAT, {**ASKED, **body})
-        assert refused.status == 400
-        assert says in refused.json["error"]["message"]
-        assert refused.json["error"]["param"] in ("tools", "tool_choice")
-
-    serve_calls(test, "")
+@on_calling_server("")
+async def test_tools_that_cannot_be_are_refused_with_what_would_be_right(
+    server: Served, body: dict[str, Any], says: str
+) -> None:
+    refused = await server.ask(CHAT, {**ASKED, **body})
+    assert refused.status == 400
+    assert says in refused.json["error"]["message"]
+    assert refused.json["error"]["param"] in ("tools", "tool_choice")
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None:
@@ -192,23 +186,19 @@ def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None
     simulated_server(test, ScriptedModel(looping, context_length=10), tokenizer=ToolLetters(), check=check)
 
 
-def test_a_model_without_calls_is_told_of_tools_and_cannot_be_made_to_call_them() -> None:
-    async def test(server: Served) -> None:
-        server.tokenizer.has_tool_calling = False
-        choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
-        assert server.tokenizer.told == [TOOLS]
-        refused = await server.ask(CHAT, {**ASKED, "tool_choice": "required"})
-        assert refused.status == 400
-        assert "mlx-lm knows no format of calls for this model" in refused.json["error"]["message"]
-
-    serve_calls(test, OSLO)
+@on_calling_server(OSLO)
+async def test_a_model_without_calls_is_told_of_tools_and_cannot_be_made_to_call_them(server: Served) -> None:
+    server.tokenizer.has_tool_calling = False
+    choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
+    assert server.tokenizer.told == [TOOLS]
+    refused = await server.ask(CHAT, {**ASKED, "tool_choice": "required"})
+    assert refused.status == 400
+    assert "mlx-lm knows no format of calls for this model" in refused.json["error"]["message"]
 
 
-def test_the_reasoning_before_a_call_is_reasoning() -> None:
-    async def test(server: Served) -> None:
-        message = (await server.ask(CHAT, ASKED)).json["choices"][0]["message"]
-        assert message["reasoning_content"] == "hm"
-        assert (message["content"], len(message["tool_calls"])) == (None, 1)
-
-    serve_calls(test, f"<t>hm</t> {OSLO}", thinks=True)
+@on_calling_server(f"<t>hm</t> {OSLO}", thinks=True)
+async def test_the_reasoning_before_a_call_is_reasoning(server: Served) -> None:
+    message = (await server.ask(CHAT, ASKED)).json["choices"][0]["message"]
+    assert message["reasoning_content"] == "hm"
+    assert (message["content"], len(message["tool_calls"])) == (None, 1)

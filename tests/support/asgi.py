@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -16,11 +17,13 @@ import outcome
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, spike
+from sweeps import sweep
 
+import runtime
 from protocol.settings import Settings, settings_from
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
-from runtime.server.fair_threads import Background, in_thread
+from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.limits import Limits
@@ -353,7 +356,7 @@ async def pool_of(
     *,
     draft_name: str | None = None,
     check: ScriptedCheck | None = None,
-    background: Background = in_thread,
+    background: Background = trio.to_thread.run_sync,
     settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[ModelPool]:
     """The pool of a server of one model: a runtime that is open already, and its trace."""
@@ -368,6 +371,14 @@ async def pool_of(
         async with models.use(name):
             pass
         yield models
+
+
+@asynccontextmanager
+async def real_server(*pair: Any, **service: Any) -> AsyncIterator[tuple[Any, Runtime]]:
+    """An application over real models, as `runtime.open` takes them, and their runtime."""
+    timelines = Timelines()
+    async with runtime.open(*pair, trace=timelines) as rt, pool_of(rt, "tiny", timelines) as models:
+        yield application(models, Service(**service)), rt
 
 
 @attrs.define
@@ -468,6 +479,8 @@ def pieces(text: str, cuts: Iterable[int]) -> list[str]:
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DEF: dict[str, Any] = {"prompt": "def f"}
+BOTH = sweep(("path", "body"), [(COMPLETIONS, DEF), (CHAT, HELLO)])
+STREAMED = sweep("stream", [False, True])
 
 
 def looping(history: Sequence[int]) -> Sequence[float]:
@@ -486,6 +499,25 @@ def saying(text: str, start: int) -> Script:
         return spike(said[at] if 0 <= at < len(said) else 0)
 
     return script
+
+
+def answering(text: str, tokenizer: Letters | None = None) -> ScriptedModel:
+    """A model that answers `HELLO` with `text`."""
+    start = (tokenizer or Letters()).apply_chat_template(HELLO["messages"], add_generation_prompt=True)
+    return ScriptedModel(saying(text, len(start)))
+
+
+async def at_once(server: Served, asked: Iterable[tuple[str, Any]]) -> list[Exchange]:
+    """The answers to some requests that come at once, each a path and a body, in the order of their ends."""
+    answers: list[Exchange] = []
+
+    async def visit(path: str, body: Any) -> None:
+        answers.append(await server.ask(path, body))
+
+    async with trio.open_nursery() as nursery:
+        for each in asked:
+            nursery.start_soon(visit, *each)
+    return answers
 
 
 def models(script: Script = looping) -> tuple[ScriptedModel, ScriptedModel]:
@@ -507,22 +539,27 @@ def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callab
     """Make a test of an async function whose argument `server` is a server of its own.
 
     Args:
-        pair: the models, or their scripts; by default `models()`. A model serves one run of a test only.
+        pair: the models, or their scripts; by default `models()`. Each run of the test has models of its own.
         **options: see `served`.
     """
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         def run_with_server(*args: Any, **given: Any) -> None:
-            made = [each if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
+            made = [copy.deepcopy(each) if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
             simulated_server(lambda server: test(server, *args, **given), *made, **options)
 
-        functools.update_wrapper(run_with_server, test)
-        signature = inspect.signature(test)
-        fixtures = [each for name, each in signature.parameters.items() if name != "server"]
-        run_with_server.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
-        return run_with_server
+        return with_parameters_of(test, run_with_server)
 
     return decorate
+
+
+def with_parameters_of(test: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that gives a test its server, for pytest: with the test's other parameters."""
+    functools.update_wrapper(wrapper, test)
+    signature = inspect.signature(test)
+    fixtures = [each for name, each in signature.parameters.items() if name != "server"]
+    wrapper.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    return wrapper
 
 
 def watched_streams(server: Served) -> list[tuple[Settings, Any]]:

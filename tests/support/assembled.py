@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from asgi import MESSAGES, Exchange
 from pydantic import TypeAdapter
 
 from runtime.server.anthropic.bodies import MessagesEvent
@@ -109,3 +110,22 @@ def assembled_response(events: list[Any]) -> Any:
 
 def text_of_response(response: Any) -> str:
     return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+
+
+def body_of(answer: Exchange) -> Any:
+    """The body of an answer of `/v1/messages` or `/v1/responses`, from one body or from events."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.json
+    assemble = assembled_message if answer.scope["path"] == MESSAGES else assembled_response
+    return assemble(answer.named_events)
+
+
+def text_of(answer: Exchange) -> str:
+    """What an answer of any API says, in one body or streamed."""
+    match answer.scope["path"]:
+        case "/v1/messages":
+            return text_of_message(body_of(answer))
+        case "/v1/responses":
+            return text_of_response(body_of(answer))
+        case _:
+            return answer.text

@@ -134,10 +134,10 @@ class ServedModels:
     async def settled(self) -> None:
         """Wait until no load runs or waits, and check that no request is counted any more."""
         for spec in self.pool.specs:
-            if self.pool.state(spec.name) == "loading":
+            if self.pool[spec.name].state == "loading":
                 async with self.pool.use(spec.name):
                     pass
-        assert all(self.pool.num_waiting(spec.name) == 0 for spec in self.pool.specs)
+        assert all(self.pool[spec.name].num_waiting == 0 for spec in self.pool.specs)
         assert all(instance.num_users == 0 for instance in self.pool._instances)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from asgi import Letters, simulated_server
+from asgi import Letters, simulated_server, with_parameters_of
 from mlx_lm.tool_parsers import json_tools
 from scripted import ScriptedModel, spike
 from tool_call_cases import tool
@@ -47,3 +47,15 @@ def serve_calls(test: Any, says: str, messages: Sequence[Any] = (USER,), **optio
         return spike(said[at] if 0 <= at < len(said) else 0)
 
     simulated_server(test, ScriptedModel(script), ScriptedModel(script), tokenizer=tokenizer)
+
+
+def on_calling_server(says: str, messages: Sequence[Any] = (USER,), **options: Any) -> Callable[[Any], Any]:
+    """Make a test of an async function whose argument `server` is that of `serve_calls`."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        def run_with_server(**given: Any) -> None:
+            serve_calls(lambda server: test(server, **given), says, messages, **options)
+
+        return with_parameters_of(test, run_with_server)
+
+    return decorate

@@ -1,4 +1,4 @@
-"""The interface of an API: how its requests become generations, and their tokens responses."""
+"""The interface of an API: from the tokens of generations that have begun to a response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import trio
@@ -56,7 +56,6 @@ class Serializer(ABC):
     arrive, and at the end `last_events` or `error_events`.
 
     Attributes:
-        content_type: of a response in events.
         keep_alive: what is sent where there is no event for `interval_s`.
         id: the response's id; random, so that other clients cannot guess it.
         interval_s: seconds without tokens after which `idle_events` are sent.
@@ -73,25 +72,24 @@ class Serializer(ABC):
         self._last_token: Token | None = None
 
     def _parts(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
-        """The parts of the answer that the next tokens add."""
         tokens = self._shown(tokens)
         self._last_token = tokens[-1] if tokens else self._last_token
         return self._answer.splitter.add(tokens)
 
     @abstractmethod
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
-        """The whole response as one body, for JSON; `tokens` are all of its tokens."""
+        """The whole response as one body, for JSON."""
 
     @abstractmethod
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events that come before any token: that the request was accepted, in APIs that say so."""
+        """The events before any token: that the request was accepted, in APIs that say so."""
 
     @abstractmethod
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         """The events of the next tokens; not empty."""
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events to send where no token has come for `interval_s`; none for `keep_alive`."""
+        """The events where no token has come for `interval_s`; none for `keep_alive`."""
         return ()
 
     @abstractmethod
@@ -102,6 +100,16 @@ class Serializer(ABC):
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
         """The events that end a response whose generation has failed."""
 
+    def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
+        """The whole response, as `whole`, with all of its choices; called for the first. By default there is one."""
+        (choice,) = choices
+        return self.whole(choice.tokens, choice.statistics())
+
+    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
+        """The events after the last token of all choices, likewise."""
+        (choice,) = choices
+        return self.last_events(choice.statistics())
+
 
 @attrs.define
 class Choice:
@@ -109,7 +117,7 @@ class Choice:
 
     Attributes:
         stream: gives its tokens; None where nothing is to be generated.
-        tokens: all of its tokens, for a response as one body.
+        tokens: all of them, for a response as one body.
     """
 
     serializer: Serializer
@@ -136,8 +144,7 @@ class Choices:
 
     Attributes:
         begins: begin one each, at least one.
-        max_at_once: how many generations may be at work or wait for the models, >= 1; None for all.
-        begun: those that have begun, in order.
+        max_at_once: how many may be at work or wait for the models, >= 1; None for all.
     """
 
     _begins: Iterator[Begin]
@@ -146,10 +153,7 @@ class Choices:
     _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_first(self) -> None:
-        """Begin as many as may be at work at once; at least one.
-
-        Raises: OutriderError: one cannot begin.
-        """
+        """Begin as many as may be at work at once; at least one. Raises: OutriderError: one cannot begin."""
         most = math.inf if self._max_at_once is None else self._max_at_once
         while len(self.begun) < most and await self.begin_next() is not None:
             pass
@@ -157,9 +161,7 @@ class Choices:
     async def begin_next(self) -> int | None:
         """Begin the next one, once another has ended. Returns its index; None if there is none.
 
-        Raises: OutriderError: it cannot begin.
-
-        Cancellation: nothing has begun.
+        Raises: OutriderError: it cannot begin. Cancellation: nothing has begun.
         """
         # To begin one takes a while where the prompt is long.
         await trio.lowlevel.checkpoint()
@@ -183,9 +185,6 @@ class Choices:
         self.close()
 
 
-B = TypeVar("B")
-
-
 @attrs.frozen
 class Answer:
     """A generation that has begun, as its serializer sees it.
@@ -195,8 +194,7 @@ class Answer:
         watch: keeps the models' activity under the response's id from now on, and returns it.
         index: of this choice in the response.
         counts_prompt: whether the usage has the prompt's tokens; they are counted once for all choices of a prompt.
-        echo: the prompt, if the response repeats it.
-        score: of the prompt's tokens but the first, if the response has their log-probabilities.
+        echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
         is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
     """
@@ -211,34 +209,3 @@ class Answer:
     score: Score | None = None
     is_empty: bool = False
     first: Serializer | None = None
-
-
-def _whole_of_one(body: Any, choices: Sequence[Choice]) -> Mapping[str, Any]:
-    (choice,) = choices
-    return choice.serializer.whole(choice.tokens, choice.statistics())
-
-
-def _last_events_of_one(choices: Sequence[Choice]) -> Sequence[Event]:
-    (choice,) = choices
-    return choice.serializer.last_events(choice.statistics())
-
-
-@attrs.frozen
-class Api(Generic[B]):
-    """One type of request of one API; `B` is the type of its parsed body.
-
-    Attributes:
-        parse: parses and validates the body of a request, or raises ErrorResponse; runs in another thread where the
-            body is long.
-        request: returns what to generate for a body.
-        serializer: returns the serializer of the response, or of one of its choices.
-        whole: returns the whole response as one body, for JSON; the choices have all of their tokens. By default there
-            is one choice.
-        last_events: returns the events after the last token of all choices.
-    """
-
-    parse: Callable[[bytes], B]
-    request: Callable[[B], Request]
-    serializer: Callable[[B, Answer], Serializer]
-    whole: Callable[[B, Sequence[Choice]], Mapping[str, Any]] = _whole_of_one
-    last_events: Callable[[Sequence[Choice]], Sequence[Event]] = _last_events_of_one

@@ -8,13 +8,13 @@ from typing import Annotated, Any, TypeVar
 
 import attrs
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from runtime.server.errors import error_response_of_body, unknown_field
+from runtime.server.middleware import with_headers
 
 
-class _WithoutEffect:
-    """Marks a field that is known and on which nothing depends."""
+class _WithoutEffect: ...
 
 
 # A field that clients send and on which no answer could depend; of any type.
@@ -32,8 +32,6 @@ class Body(BaseModel):
     def take_other_names(self) -> None:
         """Take fields that were given as null under their first name from another name of theirs.
 
-        pydantic takes the first name that is there.
-
         Raises: pydantic.ValidationError: the value is invalid.
         """
         for name, field in type(self).model_fields.items():
@@ -46,34 +44,22 @@ class Body(BaseModel):
                     self.__pydantic_validator__.validate_assignment(self, name, value)
                     break
 
-    def unknown(self) -> Iterator[str]:
-        """Names of given fields that the object does not have, in dotted form for those of objects within it.
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """Names of given fields that are ignored, dotted for those of objects within it, and whether they are known.
 
-        Without those that are null or [], which ask for nothing. A name may come more than once.
+        Without unknown ones that are null or [], which ask for nothing. A name may come more than once.
         """
         for name, value in (self.model_extra or {}).items():
             if value is not None and value != []:
-                yield name
-        for name in type(self).model_fields:
-            for body in _bodies(getattr(self, name)):
-                yield from (f"{name}.{inner}" for inner in body.unknown())
-
-    def without_effect(self) -> Iterator[str]:
-        """Names of given fields that are known, and have no effect."""
+                yield name, False
         for name, field in type(self).model_fields.items():
-            is_marked = any(isinstance(mark, _WithoutEffect) for mark in field.metadata)
-            if is_marked and getattr(self, name) is not None:
-                yield name
-            for body in _bodies(getattr(self, name)):
-                yield from (f"{name}.{inner}" for inner in body.without_effect())
-
-
-def _bodies(value: Any) -> Iterator[Body]:
-    """The nested bodies in a field's value. An object that is kept as it came, such as a JSON schema, is none."""
-    if isinstance(value, Body):
-        yield value
-    elif isinstance(value, list):
-        yield from (item for item in value if isinstance(item, Body))
+            value = getattr(self, name)
+            if value is not None and any(isinstance(mark, _WithoutEffect) for mark in field.metadata):
+                yield name, True
+            # An object that is kept as it came, such as a JSON schema, has no names.
+            for body in value if isinstance(value, list) else [value]:
+                if isinstance(body, Body):
+                    yield from ((f"{name}.{inner}", is_known) for inner, is_known in body.ignored_names())
 
 
 IGNORED_HEADER = "X-Outrider-Ignored"
@@ -85,12 +71,12 @@ _MAX_HEADER_NAMES = 32
 
 @attrs.frozen
 class IgnoredFields:
-    """The fields of a request that are ignored.
+    """The names of a request's fields that are ignored.
 
     Attributes:
-        unknown: names of those that a body does not have, in dotted form within other objects.
-        without_effect: names of those that it has, and on which no answer depends.
-        known: names of all fields of the body.
+        unknown: that a body does not have, dotted within other objects.
+        without_effect: that it has, and on which no answer depends.
+        known: of all fields of the body.
     """
 
     unknown: tuple[str, ...] = ()
@@ -99,10 +85,7 @@ class IgnoredFields:
 
     @property
     def header(self) -> str | None:
-        """The value of the header that names them; None if there are none.
-
-        Names that cannot stand in a header, and those beyond the first 32, are only counted.
-        """
+        """The value of the header that names them, or None. Names beyond 32, or unfit for it, are only counted."""
         names = [*self.unknown, *self.without_effect]
         fit = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
         others = [f"+{len(names) - len(fit)} more"] if len(names) > len(fit) else []
@@ -110,22 +93,11 @@ class IgnoredFields:
 
     def named_by(self, send: Send) -> Send:
         """`send` of ASGI, with the header in the response if there are any."""
-        if (value := self.header) is None:
-            return send
-        header = IGNORED_HEADER.lower().encode(), value.encode()
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-            await send(message)
-
-        return send_named
+        value = self.header
+        return send if value is None else with_headers(send, [(IGNORED_HEADER.lower().encode(), value.encode())])
 
     def refuse(self) -> None:
-        """Refuse unknown fields, as a strict server does.
-
-        Raises: ErrorResponse: there is one.
-        """
+        """Raises: ErrorResponse: a field is unknown, which a strict server refuses."""
         if self.unknown:
             raise unknown_field(self.unknown[0], self.known)
 
@@ -147,22 +119,16 @@ class RequestBody(Body):
         self._ignored = ignored
 
     def check(self) -> None:
-        """Check constraints between fields.
-
-        Raises: ErrorResponse: fields do not go together.
-        """
+        """Raises: ErrorResponse: fields do not go together."""
         return
 
 
 def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
-    """The fields of a body that are ignored.
-
-    Args:
-        taken: names of fields that the body does not have, and that have an effect.
-    """
+    """The fields of a body that are ignored; `taken` are names that it does not have, and that have an effect."""
+    names = dict.fromkeys(body.ignored_names())
     return IgnoredFields(
-        tuple(name for name in dict.fromkeys(body.unknown()) if name not in taken),
-        tuple(dict.fromkeys(body.without_effect())),
+        tuple(name for name, is_known in names if not is_known and name not in taken),
+        tuple(name for name, is_known in names if is_known),
         tuple(type(body).model_fields),
     )
 
@@ -171,10 +137,7 @@ R = TypeVar("R", bound=RequestBody)
 
 
 def parse_request(request_type: type[R], body: bytes) -> R:
-    """Parse and validate the body of a request.
-
-    Raises: ErrorResponse: the body is invalid.
-    """
+    """Parse and validate the body of a request. Raises: ErrorResponse: it is invalid."""
     try:
         request = request_type.model_validate_json(body)
         request.take_other_names()

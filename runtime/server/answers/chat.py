@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
 from pydantic import AliasChoices, Field, ValidationError
@@ -28,18 +28,19 @@ class TextPart(Body):
 Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
 
 
-class HasText(Protocol):
-    """A part of a content in any of the APIs."""
-
-    @property
-    def text(self) -> str:
-        """What it says."""
-        ...
-
-
-def joined(content: str | Iterable[HasText]) -> str:
-    """The text of a content."""
+def joined(content: str | list[Any]) -> str:
+    """The text of a content in any of the APIs."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def function_of(**function: Any) -> dict[str, Any]:
+    """A tool, or the choice of one, from the fields of its function that are not None."""
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a function, in an earlier answer."""
+    return {"id": id, **function_of(name=name, arguments=arguments)}
 
 
 class ChatMessage(Body):
@@ -154,7 +155,6 @@ class Chat(Request):
             raise ErrorResponse(400, message, param="chat_template_kwargs")
 
     def _problem_of_continuing(self) -> str | None:
-        """Why the last message cannot be continued; None if it can."""
         last = self.messages[-1]
         if self.add_generation_prompt:
             return "cannot go together with add_generation_prompt: true, which begins a new message"
@@ -250,7 +250,6 @@ _OF_ITS_OWN = frozenset(
 
 
 def _names(body: type[Body]) -> Iterator[str]:
-    """The names of all fields of a body, also their other ones."""
     for name, field in body.model_fields.items():
         yield name
         if isinstance(field.validation_alias, AliasChoices):
@@ -265,10 +264,7 @@ class TranslatedBody(RequestBody):
     """The body of a request; unknown fields that mean the same in every API are taken as in a chat."""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this stands for.
-
-        Raises: ErrorResponse: something that it asks for is not supported.
-        """
+        """The fields of the chat that this stands for. Raises: ErrorResponse: it asks for something unsupported."""
         raise NotImplementedError
 
 
@@ -300,6 +296,6 @@ def parse_translated(
     except ValidationError as error:
         raise error_response_of_body(error, tags) from error
     ignored = ignored_fields(request, PASSED_ON)
-    chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *chat.unknown())))
+    chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *ignored_fields(chat).unknown)))
     chat.check()
     return request, chat

@@ -15,16 +15,16 @@ from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import CORPUS_OWNER
-from runtime.generation.token_stream import TokenStream
-from runtime.server.answers.api import Answer, Api, Choice, Choices
+from runtime.server.answers.api import Answer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
-from runtime.server.answers.preparation import Preparation, PreparedPrompt, num_named_each, num_named_tokens
+from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import Request
 from runtime.server.answers.sending import encoded_aside, send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.fair_threads import SHORT
+from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.served_model import ModelLoadError
@@ -37,10 +37,7 @@ R = TypeVar("R", bound=RequestBody)
 async def read_request(
     context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive, client: str
 ) -> B:
-    """The parsed body of a request.
-
-    Args:
-        parse: parses the body; runs in another thread where that is long.
+    """The body of a request, parsed; in another thread where that takes long.
 
     Raises:
         ErrorResponse: the request is rejected.
@@ -104,52 +101,31 @@ class TokenizerEndpoint(Generic[R]):
         await send({"type": "http.response.body", "body": response.body})
 
 
-@attrs.define
-class _Outcome:
-    """The outcome of a request, for metrics and access log.
-
-    Attributes:
-        model: the name of its model, once that is known.
-        streams: its generations that have begun.
-        num_texts: generations that it asks for, once that is known.
-        num_prompt_tokens: of its prompts.
-        is_sent: whether the whole response was sent.
-        failure: the error of the generation or of the server.
-        status: the HTTP status of an error response.
-    """
-
-    model: str | None = None
-    streams: list[TokenStream] = attrs.Factory(list)
-    num_texts: int = 0
-    num_prompt_tokens: int = 0
-    is_sent: bool = False
-    failure: Exception | None = None
-    status: int | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all that was asked for has been generated."""
-        num_finished = sum(stream.finish_reason is not None for stream in self.streams)
-        return self.is_sent or 0 < num_finished == self.num_texts
-
-
 @attrs.frozen
 class Endpoint(Generic[B]):
-    """An ASGI application that generates for one type of request; `B` is the type of its parsed body."""
+    """An ASGI application that generates for one type of request; `B` is the type of its parsed body.
+
+    Attributes:
+        parse: parses and validates a body, in another thread where that is long; may raise ErrorResponse.
+        serializer: returns the serializer of the response, or of one of its choices.
+        request: returns the `Request` that a body stands for; by default, it is one.
+    """
 
     _context: ServerContext
-    _api: Api[B]
+    _parse: Callable[[bytes], B]
+    _serializer: Callable[[B, Answer], Serializer]
+    _request: Callable[[B], Any] = lambda body: body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
 
         Cancellation: ends the generation.
         """
-        context, outcome, client = self._context, _Outcome(), client_address(scope)
+        context, outcome, client = self._context, RequestOutcome(), client_address(scope)
         CORPUS_OWNER.set(corpus_owner(scope))
         try:
-            body = await read_request(context, self._api.parse, scope, receive, client)
-            request = self._api.request(body)
+            body = await read_request(context, self._parse, scope, receive, client)
+            request: Request = self._request(body)
             outcome.model = model_of(context, request)
             with context.admission.admit():
                 respond = partial(self._respond, body, request, client, outcome)
@@ -163,17 +139,13 @@ class Endpoint(Generic[B]):
             outcome.failure, outcome.status = error, 500  # the status that the application responds with
             raise
         finally:
-            is_finished = outcome.is_finished
-            context.metrics.count(outcome.model, outcome.streams, outcome.failure, outcome.status, is_finished)
+            context.metrics.count(outcome)
             if outcome.streams:
                 num_generated = sum(stream.statistics().generated_tokens for stream in outcome.streams)
                 scope[TOKENS] = outcome.num_prompt_tokens, num_generated
 
-    async def _respond(self, body: B, request: Request, client: str, outcome: _Outcome, send: Send) -> None:
-        """Generate, and send the response; `outcome` gets the streams and their failure.
-
-        Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
-        """
+    async def _respond(self, body: B, request: Request, client: str, outcome: RequestOutcome, send: Send) -> None:
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
         assert outcome.model is not None
         try:
             async with self._context.models.use(outcome.model) as model:
@@ -185,11 +157,10 @@ class Endpoint(Generic[B]):
         except ModelLoadError as error:
             raise error_response_of(error) from error
 
-    async def _generate(self, preparation: Preparation, body: B, client: str, outcome: _Outcome, send: Send) -> None:
-        """As `_respond`.
-
-        Raises: also OutriderError: a prompt or a setting is invalid, or a generation cannot begin.
-        """
+    async def _generate(
+        self, preparation: Preparation, body: B, client: str, outcome: RequestOutcome, send: Send
+    ) -> None:
+        """As `_respond`. Raises: also OutriderError: a prompt or a setting is invalid, or a generation cannot begin."""
         request, model = preparation.request, preparation.model
         prompts = await preparation.prompts()
         outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -199,35 +170,32 @@ class Endpoint(Generic[B]):
         with Choices(begins, model.runtime.max_streams) as choices:
             await choices.begin_first()
             if request.stream:
-                num_named = num_named_each(request)
-                outcome.failure = await send_events(choices, self._api.last_events, num_named, send)
+                outcome.failure = await send_events(choices, request.num_named, send)
                 outcome.is_sent = outcome.failure is None
                 return
-            make = partial(self._body_of, body, request, client)
-            outcome.failure = await send_whole(choices, make, send)
+            outcome.failure = await send_whole(choices, partial(self._body_of, request, client), send)
             if outcome.failure is not None:
                 raise error_response_of(outcome.failure) from outcome.failure
             outcome.is_sent = True
 
-    async def _body_of(self, body: B, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
-        """The body of a response, once its generations have ended."""
-        lengths = [(choice.statistics().prompt_tokens, len(choice.tokens)) for choice in choices]
-        make = partial(self._api.whole, body, choices)
-        return await encoded_aside(make, num_named_tokens(request, lengths), self._context.encoding, client)
+    async def _body_of(self, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
+        num_named = sum(
+            request.num_named_with_prompt * choice.statistics().prompt_tokens + request.num_named * len(choice.tokens)
+            for choice in choices
+        )
+        make = partial(choices[0].serializer.whole_of, choices)
+        return await encoded_aside(make, num_named, self._context.encoding, client)
 
     def _begun(
         self,
         preparation: Preparation,
         body: B,
-        outcome: _Outcome,
+        outcome: RequestOutcome,
         prompt: PreparedPrompt,
         number: int,
         before: Sequence[Choice],
     ) -> Choice:
-        """Begin the generation of a choice, answer `number` to its prompt; `outcome` gets its stream.
-
-        Raises: OutriderError: it cannot begin.
-        """
+        """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
         model, stream = preparation.model, None
         if prompt.is_generated_for:
             stream = model.runtime.stream(prompt.ids, **prompt.settings_of_text(number))
@@ -250,9 +218,8 @@ class Endpoint(Generic[B]):
             first=before[0].serializer if before else None,
         )
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        return Choice(self._api.serializer(body, answer), stream, statistics)
+        return Choice(self._serializer(body, answer), stream, statistics)
 
 
 def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
-    """The statistics of a choice for which nothing is generated."""
     return Counts(prompt_tokens=len(prompt.ids)).snapshot(estimates=model.runtime.estimates)

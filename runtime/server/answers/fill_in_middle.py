@@ -14,26 +14,14 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-@attrs.frozen
-class _Markers:
-    """The tokens of one family: before the prefix, before the suffix, and before the middle.
-
-    Attributes:
-        middle: None where the prefix comes last, so that the middle follows it.
-    """
-
-    prefix: str
-    suffix: str
-    middle: str | None
-
-
+# The tokens before the prefix, before the suffix, and before the middle; without the last, the prefix comes last.
 _FAMILIES = (
-    _Markers("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite 4
-    _Markers("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code, Seed-Coder
-    _Markers("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    _Markers("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
-    _Markers("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
-    _Markers("[PREFIX]", "[SUFFIX]", None),  # Codestral
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite 4
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code, Seed-Coder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral
 )
 # Tokens with which some of these models end what they write in the middle, beside their end of text.
 _ENDS = (
@@ -50,7 +38,7 @@ class FillInMiddle:
     """The fill-in-the-middle tokens of one tokenizer.
 
     Attributes:
-        prefix, suffix, middle: ids of the tokens, as in `_Markers`.
+        prefix, suffix, middle: ids of the tokens in front of each; the middle's is None where the prefix comes last.
         stop_tokens: ids of the tokens with which the text in the middle ends.
     """
 
@@ -84,15 +72,11 @@ def _adds_space(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> bool:
 
 
 def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:
-    """The fill-in-the-middle tokens of a tokenizer; None if it has none.
-
-    The whole vocabulary is listed, which takes a while: see `LoadedModel.fill_in_middle`.
-    """
+    """The fill-in-the-middle tokens of a tokenizer, or None; its whole vocabulary is listed, which takes a while."""
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
-    for markers in _FAMILIES:
-        names = [name for name in (markers.prefix, markers.suffix, markers.middle) if name is not None]
+    for names in _FAMILIES:
         if all(name in vocabulary for name in names):
-            ids = [vocabulary[name] for name in names]
-            ends: Sequence[int] = [vocabulary[name] for name in _ENDS if name in vocabulary]
-            return FillInMiddle(ids[0], ids[1], ids[2] if len(ids) == 3 else None, tuple(dict.fromkeys([*ids, *ends])))
+            prefix, suffix, *middle = ids = [vocabulary[name] for name in names]
+            ends = [vocabulary[name] for name in _ENDS if name in vocabulary]
+            return FillInMiddle(prefix, suffix, next(iter(middle), None), tuple(dict.fromkeys([*ids, *ends])))
     return None

@@ -51,8 +51,7 @@ class PreparedPrompt:
 
     Attributes:
         settings: of its generations; `max_tokens` may be 0, and then there is none.
-        echo: of the prompt, if the response begins with it.
-        score: of its tokens but the first, if the response has their log-probabilities and there are any.
+        echo, score: see `Answer`.
     """
 
     ids: tuple[int, ...]
@@ -76,9 +75,8 @@ class _Encoded:
     """What the tokenizer makes of a request.
 
     Attributes:
-        prompts: the prompts as token ids, at least one; a chat is one.
-        logit_bias: biases by token id.
-        ends: ids of tokens that end the answers beside the end of text, where a model fills in the middle.
+        prompts: at least one; a chat is one.
+        ends: tokens that end the answers beside the end of text, where a model fills in the middle.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -90,18 +88,12 @@ class Preparation:
     """Prepares the prompts of one request, and the readers of its answers.
 
     Attributes:
-        model: generates.
+        client: the client's address; clients take turns at long prompts and at schemas.
         tools: that the model may call; None for none.
     """
 
     def __init__(self, context: ServerContext, model: LoadedModel, request: Request, client: str) -> None:
-        """Of one request.
-
-        Args:
-            client: the client's address; clients take turns at long prompts and at schemas.
-
-        Raises: ErrorResponse: a tool is invalid.
-        """
+        """Raises: ErrorResponse: a tool is invalid."""
         self.model = model
         self.request = request
         self.tools = request.checked_tools()
@@ -147,7 +139,6 @@ class Preparation:
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
     async def _encoded_and_grammar(self) -> tuple[_Encoded, Grammar | None]:
-        """The encoded request, and the grammar of its answers, if a schema or tools need one."""
         constraint, schemas, tools = self.request.constraint, self.model.schemas, self.tools
         format = None if tools is None else check_callable(tools, self.tokenizer)
         if tools is None or format is None:
@@ -155,11 +146,8 @@ class Preparation:
             grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
             return await self._encoded(), grammar
         if constraint is not None and constraint.kind != "json":
-            raise ErrorResponse(
-                400,
-                f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out",
-                param=constraint.field,
-            )
+            message = f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out"
+            raise ErrorResponse(400, message, param=constraint.field)
         encoded = await self._encoded()
         (prompt,) = encoded.prompts  # of a chat
         if constraint is None and not tools.needs_grammar:
@@ -169,7 +157,6 @@ class Preparation:
         return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
 
     def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
-        """The grammar of an answer with calls."""
         if (constraint := self.request.constraint) is None:
             marks = marks_of(ReasoningTracker(self.tokenizer, prompt))
             return call_grammar(tools, format, self.tokenizer, **marks, is_loose=is_loose)
@@ -177,12 +164,6 @@ class Preparation:
         return call_grammar(tools, format, self.tokenizer, content=content, is_loose=is_loose)
 
     async def _encoded(self) -> _Encoded:
-        """What the tokenizer makes of the request.
-
-        Raises:
-            OutriderError: a prompt is invalid.
-            ErrorResponse: a prompt is too long, or see `_encode`.
-        """
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
         length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
         encoded = await self._context.preparation.run(self._encode, length, self._client)
@@ -203,12 +184,6 @@ class Preparation:
         return encoded
 
     def _encode(self) -> _Encoded:
-        """What the tokenizer makes of the request; in a thread.
-
-        Raises:
-            PromptError: a prompt is empty, or cannot be encoded.
-            ErrorResponse: the model cannot fill in the middle, or a key of `logit_bias` stands for no token.
-        """
         request, runtime = self.request, self.model.runtime
         biases = _biases(request.logit_bias or {}, self.tokenizer)
         if (suffix := request.suffix_text) is None:
@@ -229,10 +204,7 @@ class Preparation:
     async def _settings_and_ends(
         self, encoded: _Encoded, grammar: Grammar | None, max_tokens: int | None
     ) -> tuple[dict[str, Any], set[int]]:
-        """The settings of all prompts, without `min_tokens`, and the ids of the tokens that end their answers.
-
-        Raises: SettingsError: one is invalid.
-        """
+        """The settings of all prompts, without `min_tokens`, and the ids of the tokens that end their answers."""
         runtime, defaults = self.model.runtime, self.model.spec.settings
         step_size = defaults.get("prefill_step_size", self._context.limits.prefill_step_size)
         settings = {"reuse_prefix": True, "prefill_step_size": step_size, **self.request.settings()}
@@ -269,15 +241,12 @@ class Preparation:
         return limit if requested is None else min(requested, limit)
 
     def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
-        """Check the size that the response may have. A single plain answer may be of any.
-
-        Raises: ErrorResponse: it may have too many tokens, with the likely others that it names at each position.
-        """
+        """Check the size that the response may have, with what it names; a single plain answer may be of any."""
         request = self.request
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
-        each, most = num_named_each(request), min(bounds, default=0)
-        of_prompts = _named_with_prompt(request) * sum(map(len, prompts))
+        each, most = request.num_named, min(bounds, default=0)
+        of_prompts = request.num_named_with_prompt * sum(map(len, prompts))
         num_answers = request.num_candidates * len(prompts)
         num_named = request.num_candidates * (of_prompts + each * most * len(prompts))
         is_plain = num_answers * each == 1 and request.num_prompt_logprobs is None
@@ -293,7 +262,6 @@ class Preparation:
     # --- echo and score ---------------------------------------------------------------------------
 
     async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
-        """The echo of a prompt, if the request asks for it."""
         if not self.request.echoes:
             return None
         prompt = self.request.prompts(has_template=False)[index]
@@ -301,28 +269,10 @@ class Preparation:
         return await self._context.preparation.run(make, len(ids), self._client)
 
     async def _score(self, ids: tuple[int, ...], settings: dict[str, Any]) -> Score | None:
-        """The score of a prompt, if the request asks for it."""
         if (num_top := self.request.num_scored) is None or len(ids) == 1:
             return None
         reading = {name: settings[name] for name in ("reuse_prefix", "prefill_step_size")}
         return await self.model.runtime.score(ids[:1], ids[1:], logprobs=num_top, **reading)
-
-
-def num_named_each(request: Request) -> int:
-    """How many tokens a response names for each token of an answer: itself, and the likely others."""
-    return 1 + (request.num_logprobs or 0)
-
-
-def num_named_tokens(request: Request, prompt_and_answer_lengths: Iterable[tuple[int, int]]) -> int:
-    """How many tokens, and likely other tokens, the response to a request has; see `MAX_NAMED_TOKENS`."""
-    each, with_prompt = num_named_each(request), _named_with_prompt(request)
-    return sum(with_prompt * prompt + each * answer for prompt, answer in prompt_and_answer_lengths)
-
-
-def _named_with_prompt(request: Request) -> int:
-    """How many tokens a response names for each token of the prompt."""
-    echoed = num_named_each(request) if request.echoes else 0
-    return echoed + (0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs)
 
 
 # --- with the tokenizer ---------------------------------------------------------------------------
@@ -365,7 +315,6 @@ def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
 
 
 def _biases(by_key: dict[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:
-    """Biases by token id, from biases by id or by text. Those of one token add up."""
     biases: dict[int, float] = {}
     for key, bias in by_key.items():
         tokens = [int(key)] if _is_id(key) else tokenizer.encode(key, add_special_tokens=False)
@@ -415,7 +364,6 @@ class Echo:
     """A prompt as a response repeats it.
 
     Attributes:
-        text: of the prompt.
         tokens: the text of each token, decoded alone.
         offsets: where in `text` each token begins.
         last_ids: its last tokens, with which what follows is decoded.
@@ -428,11 +376,7 @@ class Echo:
 
 
 def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
-    """An echo.
-
-    Args:
-        prompt: the text of the prompt; None if the request has token ids, which are decoded then.
-    """
+    """The echo of a prompt; `prompt` is its text, or None if the request has token ids, which are decoded then."""
     detokenizer, decoded, ends = Detokenizer(tokenizer), "", [0]
     for id in ids:
         decoded += detokenizer.add(id)

@@ -13,7 +13,7 @@ from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
 from runtime.server.answers.body import Body, NoEffect
 from runtime.server.answers.setting_fields import MAX_NUMBER, MINUS_ONE, NULL_IS_A_VALUE, GenerationBody, Id
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
 
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
@@ -92,6 +92,16 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+_KINDS: dict[str, Kind] = {
+    "json_schema": "json",
+    "grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
 class ConstrainedRequest(GenerationBody):
     """The fields that constrain the answer; a request has at most one of them."""
 
@@ -122,39 +132,26 @@ class ConstrainedRequest(GenerationBody):
                 yield Constraint("json", named.schema_, "response_format")
             case AnyJson(schema_=schema):
                 yield Constraint("json", ANY_OBJECT if schema is None else schema, "response_format")
-        if (given := self.structured_outputs) is not None:
-            json = ANY_OBJECT if given.json_ is None and given.json_object else given.json_
-            yield from _given("structured_outputs", json, given.regex, given.choice, given.grammar)
-        yield from _given("json_schema", json=self.json_schema)
-        yield from _given("grammar", grammar=self.grammar)
-        yield from _given("guided_json", json=self.guided_json)
-        yield from _given("guided_regex", regex=self.guided_regex)
-        yield from _given("guided_choice", choice=self.guided_choice)
-        yield from _given("guided_grammar", grammar=self.guided_grammar)
-
-
-def _given(
-    field: str,
-    json: dict[str, Any] | bool | str | None = None,
-    regex: str | None = None,
-    choice: list[str] | None = None,
-    grammar: str | None = None,
-) -> Iterator[Constraint]:
-    if json is not None:
-        yield Constraint("json", json, field)
-    if regex is not None:
-        yield Constraint("regex", regex, field)
-    if choice is not None:
-        yield Constraint("choice", choice, field)
-    # Clients of llama.cpp send "" for none.
-    if grammar:
-        yield Constraint("grammar", grammar, field)
+        given: list[tuple[Kind, Any, str]] = [(kind, getattr(self, field), field) for field, kind in _KINDS.items()]
+        if (of_vllm := self.structured_outputs) is not None:
+            json = ANY_OBJECT if of_vllm.json_ is None and of_vllm.json_object else of_vllm.json_
+            values: dict[Kind, Any] = {
+                "json": json,
+                "regex": of_vllm.regex,
+                "choice": of_vllm.choice,
+                "grammar": of_vllm.grammar,
+            }
+            given = [*((kind, value, "structured_outputs") for kind, value in values.items()), *given]
+        for kind, value, field in given:
+            # Clients of llama.cpp send "" for no grammar.
+            if value is not None and (kind != "grammar" or value):
+                yield Constraint(kind, value, field)
 
 
 class Request(ConstrainedRequest):
-    """A request for one or more generations. A field that is missing or null has the runtime's default: the temperature
-    is 0, for instance. Only for a context size null is a value, the whole text. What needs more than a
-    copy of a setting's declaration stands here.
+    """A request for one or more generations. What needs more than a copy of a setting's declaration stands here.
+
+    A field that is missing or null has the runtime's default. Only for a context size null is a value, the whole text.
 
     Attributes:
         prompt_field: the name of the field that has the prompt.
@@ -232,6 +229,17 @@ class Request(ConstrainedRequest):
         return max((number for number in asked if number is not None), default=None)
 
     @property
+    def num_named(self) -> int:
+        """How many tokens a response names for each token of an answer: itself, and the likely others."""
+        return 1 + (self.num_logprobs or 0)
+
+    @property
+    def num_named_with_prompt(self) -> int:
+        """How many tokens a response names for each token of the prompt."""
+        echoed = self.num_named if self.echoes else 0
+        return echoed + (0 if self.num_prompt_logprobs is None else 1 + self.num_prompt_logprobs)
+
+    @property
     def max_answer_tokens(self) -> int | None:
         """Maximum number of tokens of the answer; -1 for as many as there may be, None if the request does not say."""
         return self.max_tokens
@@ -262,10 +270,7 @@ class Request(ConstrainedRequest):
         return False
 
     def checked_tools(self) -> Tools | None:
-        """The tools of the request; None where the model may call nothing.
-
-        Raises: ErrorResponse: a tool or the choice is invalid.
-        """
+        """The tools of the request; None where the model may call nothing. Raises: ErrorResponse: one is invalid."""
         return None
 
     def settings(self) -> dict[str, Any]:

@@ -29,12 +29,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 async def encoded_aside(
     make: Callable[[], Mapping[str, Any]], num_tokens: int, threads: FairThreads, client: str
 ) -> bytes:
-    """The JSON of a response.
-
-    Args:
-        make: makes the response; runs in another thread where that is long, and so must not touch what others use.
-        num_tokens: tokens that the response has, with the likely others that it names.
-        threads: do what is long.
+    """The JSON of a response, made by `make`: in another thread if it names more than `SHORT_RESPONSE` tokens.
 
     Cancellation: as of `FairThreads.run`.
     """
@@ -46,11 +41,7 @@ async def encoded_aside(
 
 
 def json_pieces(value: Any) -> Iterator[str]:
-    """The JSON of a value, in pieces that are each encoded in a short time, unless one text in it is very long.
-
-    Args:
-        value: of objects, lists and what else JSON has; no object is in itself.
-    """
+    """The JSON of a value, in pieces that are each encoded in a short time, unless one text in it is very long."""
     if not isinstance(value, (dict, list, tuple)) or _num_values(value, _MAX_AT_ONCE) <= _MAX_AT_ONCE:
         yield _encode(value)
     elif isinstance(value, dict):
@@ -93,11 +84,7 @@ _EVENT_HEADERS = [
 async def send_whole(
     choices: Choices, body_of: Callable[[Sequence[Choice]], Awaitable[bytes]], send: Send
 ) -> OutriderError | None:
-    """Send the response as one body.
-
-    Args:
-        choices: its generations, the first of which have begun; all are read to their ends.
-        body_of: makes the body of them, as JSON.
+    """Send the response as one body, once all of its generations have ended; `body_of` makes it.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
 
@@ -117,14 +104,11 @@ async def send_whole(
     return None
 
 
-async def send_events(
-    choices: Choices, last_events: Callable[[Sequence[Choice]], Iterable[Event]], num_named: int, send: Send
-) -> OutriderError | None:
+async def send_events(choices: Choices, num_named: int, send: Send) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
     Args:
         choices: its generations, the first of which have begun; their serializers make the events.
-        last_events: makes the events after all tokens.
         num_named: 1 for each token, and 1 for each likely other that comes with it.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
@@ -165,7 +149,7 @@ async def send_events(
         await write(first.error_events(error_response_of(failures[0]), statistics), is_last=True)
         return failures[0]
     await introduce()  # those for which nothing was generated
-    await write(last_events(choices.begun), is_last=True)
+    await write(first.last_events_of(choices.begun), is_last=True)
     return None
 
 
@@ -176,11 +160,7 @@ _Indexed = tuple[int, Token]
 async def _tokens(
     choices: Choices, max_buffered: int
 ) -> AsyncIterator[tuple[trio.MemoryReceiveChannel[_Indexed], list[OutriderError]]]:
-    """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams.
-
-    The channel holds `max_buffered` tokens, in addition to the rounds that each stream buffers. An error of one stream
-    ends the reading of the others.
-    """
+    """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams."""
     put, take = trio.open_memory_channel[_Indexed](max_buffered)
     failures: list[OutriderError] = []
     async with trio.open_nursery() as nursery:
@@ -191,12 +171,8 @@ async def _tokens(
 
 
 async def _read_in_turn(
-    index: int | None,
-    choices: Choices,
-    put: trio.MemorySendChannel[_Indexed],
-    failures: list[OutriderError],
+    index: int | None, choices: Choices, put: trio.MemorySendChannel[_Indexed], failures: list[OutriderError]
 ) -> None:
-    """Move the tokens of one choice into a channel, then begin the next, and so on; a failure closes all."""
     with put:
         try:
             while index is not None:
@@ -212,7 +188,6 @@ async def _read_in_turn(
 async def _batch(
     take: trio.MemoryReceiveChannel[_Indexed], max_at_once: int, timeout_s: float
 ) -> dict[int, list[Token]] | None:
-    """Tokens that have arrived, by choice, after waiting for the first; none after the timeout, None at the end."""
     batch: dict[int, list[Token]] = {}
     try:
         # Waiting for a channel can be cancelled and repeated. A stream cannot be read again after a cancellation.

@@ -27,7 +27,6 @@ _IN_OTHER_FORMS = ("max_tokens", "stop", "logit_bias", "logprobs")
 
 
 def _declared(name: str, hint: Any) -> tuple[Any, Any]:
-    """The type of a field, and its default, other names and description."""
     option, field = options_of(Settings)[name], attrs.fields_dict(Settings)[name]
     bounds: tuple[Any, ...] = getattr(field.validator, "bounds", ())
     low, high, *_ = *bounds, None, None

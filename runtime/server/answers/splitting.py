@@ -20,7 +20,6 @@ class AnswerSplitter:
     """Splits the tokens of one answer into parts, in the order in which they were generated.
 
     Attributes:
-        reader: splits the text; new.
         num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
         has_calls: whether a call is complete.
         has_reasoning: whether reasoning is told apart; otherwise the whole text is the answer.
@@ -47,7 +46,7 @@ _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
 
 
 class ShownTokens:
-    """Changes the texts of an answer's tokens."""
+    """Changes the texts of an answer's tokens to what a request wants to see."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
         # Calls, where there may be some, are told apart by special tokens.
@@ -57,7 +56,6 @@ class ShownTokens:
         self._hidden = _special_texts(tokenizer) if request.skip_special_tokens and not has_tools else {}
 
     def __call__(self, tokens: Sequence[Token]) -> Sequence[Token]:
-        """The next tokens, with other texts."""
         if self._hidden:
             tokens = [attrs.evolve(token, text=self.without_special(token.id, token.text)) for token in tokens]
         if not self._shows_stop or not tokens or (stop := tokens[-1].stop_reason) is None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attrs
-
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
@@ -37,27 +35,27 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-@attrs.frozen
-class TokenLogprobs:
-    """The log-probabilities of an answer's tokens, in the form of chats and responses.
+def token_logprobs(
+    tokens: Sequence[Token], tokenizer: TokenizerWrapper, num_top: int | None
+) -> list[TokenLogprob] | None:
+    """The log-probabilities of the tokens of a text, in the form of chats and responses.
 
-    Attributes:
-        num_top: how many of the most probable tokens to name beside each.
+    Args:
+        num_top: how many of the most probable tokens to name beside each; None for no log-probabilities.
     """
 
-    _tokenizer: TokenizerWrapper
-    _num_top: int
+    def named(id: int, text: str, logprob: float | None) -> TopLogprob:
+        return {"token": text, "logprob": finite(logprob), "bytes": token_bytes(tokenizer, id, text)}
 
-    def of(self, tokens: Sequence[Token]) -> list[TokenLogprob]:
-        """The log-probabilities of some tokens, in order; without an end-of-text or stop token, which has no text."""
-        return [self._of(token) for token in text_tokens(tokens)]
-
-    def _of(self, token: Token) -> TokenLogprob:
-        top = [self._top(top.id, top.text, top.logprob) for top in token.top_logprobs[: self._num_top]]
-        return {**self._top(token.id, self._tokenizer.decode([token.id]), token.logprob), "top_logprobs": top}
-
-    def _top(self, id: int, text: str, logprob: float | None) -> TopLogprob:
-        return {"token": text, "logprob": finite(logprob), "bytes": token_bytes(self._tokenizer, id, text)}
+    if num_top is None:
+        return None
+    return [
+        {
+            **named(token.id, tokenizer.decode([token.id]), token.logprob),
+            "top_logprobs": [named(top.id, top.text, top.logprob) for top in token.top_logprobs[:num_top]],
+        }
+        for token in text_tokens(tokens)
+    ]
 
 
 def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
@@ -73,10 +71,7 @@ def finite(logprob: float | None) -> float:
 
 
 def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:
-    """The bytes of a token.
-
-    Args:
-        text: the token decoded alone.
+    """The bytes of a token, whose text is that of the token decoded alone.
 
     Returns: None where they are unknown: the token is part of a character, of a tokenizer that has neither byte-level
         tokens nor byte fallback.

@@ -6,7 +6,6 @@ import typing
 from functools import partial
 
 from runtime.engine.runtime import Runtime
-from runtime.server.answers.api import Api
 from runtime.server.answers.chat import Chat
 from runtime.server.answers.endpoint import Endpoint, TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
@@ -33,9 +32,7 @@ def _token_count(chat: Chat, runtime: Runtime) -> TokenCount:
 OPERATIONS = (
     Operation(
         "/v1/messages",
-        lambda context: Endpoint(
-            context, Api(partial(parse_chat, MessagesRequest), lambda chat: chat, MessageSerializer)
-        ),
+        lambda context: Endpoint(context, partial(parse_chat, MessagesRequest), MessageSerializer),
         "message",
         "Answer a conversation in the form of Anthropic's messages",
         AnthropicMessage,

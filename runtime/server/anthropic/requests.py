@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, joined, parse_translated
+from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
 from runtime.server.answers.request import MaxTokens, Stop
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse
@@ -239,8 +239,7 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
             case ThinkingBlock():
                 reasoning.append(block.thinking)
             case ToolUseBlock():
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                calls.append(call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
             case ToolResultBlock():
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
     yield from results
@@ -260,17 +259,12 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    return function_of(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
 def _tool_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
     if choice.type == "tool":
         if choice.name is None:
             raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
-        return {"type": "function", "function": {"name": choice.name}}
+        return function_of(name=choice.name)
     return "required" if choice.type == "any" else choice.type

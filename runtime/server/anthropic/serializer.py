@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from protocol.statistics import Statistics
 from runtime.generation.tool_calls.events import (
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MessageSerializer(Serializer):
-    """Serializer for `/v1/messages`."""
+    """Serializer for `/v1/messages`. What yields events has changed the content, and says so by them."""
 
     def __init__(self, request: Chat, answer: Answer) -> None:
         super().__init__(request, answer)
@@ -82,18 +82,15 @@ class MessageSerializer(Serializer):
 
     def _end(self) -> MessageEnd:
         assert self._last_token is not None, "the last token of a stream has a finish reason"
-        if self._last_token.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
         stop = self._last_token.stop_reason
         # A stop token is no text, and clients look for the text of the sequence.
-        if isinstance(stop, str):
+        if self._last_token.finish_reason != "length" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        if self._answer.splitter.has_calls:
-            return {"stop_reason": "tool_use", "stop_sequence": None}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        if self._last_token.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._answer.splitter.has_calls else "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
-        """Add the parts of tokens to the content, and yield the events that say so."""
         for part in self._parts(tokens):
             match part:
                 case CallBegan(id=id, name=name):
@@ -101,7 +98,6 @@ class MessageSerializer(Serializer):
                 case CallArguments(text=text):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case CallEnded(call=call):
-                    assert self._block["type"] == "tool_use"
                     self._block["input"] = call.values
                     yield from self._stopped()
                 case CallBroken(given=given):
@@ -112,22 +108,18 @@ class MessageSerializer(Serializer):
                 case ReasoningPart(text=text):
                     if not self._is_open or self._block["type"] != "thinking":
                         yield from self._begun({"type": "thinking", "thinking": "", "signature": ""})
-                    assert self._block["type"] == "thinking"
                     self._block["thinking"] += text
                     yield self._delta({"type": "thinking_delta", "thinking": text})
                 case TextPart(text=text):
                     yield from self._text(text)
 
     def _text(self, text: str) -> Iterator[MessagesEvent]:
-        """Add text to the content, and yield the events that say so."""
         if not self._is_open or self._block["type"] != "text":
             yield from self._begun({"type": "text", "text": ""})
-        assert self._block["type"] == "text"
         self._block["text"] += text
         yield self._delta({"type": "text_delta", "text": text})
 
     def _begun(self, block: Content) -> Iterator[MessagesEvent]:
-        """Begin a block, and yield the events that say so."""
         yield from self._stopped()
         self._index += 1
         self._is_open = True
@@ -138,7 +130,6 @@ class MessageSerializer(Serializer):
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _stopped(self) -> Iterator[MessagesEvent]:
-        """The events that stop the block that is open, if one is."""
         if not self._is_open:
             return
         self._is_open = False
@@ -148,8 +139,7 @@ class MessageSerializer(Serializer):
         yield {"type": "content_block_stop", "index": self._index}
 
     @property
-    def _block(self) -> Content:
-        """The last block."""
+    def _block(self) -> Any:
         return self._content[-1]
 
 

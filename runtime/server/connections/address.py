@@ -26,10 +26,7 @@ class ServerError(OutriderError):
 
 
 def api_key(given: str | None) -> str | None:
-    """The API key that requests must send, or None.
-
-    Args:
-        given: on the command line; None for that of the environment, if there is one.
+    """The API key that requests must send: `given` on the command line, or that of the environment; or None.
 
     Raises: SettingsError: the key cannot be sent in a header.
     """
@@ -40,7 +37,7 @@ def api_key(given: str | None) -> str | None:
 
 
 def check_origin(origin: str) -> None:
-    """Check an origin. Raises: SettingsError: browsers send no such origin, so it would silently allow nothing."""
+    """Raises: SettingsError: browsers send no such origin, so it would silently allow nothing."""
     if not _ORIGIN.fullmatch(origin) or _DEFAULT_PORT.fullmatch(origin):
         raise SettingsError(
             f"--allow-origin {shown(origin)} is not an origin as browsers send it: give scheme and host in lower case, "
@@ -52,10 +49,7 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def network(text: str) -> IpNetwork:
-    """The network that an address such as 10.0.0.1, or a network such as 10.0.0.0/8, stands for.
-
-    Raises: SettingsError: it is neither.
-    """
+    """The network that an address, or a network such as 10.0.0.0/8, stands for. Raises: SettingsError: neither."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:

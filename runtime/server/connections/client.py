@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-import attrs
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
+from runtime.engine.nursery import BackgroundNursery
 from runtime.server.connections.connection import send_in_pieces
 from runtime.server.errors import ErrorResponse
 
@@ -19,23 +18,8 @@ from runtime.server.errors import ErrorResponse
 FREE_BYTES = 2**14
 
 
-@attrs.define(eq=False)
-class Claim:
-    """The memory of one body beyond its first `FREE_BYTES`.
-
-    Attributes:
-        num_bytes: claimed; 0 before `wait_for`.
-    """
-
-    _memory: BodyMemory
-    num_bytes: int = 0
-
-    async def wait_for(self, num_bytes: int) -> None:
-        """Claim so many bytes, once there is room for them; to be called once.
-
-        Cancellation: nothing is claimed.
-        """
-        await self._memory._wait_for(self, num_bytes)
+Claim = Callable[[int], Awaitable[None]]
+"""Claims bytes for one body beyond its first `FREE_BYTES`, once there is room for them; to be called once."""
 
 
 class BodyMemory:
@@ -46,36 +30,28 @@ class BodyMemory:
 
     def __init__(self, max_bytes: int) -> None:
         self._num_free = max_bytes
-        self._waiting: deque[tuple[Claim, int, trio.Event]] = deque()
+        self._turn = trio.StrictFIFOLock()
+        self._freed = trio.Event()
 
     @contextmanager
     def claim(self) -> Iterator[Claim]:
-        """A claim, which is given up at the end of the block."""
-        claim = Claim(self)
+        """The claim of a body, which is given up at the end of the block."""
+        claimed = 0
+
+        async def claim(num_bytes: int) -> None:
+            nonlocal claimed
+            async with self._turn:
+                while self._num_free < num_bytes:
+                    await self._freed.wait()
+                claimed = num_bytes
+                self._num_free -= claimed
+
         try:
             yield claim
         finally:
-            self._num_free += claim.num_bytes
-            self._grant()
-
-    async def _wait_for(self, claim: Claim, num_bytes: int) -> None:
-        entry = claim, num_bytes, trio.Event()
-        self._waiting.append(entry)
-        self._grant()
-        try:
-            await entry[2].wait()
-        except trio.Cancelled:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-                self._grant()
-            raise
-
-    def _grant(self) -> None:
-        while self._waiting and self._waiting[0][1] <= self._num_free:
-            claim, num_bytes, granted = self._waiting.popleft()
-            self._num_free -= num_bytes
-            claim.num_bytes = num_bytes
-            granted.set()
+            self._num_free += claimed
+            self._freed.set()
+            self._freed = trio.Event()
 
 
 class ClientGone(Exception):
@@ -96,12 +72,7 @@ def corpus_owner(scope: Scope) -> bytes:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float, claim: Claim) -> bytes:
-    """The body of a request.
-
-    Args:
-        max_bytes: the longest body.
-        within_s: seconds within which all of it must arrive, the wait for memory included.
-        claim: the body's memory.
+    """The body of a request, if all of it arrives within `within_s` seconds, the wait for memory included.
 
     Raises:
         ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON; or other bodies have
@@ -119,7 +90,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
         raise too_long
-    body = bytearray()
+    body, has_room = bytearray(), False
     with trio.move_on_after(within_s):
         while True:
             message = await receive()
@@ -130,16 +101,16 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                 raise too_long
             if not message.get("more_body", False):
                 return bytes(body)
-            if len(body) > FREE_BYTES and not claim.num_bytes:
+            if len(body) > FREE_BYTES and not has_room:
                 # The rest is not read before: its sender has to wait.
-                await claim.wait_for(int(announced) if announced.isdigit() else max_bytes)
-    if len(body) > FREE_BYTES and not claim.num_bytes:
+                await claim(int(announced) if announced.isdigit() else max_bytes)
+                has_room = True
+    if len(body) > FREE_BYTES and not has_room:
         raise ErrorResponse(
             429,
             f"the bodies of other requests have taken the memory for bodies for {within_s:g} s; try again",
-            type="rate_limit_error",
             code="bodies_waiting",
-            headers={"Retry-After": str(math.ceil(within_s))},
+            retry_after_s=math.ceil(within_s),
         )
     raise ErrorResponse(408, f"the body did not come within {within_s:g} s")
 
@@ -151,22 +122,13 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.
         work: called with a `send` that has this timeout.
 
-    Raises:
-        ClientGone: the client has left, and the work was cancelled.
-        ErrorResponse: the work raised it.
+    Raises: ClientGone: the client has left, and the work was cancelled; also what the work raises.
     """
-    is_gone = False
-    error: ErrorResponse | None = None
-
-    def leave() -> None:
-        nonlocal is_gone
-        is_gone = True
-        nursery.cancel_scope.cancel()
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        leave()
+        there.cancel()
 
     async def send_within(message: Message) -> None:
         async def send_piece(piece: bytes, is_last: bool) -> None:
@@ -176,18 +138,12 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
         try:
             await send_in_pieces(send_piece, message.get("body", b""), stalled_s)
         except trio.TooSlowError:
-            leave()
+            there.cancel()
             await trio.lowlevel.checkpoint()
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(listen)
-        # Raised outside: the nursery would wrap it in a group.
-        try:
+    with trio.CancelScope() as there:
+        async with BackgroundNursery() as nursery:
+            nursery.start_soon(listen)
             await work(send_within)
-        except ErrorResponse as raised:
-            error = raised
-        nursery.cancel_scope.cancel()
-    if error is not None:
-        raise error
-    if is_gone:
+    if there.cancelled_caught:
         raise ClientGone

@@ -20,6 +20,7 @@ import h11
 import trio
 from starlette.types import ASGIApp, Message, Scope
 
+from runtime.engine.nursery import BackgroundNursery
 from runtime.server.errors import ErrorResponse
 
 PIECE_BYTES = 2**16
@@ -30,9 +31,8 @@ async def send_in_pieces(send: Callable[[bytes, bool], Awaitable[None]], data: b
 
     Args:
         send: sends a piece; its second argument says whether the piece is the last one.
-        timeout_s: seconds that one piece may take.
 
-    Raises: trio.TooSlowError: a piece took longer; it may have been sent in part.
+    Raises: trio.TooSlowError: a piece took longer than `timeout_s`; it may have been sent in part.
 
     Cancellation: a piece may have been sent in part.
     """
@@ -75,8 +75,6 @@ class Connection:
     """One client connection, from its first byte to its last.
 
     Attributes:
-        app: answers.
-        stream: the client's; closed in the end.
         stopping: once it is set, the next response is the last one, and says so.
         stalled_s: seconds that the client may leave 64 KiB of an answer unread.
         idle_s: seconds that the client may take for the head of the next request.
@@ -103,9 +101,9 @@ class Connection:
     _is_broken: bool = attrs.field(init=False, default=False)  # nothing more can be sent
 
     async def run(self) -> None:
-        """Answer the client's requests until it leaves, or may ask no more.
+        """Answer the client's requests until it leaves, or may ask no more; then close the connection.
 
-        Cancellation: cancels the application, and closes the connection.
+        Cancellation: cancels the application.
         """
         try:
             with suppress(OSError):  # the client left before its address was read
@@ -134,7 +132,7 @@ class Connection:
             await self._linger()
 
     async def _next_request(self) -> h11.Request | None:
-        """The head of the next request; None if there is none, because the client left, was silent, or sent garbage."""
+        """The head of the next request; None if the client left, was silent, or sent garbage."""
         self._listening = trio.CancelScope(deadline=trio.current_time() + self._idle_s)
         self.is_idle = True
         self._is_head_request = self._must_close = False
@@ -169,7 +167,6 @@ class Connection:
     # --- one request --------------------------------------------------------------------------------
 
     async def _answer(self, request: h11.Request, addresses: dict[str, Any]) -> None:
-        """Call the application, and hand it the body of the request meanwhile."""
         put, take = trio.open_memory_channel[Message](1)
         self._listening = trio.CancelScope()
         self._is_head_request = request.method == b"HEAD"
@@ -181,14 +178,12 @@ class Connection:
         # Before the application runs: if the end of the body came together with the head, the answer need not be the
         # last of its connection.
         is_listening = await self._hand_on(put)
-        async with trio.open_nursery() as nursery:
+        async with BackgroundNursery() as nursery:
             if is_listening:
                 nursery.start_soon(self._listen, put)
             await self._call(_scope(request, addresses), take)
-            nursery.cancel_scope.cancel()
 
     async def _listen(self, put: trio.MemorySendChannel[Message]) -> None:
-        """Read the rest of the request, and then whatever follows it, to notice when the client leaves."""
         with put, self._listening:
             with suppress(*_STREAM_ERRORS):
                 while len(self._http.trailing_data[0]) < _MAX_PIPELINED_BYTES:
@@ -222,7 +217,6 @@ class Connection:
         return True
 
     async def _call(self, scope: Scope, take: trio.MemoryReceiveChannel[Message]) -> None:
-        """Call the application; if it fails or returns before it answers, the answer is 500."""
         has_body = True
 
         async def receive() -> Message:

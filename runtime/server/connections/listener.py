@@ -15,10 +15,9 @@ from runtime.server.limits import DEFAULT_CONNECTIONS, Limits
 
 
 class ConnectionSlots:
-    """A limited number of connections. While a client waits for a place, idle connections are closed.
+    """A limited number of connections; while a client waits for a place, the longest idle one is closed.
 
-    Otherwise whoever opens connections and asks nothing would keep everybody else out. The one that has been idle for
-    the longest goes first. Connections whose request is being answered stay.
+    Otherwise whoever opens connections and asks nothing would keep everybody else out.
     """
 
     def __init__(self, number: int) -> None:
@@ -28,10 +27,7 @@ class ConnectionSlots:
         self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
 
     async def take(self) -> None:
-        """Wait for a free place and take it, for a connection that is about to be added.
-
-        Cancellation: none is taken.
-        """
+        """Wait for a free place and take it, for a connection that is then added. Cancellation: none is taken."""
         if self._free.value == 0:
             self.close_idle()
         self._num_waiting += 1
@@ -96,7 +92,7 @@ async def serve(
     Args:
         listeners: listening sockets; closed in the end.
         until: returns when the server is to stop.
-        drain: called then; returns when no connection need be accepted any more. By default at once.
+        drain: called then; returns when no connection need be accepted any more.
 
     Cancellation: closes all connections.
     """
@@ -149,7 +145,6 @@ class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
         return stream
 
     async def _accept(self) -> trio.SocketStream:
-        """As the listener's `accept`, and tries again while the system lacks files or memory."""
         while True:
             try:
                 return await self._listener.accept()

@@ -33,19 +33,13 @@ class GrammarCheck(Protocol):
     async def __call__(self, grammar: str, /) -> Outcome:
         """How compiling `grammar`, which is in llguidance's own format, has ended.
 
-        Raises: OutriderError: that cannot be found.
-
-        Cancellation: ends the compilation at once.
+        Raises: OutriderError: that cannot be found. Cancellation: ends the compilation at once.
         """
 
 
 @attrs.define
 class _Job:
-    """A grammar that is being checked.
-
-    Attributes:
-        over: set once `outcome` or `error` is.
-    """
+    """A grammar that is being checked; `over` is set once `outcome` or `error` is."""
 
     over: trio.Event = attrs.field(factory=trio.Event)
     outcome: Outcome | None = None
@@ -90,7 +84,6 @@ class GrammarChecker:
         return job.outcome
 
     async def _run(self, inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
-        """Run a process, from its start to its end."""
         error: OutriderError = CheckerGoneError("the process that checks grammars has ended; try again")
         try:
             tokenizer, end_tokens = await trio.to_thread.run_sync(self._read_vocabulary)
@@ -119,17 +112,15 @@ class GrammarChecker:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            async with process.stdin, process.stdout, trio.open_nursery() as nursery:
+            async with process.stdin, process.stdout, BackgroundNursery() as nursery:
                 nursery.start_soon(_send, process.stdin, first, inbox)
                 await self._receive(process.stdout)
-                nursery.cancel_scope.cancel()
         finally:
             process.kill()
             with trio.CancelScope(shield=True):
                 await process.wait()
 
     async def _receive(self, stdout: trio.abc.ReceiveStream) -> None:
-        """Receive the outcomes until the process ends."""
         unread = b""
         with suppress(trio.BrokenResourceError):
             while data := await stdout.receive_some():
@@ -161,8 +152,7 @@ async def grammar_checker(
     Args:
         read_vocabulary: called in a thread; returns a fast tokenizer as JSON, and the ids of its end-of-text tokens. An
             OutriderError that it raises is the error of every check.
-        cpu_s: limit of CPU time for each grammar, in seconds, >= 1.
-        memory_bytes: limit of memory for each grammar.
+        cpu_s, memory_bytes: limits for each grammar; seconds are whole, >= 1.
 
     Cancellation: kills the process.
     """

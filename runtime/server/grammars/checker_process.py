@@ -107,7 +107,6 @@ class Checker:
         self._selector.register(read_end, selectors.EVENT_READ, id)
 
     def _report(self, id: int) -> None:
-        """Write the result of a child that has ended."""
         pid, pipe = self._children.pop(id)
         self._selector.unregister(pipe)
         os.close(pipe)
@@ -116,7 +115,6 @@ class Checker:
         os.write(1, json.dumps(result).encode() + b"\n")  # short enough for a pipe to take at once
 
     def _compile(self, grammar: str) -> NoReturn:
-        """Compile a grammar in the child, and end it."""
         status = 1
         try:
             # llguidance writes to stderr when it crashes, and stdout is the parent's.

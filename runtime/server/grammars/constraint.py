@@ -16,12 +16,11 @@ from runtime.generation.json_schema import check_is_schema, grammar_of_schema, s
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-class ConstraintError(SettingsError):
-    """A constraint is invalid, or cannot be followed to its end.
+Kind = Literal["json", "regex", "choice", "grammar"]
 
-    Attributes:
-        field: the name of the request's field that says it.
-    """
+
+class ConstraintError(SettingsError):
+    """A constraint, in a `field` of a request, is invalid, or cannot be followed to its end."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -30,15 +29,14 @@ class ConstraintError(SettingsError):
 
 @attrs.frozen
 class Constraint:
-    """A constraint on an answer.
+    """A constraint on an answer, in a `field` of a request.
 
     Attributes:
         kind: what `value` is: a JSON schema, or one as JSON; a regular expression; texts, of which the answer is one;
             or a grammar, in llama.cpp's GBNF or in Lark's syntax.
-        field: the name of the request's field that has it.
     """
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Kind
     value: Mapping[str, Any] | Sequence[str] | str | bool
     field: str
 
@@ -49,10 +47,7 @@ class Constraint:
 
     @property
     def schema(self) -> Mapping[str, Any] | bool:
-        """The JSON schema, of the kind "json".
-
-        Raises: ConstraintError: it is not JSON, or no schema.
-        """
+        """The JSON schema, of the kind "json". Raises: ConstraintError: it is not JSON, or no schema."""
         value: Any = self.value
         try:
             schema: Mapping[str, Any] | bool = json.loads(value) if isinstance(value, str) else value
@@ -65,10 +60,7 @@ class Constraint:
         return schema
 
     def write(self) -> str:
-        """The grammar in llguidance's own format.
-
-        Raises: SettingsError: it is invalid, or llguidance is not installed.
-        """
+        """The grammar in llguidance's own format. Raises: SettingsError: invalid, or llguidance is not installed."""
         value: Any = self.value
         match self.kind:
             case "json":

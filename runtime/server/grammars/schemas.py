@@ -37,10 +37,7 @@ _PROBLEMS: dict[Outcome, str] = {
 
 
 def compile_any_object(tokenizer: Any) -> Grammar:
-    """The grammar of any JSON object.
-
-    Raises: SettingsError: llguidance is not installed, or cannot read the tokenizer.
-    """
+    """The grammar of any JSON object. Raises: SettingsError: no llguidance, or one that cannot read the tokenizer."""
     from runtime.generation.grammar import Grammar
 
     return Grammar.from_json_schema(ANY_OBJECT, tokenizer)
@@ -55,7 +52,7 @@ def _errors_of(field: str) -> Iterator[None]:
         param = error.field if isinstance(error, ConstraintError) else field
         raise ErrorResponse(400, str(error), param=param) from error
     except OutriderError as error:  # the server's fault, not the request's
-        raise ErrorResponse(503, str(error), type="server_error", code="schemas_unavailable") from error
+        raise ErrorResponse(503, str(error), code="schemas_unavailable") from error
 
 
 @attrs.define(eq=False)
@@ -67,7 +64,6 @@ class Schemas:
 
     Attributes:
         tokenizer: the target's.
-        check, background: check a grammar, and compile it.
         timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
         any_object: what `compile_any_object` has returned; None to compile it for the first request that needs it.
     """
@@ -84,10 +80,7 @@ class Schemas:
     _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
 
     async def grammar(self, constraint: Constraint, client: str) -> Grammar:
-        """The logits processor for a constraint.
-
-        Args:
-            client: the client's address; clients take turns.
+        """The logits processor for a constraint, of a client at an address; clients take turns.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.
 
@@ -103,7 +96,6 @@ class Schemas:
 
         Args:
             write: writes the grammar, in llguidance's own format; with True it leaves the schemas of the tools out.
-            client: the client's address; clients take turns.
             is_strict: whether the schemas must be followed; otherwise those that cannot be are left out.
 
         Raises, Cancellation: as `grammar`.
@@ -149,18 +141,12 @@ class Schemas:
             f"the schemas of other requests are being compiled, at most {_MAX_COMPILING} at once and "
             f"{_MAX_COMPILING_PER_CLIENT} of one client, and this one has waited {self._timeout_s:g} s for its turn; "
             f"try again in {seconds} s",
-            type="rate_limit_error",
             code="schemas_waiting",
-            headers={"Retry-After": str(seconds)},
+            retry_after_s=seconds,
         )
 
     async def _check_cost(self, grammar: str, name: str) -> None:
-        """Check the cost of a grammar, unless the outcome is known.
-
-        Raises:
-            SettingsError: it costs too much.
-            OutriderError: the check has failed.
-        """
+        """Check the cost of a grammar, unless the outcome is known. Raises: SettingsError: it costs too much."""
         key = hashlib.sha256(grammar.encode()).digest()
         outcome = self._outcomes.pop(key, None)
         if outcome is None:

@@ -47,10 +47,9 @@ _MAX_NAME_LENGTH = 200
 
 
 def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[ServedModel]:
-    """The models that a file describes, in its order.
+    """The models that a file describes, in its order. Relative paths in it that exist beside it are taken from there.
 
     Args:
-        path: of the file. Relative paths in it that exist beside it are taken from there.
         options, settings: of models that have no others, by name; see `ServedModel`.
 
     Raises: ConfigFileError: the file cannot be read, or something in it is wrong.
@@ -130,12 +129,10 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
 
 
 def _path_of(source: str | Mapping[str, Any]) -> str:
-    """The path or hub id of a model as the file gives it: itself, or in a table."""
     return source if isinstance(source, str) else str(source["path"])
 
 
 def _source(place: _Place, key: str, given: Any) -> str | ModelSpec:
-    """A target or draft: a path or hub id; or a table of the fields of a `ModelSpec`."""
     fields = tuple(field.name for field in attrs.fields(ModelSpec))
     table = given if isinstance(given, dict) else {"path": given}
     if not (isinstance(table.get("path"), str) and table["path"]):
@@ -172,7 +169,6 @@ def _idle_s(place: _Place, table: Mapping[str, Any]) -> float | None:
 
 
 def _found(place: _Place, model: str) -> str:
-    """The path relative to the configuration file if that exists; else the path or hub id as given."""
     beside = Path(place.path).parent / model
     return str(beside) if model not in DRAFT_WORDS and beside.exists() else model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import attrs
@@ -38,7 +38,6 @@ class LoadedModel:
     """A loaded model, with the state that the server keeps for it.
 
     Attributes:
-        spec: what it is.
         runtime: generates; its target has a tokenizer.
         timelines: of the streams that are watched.
         schemas: compiles JSON schemas to grammars for its tokenizer.
@@ -56,10 +55,7 @@ class LoadedModel:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle | None:
-        """How its tokenizer marks prefix and suffix of a fill-in-the-middle prompt; None if it has no such tokens.
-
-        The first access takes long, so it must be made in another thread than trio's.
-        """
+        """How its tokenizer marks prefix and suffix, or None. The first access takes long: not on trio's thread."""
         return fill_in_middle(tokenizer_of(self.runtime))
 
 
@@ -73,14 +69,12 @@ ModelState = Literal["loaded", "loading", "unloaded"]
 async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[LoadedModel]:
     """Load a model; it is unloaded, and its process that checks grammars killed, when the block is left.
 
-    Raises: as `runtime.open`, before the block is entered.
-
-    Cancellation: as `runtime.open`.
+    Raises, Cancellation: as `runtime.open`, before the block is entered.
     """
     timelines = Timelines()
     async with (
         open_runtime(spec.target, spec.draft, trace=timelines, defaults=spec.settings, **spec.options) as runtime,
-        grammar_checker(partial(_tokenizer_json, runtime)) as check,
+        grammar_checker(lambda: tokenizer_json(runtime.tokenizer)) as check,
     ):
         # Now, so that no request for JSON waits for it. What prevents it, the first such request is told.
         any_object = None
@@ -102,7 +96,3 @@ async def free_memory() -> None:
 def _free_memory() -> None:
     gc.collect()
     release_buffers()
-
-
-def _tokenizer_json(runtime: Runtime) -> tuple[str, list[int]]:
-    return tokenizer_json(runtime.tokenizer)

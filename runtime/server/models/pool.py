@@ -23,15 +23,13 @@ from runtime.server.models.served_model import ModelLoadError, ServedModel
 
 
 @attrs.define(eq=False)
-class _Slot:
+class ModelSlot:
     """The place of a model in the pool.
 
     Attributes:
         instance: takes the model's requests; None while it is not loaded.
         load: its load, from the request that asks for it to its end.
-        num_loads, num_failed_loads: how often it was loaded, and could not be.
-        has_chat_template: whether its tokenizer has one; None before it was loaded.
-        context_length: maximum number of tokens of a text; None for no maximum, and before it was loaded.
+        has_chat_template, context_length: of its tokenizer, and the most tokens of a text; None before it was loaded.
     """
 
     spec: ServedModel
@@ -41,6 +39,16 @@ class _Slot:
     num_failed_loads: int = 0
     has_chat_template: bool | None = None
     context_length: int | None = None
+
+    @property
+    def state(self) -> ModelState:
+        """Whether the model is in memory; "loading" also while it waits for its load to begin."""
+        return "loaded" if self.instance is not None else "loading" if self.load is not None else "unloaded"
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait until the model is loaded."""
+        return 0 if self.load is None else self.load.num_waiting
 
 
 @attrs.define(eq=False)
@@ -52,7 +60,7 @@ class _Load:
         is_over: set once `instance` or `error` is.
     """
 
-    slot: _Slot
+    slot: ModelSlot
     num_waiting: int = 0
     has_begun: bool = False
     is_over: trio.Event = attrs.field(factory=trio.Event)
@@ -72,7 +80,7 @@ class _Instance:
         changed: set when one of the above changes.
     """
 
-    slot: _Slot
+    slot: ModelSlot
     model: LoadedModel
     num_users: int
     used_at: int
@@ -92,7 +100,7 @@ class ModelPool:
     until it was unloaded; these wait for its next load. So of two models of which only one fits, each has its turn.
     """
 
-    _slots: dict[str, _Slot]
+    _slots: dict[str, ModelSlot]
     _open_model: OpenModel
     _nursery: trio.Nursery
     _memory_limit: int | None
@@ -118,10 +126,8 @@ class ModelPool:
     def __contains__(self, name: object) -> bool:
         return name in self._slots
 
-    def state(self, name: str) -> ModelState:
-        """Whether a model is in memory; "loading" also while it waits for its load to begin."""
-        slot = self._slots[name]
-        return "loaded" if slot.instance is not None else "loading" if slot.load is not None else "unloaded"
+    def __getitem__(self, name: str) -> ModelSlot:
+        return self._slots[name]
 
     def in_memory(self, name: str | None = None) -> list[LoadedModel]:
         """The models that are in memory, or one of them, including those that take no further requests."""
@@ -134,24 +140,6 @@ class ModelPool:
         """Streams that a model works on at once, the most of those in memory; infinite without a bound."""
         each = [model.runtime.max_streams for model in self.in_memory()]
         return max((math.inf if most is None else most for most in each), default=AUTO_TURNS)
-
-    def num_waiting(self, name: str) -> int:
-        """Requests that wait until a model is loaded."""
-        load = self._slots[name].load
-        return 0 if load is None else load.num_waiting
-
-    def num_loads(self, name: str) -> tuple[int, int]:
-        """How often a model was loaded, and how often it could not be."""
-        slot = self._slots[name]
-        return slot.num_loads, slot.num_failed_loads
-
-    def has_chat_template(self, name: str) -> bool | None:
-        """Whether a model's tokenizer has a chat template; None before it was first loaded."""
-        return self._slots[name].has_chat_template
-
-    def context_length(self, name: str) -> int | None:
-        """Maximum number of tokens of a text of a model; None for no maximum, and before it was first loaded."""
-        return self._slots[name].context_length
 
     async def wait_broken(self) -> RuntimeBrokenError:
         """Wait until the target of a pinned model has failed. Returns the error of its streams."""
@@ -184,7 +172,7 @@ class ModelPool:
         finally:
             self._end_use(instance)
 
-    async def _loaded(self, slot: _Slot) -> _Instance:
+    async def _loaded(self, slot: ModelSlot) -> _Instance:
         """The next instance of a model; the caller counts as one of its users."""
         if (load := slot.load) is None:
             load = slot.load = _Load(slot)
@@ -218,7 +206,6 @@ class ModelPool:
     # --- loading and unloading --------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Let `_manage` look at everything again."""
         self._changed.set()
 
     async def _manage(self) -> None:
@@ -255,17 +242,13 @@ class ModelPool:
         return True
 
     def _dismiss(self, instance: _Instance) -> None:
-        """Give an instance no further requests, and have it unloaded after the last one."""
         instance.is_leaving = True
         if instance.slot.instance is instance:
             instance.slot.instance = None
         instance.changed.set()
 
     async def _keep(self, load: _Load, *, task_status: trio.TaskStatus[None]) -> None:
-        """Load a model, keep it until it is to be unloaded, and free its memory.
-
-        Starts once the load is over, failed or not.
-        """
+        """Load a model, keep it, and free its memory in the end; starts once the load is over, failed or not."""
         name = load.slot.spec.name
         self._announce(f"loading model {name}")
         is_loaded = await self._keep_loaded(load, task_status)
@@ -279,7 +262,7 @@ class ModelPool:
         self._change()
 
     async def _keep_loaded(self, load: _Load, task_status: trio.TaskStatus[None]) -> bool:
-        """Load a model, and keep it until it is to be unloaded. Returns whether it could be loaded."""
+        """Returns whether the model could be loaded."""
         slot, instance = load.slot, None
         try:
             self._check_size(slot.spec)
@@ -318,8 +301,7 @@ class ModelPool:
             )
 
     async def _until_dismissed(self, instance: _Instance) -> None:
-        """Wait until an instance is to be unloaded and has no users."""
-        async with trio.open_nursery() as nursery:
+        async with BackgroundNursery() as nursery:
             nursery.start_soon(self._dismiss_if_broken, instance)
             idle_s = instance.slot.spec.idle_s
             while instance.num_users > 0 or not instance.is_leaving:
@@ -329,10 +311,8 @@ class ModelPool:
                     await instance.changed.wait()
                 if waiting.cancelled_caught and instance.num_users == 0:
                     self._dismiss(instance)
-            nursery.cancel_scope.cancel()
 
     async def _dismiss_if_broken(self, instance: _Instance) -> None:
-        """Unload a model whose target has failed, so that the next request loads it anew."""
         failure = await instance.model.runtime.wait_broken()
         if instance.slot.spec.is_pinned:
             self._failure = failure
@@ -342,14 +322,6 @@ class ModelPool:
             self._dismiss(instance)
 
 
-async def _free_nothing() -> None:
-    await trio.lowlevel.checkpoint()
-
-
-def _say_nothing(text: str) -> None:
-    pass
-
-
 @asynccontextmanager
 async def model_pool(
     specs: Iterable[ServedModel],
@@ -357,8 +329,8 @@ async def model_pool(
     *,
     memory_limit: int | None = None,
     used_bytes: Callable[[], int] = lambda: 0,
-    free_memory: Callable[[], Awaitable[None]] = _free_nothing,
-    announce: Callable[[str], None] = _say_nothing,
+    free_memory: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    announce: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[ModelPool]:
     """A pool of models, none of them loaded; all are unloaded when the block is left.
 
@@ -366,7 +338,7 @@ async def model_pool(
         specs: the models, at least one, of different names.
         memory_limit: bytes that models may take, caches included. Before a load, models are unloaded to make room for
             the new one's files; after a request, idle ones are unloaded if caches have grown beyond it. None for no
-            limit.
+                limit.
         used_bytes: returns the bytes that models take now.
         free_memory: called after a model was unloaded; `used_bytes` does not count it afterwards.
         announce: called with a line for each load and its outcome.
@@ -374,7 +346,7 @@ async def model_pool(
     Cancellation: as leaving the block: waits for the load that is running, and for the models' forward passes.
     """
     async with BackgroundNursery() as nursery:
-        slots = {spec.name: _Slot(spec) for spec in specs}
+        slots = {spec.name: ModelSlot(spec) for spec in specs}
         pool = ModelPool(slots, open_model, nursery, memory_limit, used_bytes, free_memory, announce)
         nursery.start_soon(pool._manage)
         yield pool

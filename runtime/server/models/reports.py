@@ -115,16 +115,16 @@ def service_status(health: Health) -> ServiceStatus:
 
 def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
     """The description of a model."""
-    [spec] = [spec for spec in models.specs if spec.name == name]
+    slot = models[name]
     return {
         "id": name,
         "object": "model",
         "created": started,
         "owned_by": "outrider",
-        "draft": spec.draft_name,
-        "has_chat_template": models.has_chat_template(name),
-        "max_model_len": models.context_length(name),
-        "state": models.state(name),
+        "draft": slot.spec.draft_name,
+        "has_chat_template": slot.has_chat_template,
+        "max_model_len": slot.context_length,
+        "state": slot.state,
     }
 
 
@@ -165,10 +165,10 @@ def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
 def _health_of(models: ModelPool, name: str) -> ModelHealth:
     in_memory = models.in_memory(name)
     return {
-        "state": models.state(name),
+        "state": models[name].state,
         "status": _worst([service_status(each.runtime.health()) for each in in_memory]),
         "streams": sum(each.runtime.num_streams for each in in_memory),
-        "waiting": sum(each.runtime.num_waiting for each in in_memory) + models.num_waiting(name),
+        "waiting": sum(each.runtime.num_waiting for each in in_memory) + models[name].num_waiting,
     }
 
 

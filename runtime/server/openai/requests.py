@@ -45,6 +45,11 @@ class StreamOptions(Body):
     include_obfuscation: NoEffect = None
     include_speculation: bool | None = None
 
+    @property
+    def gives_usage_in_each(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        return bool(self.continuous_usage_stats) and self.include_usage is not False
+
 
 class OpenAIRequest(Request):
     """The fields that requests for chats and for completions share, beside those of every request."""
@@ -78,7 +83,7 @@ class OpenAIRequest(Request):
             raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
-        if self.speculation and not self.is_for_one_text:
+        if self.options.include_speculation and not self.is_for_one_text:
             raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
 
     @property
@@ -95,20 +100,9 @@ class OpenAIRequest(Request):
         return self.prompt_logprobs
 
     @property
-    def speculation(self) -> bool:
-        """Whether the chunks have `speculation`."""
-        return self.stream_options is not None and bool(self.stream_options.include_speculation)
-
-    @property
-    def usage(self) -> bool:
-        """Whether there is a last chunk with the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether each chunk has the usage so far."""
-        options = self.stream_options
-        return options is not None and bool(options.continuous_usage_stats) and options.include_usage is not False
+    def options(self) -> StreamOptions:
+        """The options of the stream."""
+        return self.stream_options or StreamOptions()
 
 
 # --- chats ----------------------------------------------------------------------------------------
@@ -212,7 +206,7 @@ class CompletionRequest(OpenAIRequest):
         super().check()
         if self.max_tokens == 0 and not self.echo:
             raise _error("max_tokens must be at least 1, got 0; only with echo: true it may be 0", "max_tokens")
-        if self.max_tokens == 0 and self.speculation:
+        if self.max_tokens == 0 and self.options.include_speculation:
             raise _error(
                 "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out", "stream_options"
             )

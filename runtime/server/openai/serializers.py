@@ -19,7 +19,7 @@ from runtime.generation.tool_calls.events import Answer as WholeAnswer
 from runtime.generation.tool_calls.events import AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
 from runtime.server.answers.api import Answer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo
-from runtime.server.answers.token_logprobs import TokenLogprobs, finite, text_tokens
+from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import fingerprint
 from runtime.server.openai.bodies import (
@@ -36,6 +36,7 @@ from runtime.server.openai.bodies import (
     PromptLogprobs,
     Speculation,
     SpeculationStatistics,
+    SpeculationToken,
     Timings,
     ToolCallDelta,
     Usage,
@@ -49,35 +50,13 @@ INTERVAL_S = 0.25
 
 def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timeline) -> Speculation:
     """The tokens of a chunk, the statistics so far, and what the models did since the last chunk."""
-    so_far: SpeculationStatistics = {
-        "prompt_tokens": statistics.prompt_tokens,
-        "cached_tokens": statistics.cached_tokens,
-        "prefilled_tokens": statistics.prefilled_tokens,
-        "generated_tokens": statistics.generated_tokens,
-        "proposed": statistics.proposed,
-        "accepted": statistics.accepted,
-        "accepted_copied": statistics.accepted_copied,
-        "rejected_copied": statistics.rejected_copied,
-        "acceptance_rate": statistics.acceptance_rate,
-        "rows_per_pass": statistics.rows_per_pass,
-        "generation_tps": statistics.generation_tps,
-        "time_to_first_token": statistics.time_to_first_token,
-        "elapsed": statistics.elapsed,
-    }
-    return {
-        "tokens": [
-            {
-                "id": token.id,
-                "text": token.text,
-                "from_draft": token.from_draft,
-                "drafted_by": token.drafted_by,
-                "is_thinking": token.is_thinking,
-            }
-            for token in tokens
-        ],
-        "statistics": so_far,
-        **timeline.new_activity(),
-    }
+    told: list[Any] = [_fields(SpeculationToken, token) for token in tokens]
+    return {"tokens": told, "statistics": _fields(SpeculationStatistics, statistics), **timeline.new_activity()}
+
+
+def _fields(kind: type, source: object) -> Any:
+    """An object of a type of bodies, whose fields have the names of the attributes that they are taken from."""
+    return {name: getattr(source, name) for name in kind.__annotations__}
 
 
 def timings(statistics: Statistics) -> Timings:
@@ -119,11 +98,7 @@ def prompt_logprobs(score: Score | None, num_top: int, decoded: Callable[[int], 
 
 
 def _at(token: ScoredToken, num_top: int, decoded: Callable[[int], str]) -> dict[str, PromptLogprob]:
-    own: PromptLogprob = {
-        "logprob": finite(token.logprob),
-        "rank": token.rank,
-        "decoded_token": decoded(token.id),
-    }
+    own: PromptLogprob = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": decoded(token.id)}
     tops: dict[str, PromptLogprob] = {
         str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
         for rank, top in enumerate(token.top_logprobs[:num_top], start=1)
@@ -138,7 +113,6 @@ class ChunkSerializer(Serializer):
     kind: ClassVar[str]
 
     def __init__(self, request: OpenAIRequest, answer: Answer) -> None:
-        """For one response."""
         super().__init__(request, answer)
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
@@ -147,7 +121,7 @@ class ChunkSerializer(Serializer):
         self._request = request
         self._num_given = 0
         self._num_reasoning_tokens = 0
-        self._timeline = answer.watch(self.id) if request.stream and request.speculation else None
+        self._timeline = answer.watch(self.id) if request.stream and request.options.include_speculation else None
         if self._timeline is not None:
             self.interval_s = INTERVAL_S
 
@@ -161,9 +135,9 @@ class ChunkSerializer(Serializer):
         # The stream may be ahead of what the client has read.
         given = attrs.evolve(statistics, generated_tokens=self._num_given)
         for i, chunk in enumerate(chunks):
-            if self._request.continuous_usage:
+            if self._request.options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
-            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._request.usage
+            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._request.options.include_usage
             if is_last or self._request.timings_per_token:
                 chunk |= self._timings(given)
             if self._timeline is not None:
@@ -176,7 +150,7 @@ class ChunkSerializer(Serializer):
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        if not self._request.usage:
+        if not self._request.options.include_usage:
             return [Event("[DONE]")]
         return [
             Event({**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}),
@@ -184,8 +158,26 @@ class ChunkSerializer(Serializer):
         ]
 
     def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`: the error alone, without [DONE]."""
-        return [Event(error.body())]
+        return [Event(error.body())]  # alone, without [DONE]
+
+    def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
+        """See `Serializer`; the tokens of choices that are not given are counted."""
+        bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
+        given = [entry for i in _best(self._request, choices) for entry in bodies[i]["choices"]]
+        return {
+            **bodies[0],
+            "choices": [{**entry, "index": index} for index, entry in enumerate(given)],
+            "usage": _added([body["usage"] for body in bodies]),
+        }
+
+    def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
+        events = []
+        for alike in zip(*(each.serializer.last_events(each.statistics()) for each in choices), strict=True):
+            data = alike[0].data
+            if not isinstance(data, str):
+                data = {**data, "usage": _added([event.data["usage"] for event in alike])}
+            events.append(Event(data))
+        return events
 
     def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         """The chunks with the tokens since the last one, possibly none.
@@ -268,12 +260,7 @@ class ChatSerializer(ChunkSerializer):
         if tokens and self._is_first:
             self._is_first = False
             delta: Delta = {"role": "assistant", "content": ""}
-            choice: ChunkChoice = {
-                "index": self._answer.index,
-                "delta": delta,
-                "logprobs": None,
-                "finish_reason": None,
-            }
+            choice: ChunkChoice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
             role.append(self._chunk([choice]))
         return [*role, *super().chunks(tokens)]
 
@@ -341,13 +328,11 @@ class ChatSerializer(ChunkSerializer):
         return "function_call" if self._request.has_functions else "tool_calls"
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
-        if (num_top := self._request.num_logprobs) is None:
-            return None
-        return {"content": TokenLogprobs(self._answer.tokenizer, num_top).of(tokens), "refusal": None}
+        content = token_logprobs(tokens, self._answer.tokenizer, self._request.num_logprobs)
+        return None if content is None else {"content": content, "refusal": None}
 
 
 def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
-    """What parts add to calls: an entry for each call."""
     deltas: dict[int, ToolCallDelta] = {}
     for part in parts:
         if isinstance(part, CallBegan):
@@ -434,29 +419,6 @@ class CompletionSerializer(ChunkSerializer):
 # --- several choices in one response ---------------------------------------------------------------
 
 
-def whole_of_choices(request: OpenAIRequest, choices: Sequence[Choice]) -> Mapping[str, Any]:
-    """The body of a response, of the bodies of its choices; the tokens of those that are not given are counted."""
-    bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
-    given = [entry for i in _best(request, choices) for entry in bodies[i]["choices"]]
-    return {
-        **bodies[0],
-        "choices": [{**entry, "index": index} for index, entry in enumerate(given)],
-        "usage": _added([body["usage"] for body in bodies]),
-    }
-
-
-def last_events_of_choices(choices: Sequence[Choice]) -> Sequence[Event]:
-    """The events after the last token of all choices: with the usage of all, if the request asks for it."""
-    each = [choice.serializer.last_events(choice.statistics()) for choice in choices]
-    events = []
-    for alike in zip(*each, strict=True):
-        data = alike[0].data
-        if not isinstance(data, str):
-            data = {**data, "usage": _added([event.data["usage"] for event in alike])}
-        events.append(Event(data))
-    return events
-
-
 def _best(request: OpenAIRequest, choices: Sequence[Choice]) -> list[int]:
     """The indices of the choices that are given: of each prompt's, those with the highest mean log-probability."""
     size, num_given = request.num_candidates, request.num_choices
@@ -475,7 +437,6 @@ def _mean_logprob(choice: Choice) -> float:
 
 
 def _added(counts: Sequence[Any]) -> Any:
-    """Counts of the same form, added up."""
     if isinstance(counts[0], Mapping):
         return {name: _added([each[name] for each in counts]) for name in counts[0]}
     return sum(counts)

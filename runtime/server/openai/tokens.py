@@ -117,29 +117,30 @@ def _detokenized(body: DetokenizeRequest, runtime: Runtime) -> Detokenized:
     return {"prompt": text, "content": text}
 
 
-TOKENIZE = Operation(
-    "/v1/tokenize",
-    lambda context: TokenizerEndpoint(context, _parse_tokenize, _tokenized, _field_and_length),
-    "tokenize",
-    "The token ids of a text or a chat",
-    Tokenized,
-    "POST",
-    TokenizeRequest,
-    {"prompt": "def quicksort(items):"},
-)
-DETOKENIZE = Operation(
-    "/v1/detokenize",
-    lambda context: TokenizerEndpoint(
-        context,
-        lambda body: parse_request(DetokenizeRequest, body),
-        _detokenized,
-        lambda body: ("tokens", len(body.tokens)),
+OPERATIONS = (
+    Operation(
+        "/v1/tokenize",
+        lambda context: TokenizerEndpoint(context, _parse_tokenize, _tokenized, _field_and_length),
+        "tokenize",
+        "The token ids of a text or a chat",
+        Tokenized,
+        "POST",
+        TokenizeRequest,
+        {"prompt": "def quicksort(items):"},
     ),
-    "detokenize",
-    "The text of token ids",
-    Detokenized,
-    "POST",
-    DetokenizeRequest,
-    {"tokens": [1, 2, 3]},
+    Operation(
+        "/v1/detokenize",
+        lambda context: TokenizerEndpoint(
+            context,
+            lambda body: parse_request(DetokenizeRequest, body),
+            _detokenized,
+            lambda body: ("tokens", len(body.tokens)),
+        ),
+        "detokenize",
+        "The text of token ids",
+        Detokenized,
+        "POST",
+        DetokenizeRequest,
+        {"tokens": [1, 2, 3]},
+    ),
 )
-OPERATIONS = (TOKENIZE, DETOKENIZE)

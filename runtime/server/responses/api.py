@@ -8,7 +8,6 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from runtime.server.answers.api import Api
 from runtime.server.answers.endpoint import Endpoint
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
@@ -27,14 +26,8 @@ def _store(context: ServerContext) -> ResponseStore:
 
 def _endpoint(context: ServerContext) -> Endpoint[typing.Any]:
     store = _store(context)
-    return Endpoint(
-        context,
-        Api(
-            partial(parse_response_request, store=store),
-            lambda body: body.chat,
-            partial(ResponseSerializer, store=store),
-        ),
-    )
+    parse, serializer = partial(parse_response_request, store=store), partial(ResponseSerializer, store=store)
+    return Endpoint(context, parse, serializer, lambda body: body.chat)
 
 
 async def _stored(context: ServerContext, request: HttpRequest) -> Response:

@@ -10,8 +10,8 @@ import attrs
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, joined, parse_translated
-from runtime.server.answers.request import MaxTokens
+from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
+from runtime.server.answers.request import AnyText, MaxTokens
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.responses.store import ResponseStore
@@ -148,9 +148,8 @@ def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
             case MessageItem(role="assistant"):
                 answer_without("content", "tool_calls")["content"] = joined(item.content)
             case FunctionCallItem():
-                function = {"name": item.name, "arguments": item.arguments}
                 calls = answer_without().setdefault("tool_calls", [])
-                calls.append({"id": item.call_id, "type": "function", "function": function})
+                calls.append(call_of(item.call_id, item.name, item.arguments))
             case FunctionOutputItem():
                 answer = None
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
@@ -164,12 +163,6 @@ def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
 LOGPROBS = "message.output_text.logprobs"
 # Fields that the response repeats as they came.
 GIVEN_BACK = ("metadata", "reasoning", "text", "tools", "tool_choice")
-
-
-class PlainTextFormat(Body):
-    """Unconstrained text."""
-
-    type: Literal["text"]
 
 
 class JsonObjectFormat(Body):
@@ -191,7 +184,7 @@ class JsonSchemaFormat(Body):
 class TextConfig(Body):
     """The form of the text."""
 
-    format: Annotated[PlainTextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[AnyText | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
 
 
 class ReasoningConfig(Body):
@@ -254,11 +247,11 @@ class ResponsesRequest(TranslatedBody, GenerationBody):
         """Whether the answer has log-probabilities."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
-    def unknown(self) -> Iterator[str]:
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also `include`, where it asks for something else."""
-        yield from super().unknown()
+        yield from super().ignored_names()
         if any(included != LOGPROBS for included in self.include or ()):
-            yield "include"
+            yield "include", False
 
 
 class ResponsesChat(Chat):
@@ -306,12 +299,15 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
     return ParsedRequest(request, chat, stored, begun)
 
 
+_UNSUPPORTED = {
+    "background": "a request whose client leaves is cancelled; leave it out, or set stream",
+    "conversation": "conversations are not stored; send previous_response_id",
+    "prompt": "prompts are not stored; send the text as input",
+}
+
+
 def _check_support(request: ResponsesRequest) -> None:
-    for field, remedy in (
-        ("background", "a request whose client leaves is cancelled; leave it out, or set stream"),
-        ("conversation", "conversations are not stored; send previous_response_id"),
-        ("prompt", "prompts are not stored; send the text as input"),
-    ):
+    for field, remedy in _UNSUPPORTED.items():
         if getattr(request, field) not in (None, False):
             raise ErrorResponse(400, f"{field} is not supported: {remedy}", param=field)
     for field in GIVEN_BACK:
@@ -352,7 +348,6 @@ def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
 
 
 def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of the chat."""
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
@@ -375,21 +370,14 @@ def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[s
         allowed = {tool.name for tool in choice.tools or ()}
         tools = [tool for tool in tools if tool.name in allowed]
     if tools:
-        fields["tools"] = [_tool(tool) for tool in tools]
+        names = ("name", "description", "parameters", "strict")
+        fields["tools"] = [function_of(**{name: getattr(tool, name) for name in names}) for tool in tools]
         if choice is not None:
             fields["tool_choice"] = _tool_choice(choice)
     return fields
 
 
-def _tool(tool: ResponsesTool) -> dict[str, Any]:
-    names = ("name", "description", "parameters", "strict")
-    function = {name: value for name in names if (value := getattr(tool, name)) is not None}
-    return {"type": "function", "function": function}
-
-
 def _tool_choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
-    if choice.type == "function":
-        return {"type": "function", "function": {"name": choice.name}}
-    return choice.mode or "auto"
+    return function_of(name=choice.name) if choice.type == "function" else choice.mode or "auto"

@@ -19,9 +19,16 @@ from runtime.generation.tool_calls.events import (
     TextPart,
 )
 from runtime.server.answers.api import Answer, Event, Serializer
-from runtime.server.answers.token_logprobs import TokenLogprobs
+from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
-from runtime.server.responses.bodies import ItemStatus, OutputItem, ResponseBody, ResponsesUsage
+from runtime.server.responses.bodies import (
+    ItemStatus,
+    OutputItem,
+    OutputText,
+    ReasoningContent,
+    ResponseBody,
+    ResponsesUsage,
+)
 from runtime.server.responses.requests import ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
@@ -30,7 +37,10 @@ if TYPE_CHECKING:
 
 
 class ResponseSerializer(Serializer):
-    """Serializer for `/v1/responses`, which also keeps the response for later ones."""
+    """Serializer for `/v1/responses`, which also keeps the response for later ones.
+
+    What yields events has changed the output, and says so by them.
+    """
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
         super().__init__(parsed.chat, answer)
@@ -40,8 +50,7 @@ class ResponseSerializer(Serializer):
         self._num_events = 0
         self._index = -1  # of the last item that events have begun
         self._is_open = False
-        num_logprobs = parsed.chat.num_logprobs
-        self._logprobs = None if num_logprobs is None else TokenLogprobs(answer.tokenizer, num_logprobs)
+        self._num_logprobs = parsed.chat.num_logprobs
         # Kept only for log-probabilities: tokens whose text is withheld, and those of the call that is being written.
         self._withheld: list[Token] = []
         self._of_call: list[Token] = []
@@ -70,10 +79,9 @@ class ResponseSerializer(Serializer):
     # --- the output -------------------------------------------------------------------------------
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
-        """Add the parts of tokens to the output, and yield the events that say so."""
         # For log-probabilities one after the other, to know which of them a text is made of.
-        for some in [tokens] if self._logprobs is None else [[token] for token in tokens]:
-            if self._logprobs is not None:
+        for some in [tokens] if self._num_logprobs is None else [[token] for token in tokens]:
+            if self._num_logprobs is not None:
                 # What belongs to the reasoning, its tags included, is never in the text.
                 has_reasoning = self._answer.splitter.has_reasoning
                 self._withheld += [token for token in some if not (has_reasoning and token.is_thinking)]
@@ -81,7 +89,6 @@ class ResponseSerializer(Serializer):
                 yield from self._add(part)
 
     def _add(self, part: AnswerEvent) -> Iterator[Event]:
-        """Add a part to the output, and yield the events that say so."""
         match part:
             case TextPart(text=text):
                 yield from self._text("message", text)
@@ -90,11 +97,10 @@ class ResponseSerializer(Serializer):
                 yield from self._text("reasoning", text)
             case CallBegan(id=id, name=name):
                 self._of_call, self._withheld = self._withheld, []
-                yield from self._begin_call(id, name)
+                yield from self._begin("fc", type="function_call", call_id=id, name=name, arguments="")
             case CallArguments(text=text):
                 self._of_call += self._withheld
                 self._withheld.clear()
-                assert self._item["type"] == "function_call"
                 self._item["arguments"] += text
                 yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
             case CallEnded():
@@ -108,7 +114,7 @@ class ResponseSerializer(Serializer):
                 yield from self._text("message", given)
 
     def _ended(self, statistics: Statistics) -> Iterator[Event]:
-        """Complete the response and keep it, and yield the events that end its output."""
+        """Complete the response, and keep it if it is to be stored."""
         assert self._last_token is not None, "the last token of a stream has a finish reason"
         is_cut = self._last_token.finish_reason == "length"
         if not self._output or (self._item["type"] == "reasoning" and not is_cut):
@@ -124,59 +130,38 @@ class ResponseSerializer(Serializer):
             self._keep()
 
     def _text(self, item_type: Literal["message", "reasoning"], text: str) -> Iterator[Event]:
-        """Add text to the output, and yield the events that say so."""
         if not self._is_open or self._item["type"] != item_type:
             yield from self._begin_text(item_type)
-        assert self._item["type"] != "function_call"
-        self._item["content"][0]["text"] += text
+        content = self._item["content"][0]
+        content["text"] += text
         if item_type == "reasoning":
             yield self._event("response.reasoning_text.delta", **self._text_place, delta=text)
         else:
-            logprobs = [] if self._logprobs is None else self._logprobs.of(self._withheld)
+            logprobs = token_logprobs(self._withheld, self._answer.tokenizer, self._num_logprobs)
             self._withheld.clear()
-            content: Any = self._item["content"][0]
-            content["logprobs"] += logprobs
-            yield self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=logprobs)
+            content["logprobs"] += logprobs or []
+            yield self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=logprobs or [])
 
     def _begin_text(self, item_type: Literal["message", "reasoning"]) -> Iterator[Event]:
-        """Begin an item that has text, and yield the events that say so."""
-        part: Any
+        part: OutputText | ReasoningContent
         if item_type == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
-            yield from self._begin(
-                {"id": _id("rs"), "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
-            )
+            yield from self._begin("rs", type="reasoning", summary=[], content=[])
         else:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield from self._begin(
-                {"id": _id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-            )
-        assert self._item["type"] != "function_call"
+            yield from self._begin("msg", type="message", role="assistant", content=[])
         self._item["content"].append(part)
         yield self._event("response.content_part.added", **self._text_place, part=part)
 
-    def _begin_call(self, call_id: str, name: str) -> Iterator[Event]:
-        """Begin a call, and yield the events that say so."""
-        yield from self._begin(
-            {
-                "id": _id("fc"),
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": call_id,
-                "name": name,
-                "arguments": "",
-            }
-        )
-
-    def _begin(self, item: OutputItem) -> Iterator[Event]:
+    def _begin(self, prefix: str, **fields: Any) -> Iterator[Event]:
         yield from self._done("completed")
         self._index += 1
         self._is_open = True
+        item: Any = {"id": _id(prefix), "status": "in_progress", **fields}
         self._output.append(item)
         yield self._event("response.output_item.added", output_index=self._index, item=item)
 
     def _done(self, status: ItemStatus) -> Iterator[Event]:
-        """Complete the item that is open, if one is, and yield the events that say so."""
         if not self._is_open:
             return
         self._is_open = False
@@ -200,18 +185,15 @@ class ResponseSerializer(Serializer):
         return self._response["output"]
 
     @property
-    def _item(self) -> OutputItem:
-        """The last item."""
+    def _item(self) -> Any:
         return self._output[-1]
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Where the last item is."""
         return {"item_id": self._item["id"], "output_index": self._index}
 
     @property
     def _text_place(self) -> dict[str, Any]:
-        """Where the text of the last item is."""
         return {**self._place, "content_index": 0}
 
     # --- events, usage and storage ----------------------------------------------------------------
@@ -247,7 +229,6 @@ class ResponseSerializer(Serializer):
 
 
 def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
-    """A response that has no output yet."""
     request, settings = parsed.request, parsed.request.given_settings()
     repeated = {"reasoning", "text", "tools", "tool_choice"}
     given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)

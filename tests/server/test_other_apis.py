@@ -1,0 +1,648 @@
+"""`/v1/messages` and `/v1/responses`: bodies, events and errors, over scripted models in simulated time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import attrs
+import pytest
+from asgi import (
+    CHAT,
+    COUNT_TOKENS,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    STREAMED,
+    Letters,
+    Served,
+    answering,
+    direct,
+    looping,
+    models,
+    on_server,
+    simulated_server,
+    watched_streams,
+)
+from assembled import body_of, text_of, text_of_message
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from scripted import ScriptedModel, priced
+from sweeps import sweep
+
+from protocol.settings import settings_from
+from runtime.generation.token_reader import Token
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.server.answers.api import Answer
+from runtime.server.answers.chat import Chat
+from runtime.server.answers.request import SchemaJson
+from runtime.server.answers.splitting import AnswerSplitter
+from runtime.server.anthropic.bodies import AnthropicMessage
+from runtime.server.anthropic.requests import MessagesRequest, parse_chat
+from runtime.server.errors import ErrorResponse
+from runtime.server.limits import Limits
+from runtime.server.responses.bodies import ResponseBody
+from runtime.server.responses.requests import parse_response_request
+from runtime.server.responses.serializer import ResponseSerializer
+from runtime.server.responses.store import ResponseStore, StoredResponse
+
+
+def message_of(**fields: Any) -> Chat:
+    return parse_chat(MessagesRequest, json.dumps({**HELLO, **fields}).encode())
+
+
+def response_of(**fields: Any) -> Chat:
+    return parse_response_request(json.dumps({"input": "hello", **fields}).encode(), ResponseStore(0, 0)).chat
+
+
+@attrs.frozen
+class Api:
+    """One of the two.
+
+    Attributes:
+        asked: asks for 20 tokens.
+        kind, prefix: the type of a response, and the beginning of its id.
+        parts: the field with the parts of an answer.
+        usage: the usage that statistics stand for.
+        chat: the chat that fields of a request stand for.
+        ends: the field that says why an answer has ended: at its length, and by itself.
+        delta: is in the event of a text.
+    """
+
+    path: str
+    asked: dict[str, Any]
+    kind: Any
+    prefix: str
+    usage: Callable[[Any], Any]
+    chat: Callable[..., Chat]
+    ends: tuple[str, str, str]
+    delta: bytes
+
+
+APIS = {
+    "messages": Api(
+        MESSAGES,
+        {**HELLO, "max_tokens": 20},
+        AnthropicMessage,
+        "msg_",
+        lambda statistics: {
+            "input_tokens": statistics.prompt_tokens - statistics.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": statistics.cached_tokens,
+            "output_tokens": 20,
+        },
+        message_of,
+        ("stop_reason", "max_tokens", "end_turn"),
+        b"text_delta",
+    ),
+    "responses": Api(
+        RESPONSES,
+        {"input": "hello", "max_output_tokens": 20},
+        ResponseBody,
+        "resp_",
+        lambda statistics: {
+            "input_tokens": statistics.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": statistics.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": 20,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": statistics.prompt_tokens + 20,
+        },
+        response_of,
+        ("status", "incomplete", "completed"),
+        b"output_text.delta",
+    ),
+}
+MESSAGE, RESPONSE = APIS["messages"].asked, APIS["responses"].asked
+EACH = sweep("api", APIS.values())
+
+
+async def both_ways(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
+    """The bodies of two answers, of which the second is streamed."""
+    return [body_of(await server.ask(path, {**body, "stream": stream})) for stream in (False, True)]
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@EACH
+@sweep("at_length", [True, False])
+def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
+    async def test(server: Served) -> None:
+        whole = (await direct(server, HELLO, max_tokens=20)).text
+        field, *ends = api.ends
+        for stream in (False, True):
+            answer = await server.ask(api.path, {**api.asked, "stream": stream})
+            body = body_of(answer)
+            TypeAdapter(api.kind).validate_python(body, strict=True)
+            assert (answer.is_whole, text_of(answer), body["model"]) == (True, whole, "scripted")
+            assert body[field] == ends[0 if at_length else 1]
+            assert body["id"].startswith(api.prefix)
+            if api.path == RESPONSES:
+                assert body["output"][0]["status"] == body["status"]
+                assert body["incomplete_details"] == ({"reason": "max_output_tokens"} if at_length else None)
+                assert (body["error"], body["max_output_tokens"]) == (None, 20)
+            else:
+                assert (body["type"], body["role"], body["stop_sequence"]) == ("message", "assistant", None)
+
+    simulated_server(test, *(models() if at_length else (answering("yes, a word."),)))
+
+
+@on_server()
+async def test_a_message_names_the_sequence_that_has_stopped_it(server: Served) -> None:
+    whole = (await direct(server, HELLO, max_tokens=20)).text
+    for body in await both_ways(server, MESSAGES, {**MESSAGE, "stop_sequences": [whole[7:10]]}):
+        assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", whole[7:10])
+        assert text_of_message(body) == whole.partition(whole[7:10])[0]
+
+
+@EACH
+@on_server()
+async def test_usage_is_what_the_statistics_say(server: Served, api: Api) -> None:
+    seen = watched_streams(server)
+    usages = [body["usage"] for body in await both_ways(server, api.path, api.asked)]
+    assert usages == [api.usage(stream.statistics()) for _, stream in seen]
+    assert seen[0][1].statistics().cached_tokens == 0 < seen[1][1].statistics().cached_tokens
+
+
+@on_server()
+async def test_the_length_of_a_prompt_is_known_from_the_beginning_of_a_message(server: Served) -> None:
+    whole = await server.ask(MESSAGES, MESSAGE)
+    streamed = await server.ask(MESSAGES, {**MESSAGE, "cache_prompt": False, "stream": True})
+    assert streamed.named_events[0]["message"]["usage"]["input_tokens"] == whole.json["usage"]["input_tokens"]
+
+
+@sweep(
+    ("text", "parts"),
+    [
+        ("<t> hm so </t> yes", [("thinking", "hm so"), ("text", "yes")]),
+        ("first <t>hm</t> then", [("text", "first "), ("thinking", "hm"), ("text", "then")]),
+        ("<t>never ends", [("thinking", "never ends")]),
+        ("", []),
+    ],
+)
+def test_reasoning_is_parts_of_their_own_in_their_order(text: str, parts: Any) -> None:
+    tokenizer = Letters(thinks=True)
+    names = {"thinking": "reasoning", "text": "message"}
+    # Clients look for a message in a response.
+    no_message = [] if any(kind == "text" for kind, _ in parts) else [("message", "")]
+
+    async def test(server: Served) -> None:
+        for body in await both_ways(server, MESSAGES, MESSAGE):
+            assert [(block["type"], block[block["type"]]) for block in body["content"]] == parts
+            assert all(block["signature"] == "" for block in body["content"] if block["type"] == "thinking")
+        for body in await both_ways(server, RESPONSES, RESPONSE):
+            items = [(item["type"], item["content"][0]["text"]) for item in body["output"]]
+            assert items == [(names[kind], said) for kind, said in parts] + no_message
+            assert (body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0) is ("<t>" in text)
+
+    simulated_server(test, answering(text, tokenizer), tokenizer=tokenizer)
+
+
+@on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
+async def test_a_message_without_news_is_kept_alive_by_pings(server: Served) -> None:
+    answer = await server.ask(MESSAGES, {**MESSAGE, "max_tokens": 3, "stream": True, "lookahead": 0})
+    assert [event["type"] for event in answer.named_events].count("ping") >= 2 * 3
+    assert len(text_of(answer)) == 3
+
+
+@EACH
+@on_server()
+async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(server: Served, api: Api) -> None:
+    long = {**api.asked, "max_tokens": 500, "max_output_tokens": 500, "stream": True}
+    async with server.exchange(api.path, long) as leaving:
+        await leaving.until(lambda answer: api.delta in answer.body)
+        leaving.leave()
+    assert await server.outcomes() == {"cancelled": 1}
+    if api.path == RESPONSES:
+        id = leaving.named_events[0]["response"]["id"]
+        assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+@on_server()
+async def test_log_probabilities_are_those_of_a_chat(server: Served) -> None:
+    chat = await server.ask(CHAT, {**HELLO, "max_tokens": 20, "logprobs": True, "top_logprobs": 2})
+    expected = chat.json["choices"][0]["logprobs"]["content"]
+    assert {len(token["top_logprobs"]) for token in expected} == {2}
+    for fields in ({**LOGPROBS, "top_logprobs": 2}, {"top_logprobs": 2}):
+        for response in await both_ways(server, RESPONSES, {**RESPONSE, **fields}):
+            assert response["output"][0]["content"][0]["logprobs"] == expected
+            assert response["top_logprobs"] == 2
+    bare = (await server.ask(RESPONSES, {**RESPONSE, **LOGPROBS})).json["output"][0]["content"][0]["logprobs"]
+    assert bare == [{**token, "top_logprobs": []} for token in expected]
+
+
+def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning() -> None:
+    tokenizer = Letters(thinks=True)
+
+    async def test(server: Served) -> None:
+        for response in await both_ways(server, RESPONSES, {**RESPONSE, **LOGPROBS}):
+            reasoning, message = (item["content"][0] for item in response["output"])
+            assert "logprobs" not in reasoning
+            assert "".join(token["token"] for token in message["logprobs"]).strip() == message["text"] == "yes"
+
+    simulated_server(test, answering("<t> hm so </t> yes", tokenizer), tokenizer=tokenizer)
+
+
+def test_log_probabilities_are_there_where_the_answer_begins_in_reasoning_that_the_template_has_opened() -> None:
+    # With a constraint, the whole text is the answer.
+    letters: Any = Letters(thinks=True)
+    parsed = parse_response_request(json.dumps({**RESPONSE, **LOGPROBS}).encode(), ResponseStore(1, 1))
+    splitter = AnswerSplitter(AnswerReader(tags=None, is_thinking=False, format=None, tools=()), has_reasoning=False)
+    serializer = ResponseSerializer(parsed, Answer("x", letters, splitter, watch=lambda id: None), ResponseStore(1, 1))  # type: ignore[arg-type, return-value]
+    texts, statistics = list("yes"), cast(Any, None)
+    tokens = [
+        Token(letters.encode(text)[0], text, i, drafted_by=None, logprob=-1.0, is_thinking=True)
+        for i, text in enumerate(texts)
+    ]
+    deltas = [json.loads(event.data) for event in serializer.events(tokens, statistics)]
+    assert [each["token"] for delta in deltas for each in delta.get("logprobs", ())] == texts
+
+
+@on_server()
+async def test_settings_are_given_back_with_a_response(server: Served) -> None:
+    given = {
+        "instructions": "be brief",
+        "metadata": {"a": "b"},
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "user": "me",
+        "store": False,
+    }
+    answer = await server.ask(RESPONSES, {**RESPONSE, **given, "reasoning": {"effort": "low", "summary": "auto"}})
+    assert {name: answer.json[name] for name in given} == given
+    assert answer.json["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert answer.json["text"] == {"format": {"type": "text"}}
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@EACH
+@on_server()
+async def test_fields_are_the_settings_that_they_stand_for(server: Served, api: Api) -> None:
+    seen = watched_streams(server)
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "lookahead": 2}
+    stop = "stop_sequences" if api.path == MESSAGES else "stop"
+    await server.ask(api.path, {**api.asked, **fields, stop: ["☂"]})
+    wanted = {**fields, "stop": ["☂"], "max_tokens": 20, "reuse_prefix": True}
+    assert [each for each, _ in seen] == [settings_from(wanted)]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+ANSWERED = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
+
+
+@sweep(
+    ("path", "conversation", "chat"),
+    [
+        (
+            MESSAGES,
+            {
+                "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief", "cache_control": None}],
+                "messages": [
+                    user([{"type": "text", "text": "one"}]),
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "hm", "signature": "abc"},
+                            {"type": "redacted_thinking", "data": "xyz"},
+                            {"type": "text", "text": "two"},
+                        ],
+                    },
+                    user([{"type": "document", "source": {"type": "text", "data": "three"}}]),
+                ],
+            },
+            [{"role": "system", "content": "be brief"}, user("one"), ANSWERED, user("three")],
+        ),
+        (
+            RESPONSES,
+            {
+                "instructions": "be kind",
+                "input": [
+                    {"role": "developer", "content": "be brief"},
+                    {"type": "message", **user([{"type": "input_text", "text": "one"}])},
+                    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "hm"}]},
+                    {
+                        "type": "message",
+                        "id": "msg_1",
+                        "status": "completed",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "two", "annotations": [], "logprobs": []}],
+                    },
+                    user("three"),
+                ],
+            },
+            [
+                {"role": "system", "content": "be kind"},
+                {"role": "system", "content": "be brief"},
+                user("one"),
+                ANSWERED,
+                user("three"),
+            ],
+        ),
+    ],
+)
+@on_server()
+async def test_a_conversation_is_that_of_a_chat(server: Served, path: str, conversation: Any, chat: Any) -> None:
+    answer = await server.ask(path, {**conversation, "max_tokens": 8, "max_output_tokens": 8})
+    same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
+    assert server.tokenizer.seen[-1] == server.tokenizer.seen[-2] == chat
+    assert text_of(answer) == same.text
+
+
+CACHED = {"type": "ephemeral", "ttl": "5m"}
+
+
+@sweep(
+    ("path", "asked", "by_itself"),
+    [
+        (
+            MESSAGES,
+            MESSAGE,
+            {
+                "metadata": {"user_id": "me"},
+                "service_tier": "auto",
+                "cache_control": {"type": "ephemeral"},
+                "container": None,
+                "context_management": {"edits": []},
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "output_config": {"effort": "high"},
+                "tools": [],
+                "system": "",
+                "messages": [user([{"type": "text", "text": "hello", "cache_control": CACHED, "citations": None}])],
+            },
+        ),
+        (
+            RESPONSES,
+            RESPONSE,
+            {
+                "include": ["reasoning.encrypted_content"],
+                "truncation": "auto",
+                "service_tier": "auto",
+                "prompt_cache_key": "a",
+                "safety_identifier": "me",
+                "background": False,
+                "conversation": None,
+                "stream_options": {"include_obfuscation": False},
+                "max_tool_calls": None,
+                "tools": [{"type": "web_search"}],
+                "text": {"verbosity": "low"},
+            },
+        ),
+    ],
+)
+@on_server()
+async def test_what_a_client_sends_by_itself_is_not_refused(
+    server: Served, path: str, asked: Any, by_itself: Any
+) -> None:
+    headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
+    answer = await server.ask(path, {**asked, **by_itself}, headers=headers)
+    assert answer.status == 200
+    assert text_of(answer) == text_of(await server.ask(path, asked))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@sweep(
+    ("chat", "variables"),
+    [
+        (message_of(thinking=None), {}),
+        (message_of(thinking={"type": "enabled"}), {"enable_thinking": True}),
+        (message_of(thinking={"type": "adaptive"}), {"enable_thinking": True}),
+        (message_of(thinking={"type": "disabled"}), {"enable_thinking": False}),
+        (message_of(output_config={"effort": "low"}), {"reasoning_effort": "low"}),
+        (response_of(reasoning={"effort": "none"}), {"enable_thinking": False}),
+        (response_of(reasoning={"effort": "high"}), {"reasoning_effort": "high"}),
+        (response_of(reasoning={"effort": None}), {}),
+    ],
+)
+def test_reasoning_is_what_the_template_is_told(chat: Chat, variables: Any) -> None:
+    assert chat.template_variables == variables
+
+
+def test_a_format_is_that_of_a_chat() -> None:
+    given = {**FORMAT, "name": "thing", "strict": True}
+    for chat in (message_of(output_config={"format": FORMAT}), response_of(text={"format": given})):
+        assert isinstance(chat.response_format, SchemaJson)
+        assert chat.response_format.json_schema.schema_ == SCHEMA
+    for kind, expected in (("json_object", "json_object"), ("text", None)):
+        found = response_of(text={"format": {"type": kind}, "verbosity": "low"}).response_format
+        assert (None if found is None else found.type) == expected
+
+
+@on_server(limits=Limits(max_prompt_tokens=100))
+async def test_tokens_are_counted_without_generating(server: Served) -> None:
+    seen = watched_streams(server)
+    counted = await server.ask(COUNT_TOKENS, HELLO)
+    assert seen == []
+    answer = await server.ask(MESSAGES, MESSAGE)
+    assert counted.json == {"input_tokens": answer.json["usage"]["input_tokens"]}
+    # Also of a prompt that would be refused, so that a client knows by how much.
+    long = await server.ask(COUNT_TOKENS, {"messages": [user("word " * 100)]})
+    assert long.json["input_tokens"] > 500
+    assert await server.outcomes() == {"finished": 1}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@sweep(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"messages": []}, "messages must be a list of at least 1"),
+        ({"messages": [user([{"type": "image"}])]}, "messages.0.content.0 must be an object whose"),
+        ({"messages": [user([{"type": "text"}])]}, "messages.0.content.0.text is missing"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role must be 'user', 'assistant' or 'system'"),
+        ({"seed": -7}, "seed must be at least"),
+    ],
+)
+@on_server()
+async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
+    server: Served, fields: Any, message: str
+) -> None:
+    answer = await server.ask(MESSAGES, {**MESSAGE, **fields})
+    assert answer.status == 400
+    assert set(answer.json) == {"type", "error"}
+    assert (answer.json["type"], answer.json["error"]["type"]) == ("error", "invalid_request_error")
+    assert message in answer.json["error"]["message"]
+
+
+@sweep(
+    ("fields", "param", "message"),
+    [
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, got 0"),
+        ({"input": []}, "input", "input must have at least one message"),
+        ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content is missing"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "input.0 must be an object whose type is one of"),
+        ({"input": [user([{"type": "input_image"}])]}, "input.0.content.0", "whose type is one of"),
+        ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input", "is not stored, or no longer"),
+        ({"previous_response_id": "resp_0"}, "previous_response_id", "is not stored, or no longer"),
+        ({"background": True}, "background", "background is not supported"),
+        ({"top_logprobs": 21}, "top_logprobs", "top_logprobs must be at most 20, got 21"),
+        ({"metadata": {"a": [float("inf")]}}, "metadata", "metadata must be JSON"),
+        ({"tools": [{"type": "x", "parameters": {"a": float("nan")}}]}, "tools", "tools must be JSON"),
+        ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
+        ({"input": "word " * 100}, "input", "the prompt must have at most 200 tokens"),
+    ],
+)
+@on_server(limits=Limits(max_tokens_limit=100, max_prompt_tokens=200))
+async def test_a_wrong_field_of_a_response_is_named(server: Served, fields: Any, param: str, message: str) -> None:
+    answer = await server.ask(RESPONSES, {**RESPONSE, **fields})
+    assert answer.status in (400, 404)
+    assert answer.fault["param"] == param
+    assert message in answer.fault["message"]
+
+
+@on_server(api_key="s3cret", limits=Limits(max_body_bytes=2000))
+async def test_every_error_of_messages_has_the_form_and_the_type_of_this_api(server: Served) -> None:
+    async def told(path: str, body: Any, key: dict[str, str], **more: Any) -> tuple[int, str | None]:
+        answer = await server.ask(path, body, headers={"content-type": "application/json", **key}, **more)
+        return answer.status, answer.json.get("error", {}).get("type")
+
+    key = {"x-api-key": "s3cret"}
+    assert await told(MESSAGES, MESSAGE, {"x-api-key": "another"}) == (401, "authentication_error")
+    assert await told(MESSAGES, MESSAGE, key) == (200, None)
+    assert await told(MESSAGES, MESSAGE, {"authorization": "Bearer s3cret"}) == (200, None)
+    assert await told(MESSAGES, b" " * 3000, key) == (413, "request_too_large")
+    assert await told(f"{MESSAGES}/batches", None, key) == (404, "not_found_error")
+    assert await told(MESSAGES, None, key, method="GET") == (405, "invalid_request_error")
+
+
+@on_server(max_streams=1, max_waiting=0)
+async def test_a_full_house_is_a_rate_limit_of_messages(server: Served) -> None:
+    async with server.exchange(MESSAGES, {**MESSAGE, "max_tokens": 500, "stream": True}) as first:
+        await first.until(lambda answer: b"text_delta" in answer.body)
+        for path in (MESSAGES, COUNT_TOKENS):
+            answer = await server.ask(path, MESSAGE)
+            assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
+            assert int(answer.headers["retry-after"]) >= 1
+        first.leave()
+
+
+@STREAMED
+def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(stream: bool) -> None:
+    async def of_message(server: Served) -> None:
+        answer = await server.ask(MESSAGES, {**MESSAGE, "lookahead": 0, "stream": stream})
+        error = answer.named_events[-1] if stream else answer.json
+        assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+        assert "the target model failed" in error["error"]["message"]
+        assert await server.outcomes() == {"failed": 1}
+
+    async def of_response(server: Served) -> None:
+        answer = await server.ask(RESPONSES, {**RESPONSE, "lookahead": 0, "stream": stream})
+        if not stream:
+            assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
+            return
+        last = answer.named_events[-1]
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+        assert "the target model failed" in last["response"]["error"]["message"]
+        assert (await server.ask(f"{RESPONSES}/{last['response']['id']}")).status == 404
+
+    for test in (of_message, of_response):
+        simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+
+
+def test_a_named_tool_needs_its_name() -> None:
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    with pytest.raises(ErrorResponse, match=r"tool_choice\.name is missing"):
+        message_of(tools=[tool], tool_choice={"type": "tool"})
+
+
+# --- stored responses -----------------------------------------------------------------------------
+
+
+@STREAMED
+@on_server()
+async def test_a_response_continues_a_stored_one(server: Served, stream: bool) -> None:
+    async def respond(text: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
+        answer = await server.ask(RESPONSES, {"max_output_tokens": 6, "stream": stream, "input": text, **fields})
+        return body_of(answer), {"role": "assistant", "content": text_of(answer)}
+
+    first, said = await respond("hello", instructions="be brief")
+    second, more = await respond("more", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    # Instructions are not carried on.
+    chat = [user("hello"), said, user("more")]
+    assert server.tokenizer.seen[-1] == chat
+    third, _ = await respond("on", instructions="be kind", previous_response_id=second["id"])
+    assert third["status"] == "incomplete"
+    assert server.tokenizer.seen[-1] == [{"role": "system", "content": "be kind"}, *chat, more, user("on")]
+
+
+def test_reasoning_is_kept_for_the_chat_template() -> None:
+    tokenizer = Letters(thinks=True)
+
+    async def test(server: Served) -> None:
+        first = (await server.ask(RESPONSES, RESPONSE)).json
+        await server.ask(RESPONSES, {**RESPONSE, "previous_response_id": first["id"]})
+        assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+
+    simulated_server(test, answering("<t>hm</t>yes", tokenizer), tokenizer=tokenizer)
+
+
+@on_server()
+async def test_a_stored_response_can_be_read_referred_to_and_dropped(server: Served) -> None:
+    answer = await server.ask(RESPONSES, RESPONSE)
+    first = answer.json
+    address = f"{RESPONSES}/{first['id']}"
+    assert (await server.ask(address)).json == first
+    again = [user("hello"), {"type": "item_reference", "id": first["output"][0]["id"]}, user("more")]
+    assert (await server.ask(RESPONSES, {**RESPONSE, "input": again})).status == 200
+    assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": text_of(answer)}
+    deleted = await server.ask(address, method="DELETE")
+    assert deleted.json == {"id": first["id"], "object": "response", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert (await server.ask(address, method=method)).status == 404
+    assert (await server.ask(RESPONSES, {**RESPONSE, "input": again})).status == 404
+    unstored = (await server.ask(RESPONSES, {**RESPONSE, "store": False})).json
+    assert (await server.ask(f"{RESPONSES}/{unstored['id']}")).status == 404
+
+
+@on_server(limits=Limits(max_stored_responses=2))
+async def test_only_the_latest_responses_are_stored(server: Served) -> None:
+    ids = [(await server.ask(RESPONSES, RESPONSE)).json["id"] for _ in range(2)]
+    assert (await server.ask(f"{RESPONSES}/{ids[0]}")).status == 200  # used last
+    ids.append((await server.ask(RESPONSES, RESPONSE)).json["id"])
+    found = [(await server.ask(f"{RESPONSES}/{id}")).status for id in ids]
+    assert found == [200, 404, 200]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("pgd"), st.integers(0, 6), st.integers(0, 40)), max_size=40),
+    st.integers(0, 4),
+    st.integers(0, 100),
+)
+def test_a_store_keeps_within_its_bounds_what_was_used_last(steps: Any, max_responses: int, max_bytes: int) -> None:
+    store = ResponseStore(max_responses, max_bytes)
+    kept: dict[str, StoredResponse] = {}  # the plain definition: in the order of use
+    for i, (step, which, size) in enumerate(steps):
+        known = [*kept, "another"]
+        id = known[which % len(known)]
+        if step == "p":
+            id = f"r{i}"
+            kept[id] = StoredResponse(b"b" * size, b"m", {f"i{i}": b"i"})
+            store.put(id, kept[id])
+            while len(kept) > max_responses or sum(each.num_bytes for each in kept.values()) > max_bytes:
+                del kept[next(iter(kept))]
+        elif step == "g":
+            assert store.get(id) is kept.get(id)
+            if id in kept:
+                kept[id] = kept.pop(id)
+        else:
+            assert store.delete(id) is (kept.pop(id, None) is not None)
+        for j in range(i + 1):
+            assert store.item(f"i{j}") == (b"i" if f"r{j}" in kept else None)
