@@ -50,7 +50,6 @@ class Contender:
     """One way to decode prompts.
 
     Attributes:
-        engine: whose decoding it is.
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
         kind: how several prompts are decoded. "in turns" and "at once" are streams of this runtime that all begin
             together; those "in turns" have passes of their own each (`max_batch=1`). "batched" is mlx-lm's
@@ -86,6 +85,12 @@ class Contender:
         return self.lookahead, self.max_batch, self.draft
 
 
+# Counters of `Statistics` that a run adds up.
+_COUNTED = (
+    *("rounds", "proposed", "accepted"),
+    *("rejected_stale", "accepted_stale", "rejected_copied", "accepted_copied"),
+)
+
 PLAIN = Contender("mlx-lm", 0)
 # Of a target that is sharded over ranks, which mlx-lm's decoding would have to run on all at once.
 PLAIN_ON_RANKS = Contender("outrider", 0)
@@ -94,25 +99,24 @@ BATCHED = Contender("mlx-lm", 0, "batched", named="mlx-lm BatchGenerator")
 
 @attrs.frozen
 class Run:
-    """Some prompts, decoded once.
+    """Some prompts, decoded once. Times are in seconds.
 
     Attributes:
         texts: token ids, by prompt.
         seconds: length of the timed part. It begins with the call, or when the first round of an only prompt has ended.
         num_timed: number of tokens in the timed part.
-        first_tokens: time from the call to the first token, by prompt, in seconds; with prompts one after another it
-            includes the earlier ones.
-        longest_wait: longest time between two tokens of one text, in seconds.
+        first_tokens: time from the call to the first token, by prompt; with prompts one after another it includes the
+            earlier ones.
+        longest_wait: longest time between two tokens of one text.
         peak_bytes: most memory that MLX held at once, beyond what it held before the call.
-        rounds: number of rounds that committed tokens, each of one text; None for mlx-lm's batches, as the next two.
-        proposed, accepted: number of drafted tokens that were verified, and that were accepted.
-        rejected_stale, accepted_stale: of those rejected and accepted, the stale ones; see `Statistics`.
-        rejected_copied, accepted_copied: likewise those that were copied.
-        passes: number of the target's forward passes that verified or decoded; streams may share one. None for mlx-lm,
-            as all that follows.
-        pass_rows: number of parts that streams had in these passes.
-        hits, misses: number of verdicts whose text had been drafted ahead, and of the others.
-        drafted: number of draft steps.
+        rounds, proposed, accepted: rounds that committed tokens, each of one text, and their drafted tokens; None for
+            mlx-lm's batches.
+        rejected_stale, accepted_stale, rejected_copied, accepted_copied: see `Statistics`.
+        passes: the target's forward passes that verified or decoded; streams may share one. None for mlx-lm, as all
+            that follows.
+        pass_rows: parts that streams had in these passes.
+        hits, misses: verdicts whose text had been drafted ahead, and the others.
+        drafted: draft steps.
         verify_seconds: part of `seconds` in which the target verified or decoded.
         target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
         estimates: the runtime's estimates of prices at the end of the run.
@@ -156,14 +160,7 @@ def window_of(texts: Sequence[Sequence[TimedToken]], began: float, *, with_promp
 
 
 def run_of(texts: Sequence[Sequence[TimedToken]], began: float, window: TimingWindow, **counts: Any) -> Run:
-    """The run that tokens and their times describe.
-
-    Args:
-        texts: tokens by prompt; at least one of each.
-        began: time of the call, on the clock of the tokens.
-        window: the timed part.
-        counts: further attributes of the run.
-    """
+    """The run that tokens and their times describe, by prompt; `began` is the time of the call on their clock."""
     waits = (b.at - a.at for text in texts for a, b in itertools.pairwise(text))
     return Run(
         texts=tuple(tuple(token.token for token in text) for text in texts),
@@ -176,13 +173,9 @@ def run_of(texts: Sequence[Sequence[TimedToken]], began: float, window: TimingWi
 
 
 class ContenderRunner:
-    """Runs contenders, one at a time, on the same models.
-
-    All work of one contender is over before the next begins.
-    """
+    """Runs contenders on the same models, one at a time: all work of one is over before the next begins."""
 
     def __init__(self, models: LoadedModels) -> None:
-        """A runner without runtimes yet."""
         self._models = models
         self._runtimes: dict[object, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # those of the current run
@@ -190,13 +183,7 @@ class ContenderRunner:
     async def open_runtimes(
         self, stack: AsyncExitStack, contenders: Iterable[Contender], *, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
     ) -> None:
-        """Open the runtimes that contenders need, so that none learns from another's streams.
-
-        Args:
-            stack: closes the runtimes on exit.
-            contenders: the contenders; those of mlx-lm are skipped.
-            prefix_cache_bytes: see `runtime.open`.
-        """
+        """Open the runtimes that contenders need, so that none learns from another's streams; `stack` closes them."""
         models = self._models
         with models.evaluating_layers():
             for contender in contenders:
@@ -216,13 +203,7 @@ class ContenderRunner:
     async def run(
         self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float = 0.0, *, with_prompts: bool
     ) -> Run:
-        """Decode some prompts.
-
-        Args:
-            contender: its runtime is open.
-            prompts: at least one.
-            max_tokens, temperature: see `Plan`.
-            with_prompts: whether the time of the prompts counts; without, there is one prompt.
+        """Decode some prompts. Without `with_prompts` there is one, whose own time does not count.
 
         Raises:
             JobError: mlx-lm raised.
@@ -272,13 +253,7 @@ class ContenderRunner:
             texts,
             began,
             window,
-            rounds=sum(each.rounds for each in statistics),
-            proposed=sum(each.proposed for each in statistics),
-            accepted=sum(each.accepted for each in statistics),
-            rejected_stale=sum(each.rejected_stale for each in statistics),
-            accepted_stale=sum(each.accepted_stale for each in statistics),
-            rejected_copied=sum(each.rejected_copied for each in statistics),
-            accepted_copied=sum(each.accepted_copied for each in statistics),
+            **{name: sum(getattr(each, name) for each in statistics) for name in _COUNTED},
             passes=sum(bool(span.sessions) for span in passes),
             pass_rows=sum(len(span.sessions) for span in passes),
             hits=sum(each.lookahead_hits for each in statistics),
@@ -298,7 +273,7 @@ class ContenderRunner:
         # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
             for worker in self._models.workers.values():
-                await worker.run(Job("close", _do_nothing))
+                await worker.run(Job("close", lambda: None))
 
     # --- mlx-lm -----------------------------------------------------------------------------------
 
@@ -332,14 +307,9 @@ class ContenderRunner:
         return run_of(texts, began, window_of(texts, began, with_prompts=with_prompts), **counts)
 
 
-def _do_nothing() -> None:
-    """An empty job, to wait for the ones before it."""
-
-
 async def _read(
     runtime: Runtime, settings: dict[str, Any], prompt: tuple[int, ...], text: list[TimedToken]
 ) -> Statistics:
-    """Read a stream to its end, and append its tokens and their times to `text`."""
     stream = runtime.stream(prompt, ignore_eos=True, **settings)
     async with stream:
         async for token in stream:

@@ -41,7 +41,7 @@ from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, bytes_text, seconds_text, table_of
-from runtime.measuring.loaded_models import ONLY_DRAFT
+from runtime.measuring.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.measuring.reports import Report
 
 if TYPE_CHECKING:
@@ -62,13 +62,10 @@ def streams_contender(kind: Kind, lookahead: Lookahead) -> Contender:
 class StreamsPlan(Plan):
     """What to measure.
 
-    Raises: SettingsError, PromptError: something is out of its range.
-
     Attributes:
         prompts: one a stream; more streams than prompts begin again with the first prompt.
         streams: numbers of streams, each in [1, 256].
-        lookaheads: lookaheads of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
-        kinds: of decoding on this runtime.
+        lookaheads: of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
     """
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
@@ -118,11 +115,7 @@ def _peak_bytes(entry: Entry) -> int | None:
 
 
 class ManyStreams(Benchmark[StreamsPlan]):
-    """Speeds are tokens of all streams per second, from the call to the last token, prompts included.
-
-    Attributes:
-        alone: the texts that mlx-lm decodes plainly for each prompt alone.
-    """
+    """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
 
     figures = (
         Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
@@ -174,7 +167,6 @@ class ManyStreams(Benchmark[StreamsPlan]):
         return self._prompts_of(case, self.alone)
 
     def result(self) -> Record:
-        """See `Benchmark.result`. The rows are by number of streams, in the order of `StreamsPlan.contenders`."""
         rows = [row for streams in self.plan.streams for row in self.rows([streams])]
         return Record(**self._facts_of_models(), streams=self.plan.streams, rows=rows)
 
@@ -193,15 +185,13 @@ class ManyStreams(Benchmark[StreamsPlan]):
         return draw_streams(result)
 
     async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> Record:
-        """Have all contenders decode all numbers of streams, in turn.
-
-        Args, Raises, Cancellation: as `OneStream.measure`.
-        """
+        """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""
         return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
 
-    async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
-        prompts = prompts[: max(self.plan.streams)]
-        plan = self.plan
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
+        plan, prompts = self.plan, first_turns[: max(self.plan.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
             try:
@@ -209,6 +199,7 @@ class ManyStreams(Benchmark[StreamsPlan]):
             except JobError as error:
                 raise plain_failed(error) from error.__cause__
             self.alone += run.texts
+        return prompts
 
 
 _NOTES = (

@@ -51,11 +51,9 @@ if TYPE_CHECKING:
 class OneStreamPlan(Plan):
     """What to measure.
 
-    Raises: SettingsError: something is out of its range.
-
     Attributes:
         num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
-        lookaheads: lookaheads of this runtime, each in [0, 64] or "auto".
+        lookaheads: of this runtime, each in [0, 64] or "auto".
         drafts: names of the drafters, if there are several. All are compared with the same plain decoding.
         mlx_lm_drafts: those of them, or of the only one ("") that mlx-lm can speculate with, too.
         is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
@@ -92,6 +90,11 @@ class OneStreamPlan(Plan):
             for k in self.num_draft_tokens
         ]
         return tuple(dict.fromkeys((self.plain, *of_mlx_lm, *ours)))
+
+
+def _draft(entry: Entry) -> str | None:
+    contender = entry.contender
+    return None if contender.lookahead == 0 else contender.draft or entry.benchmark.about.draft
 
 
 def _of_copies(entry: Entry) -> float:
@@ -139,7 +142,7 @@ class OneStream(Benchmark[OneStreamPlan]):
         LABEL,
         Figure("engine", lambda entry: entry.contender.engine),
         # The drafter, by its name or path; None for plain decoding.
-        Figure("draft", lambda entry: entry.benchmark.draft_of(entry.contender)),
+        Figure("draft", _draft),
         LOOKAHEAD,
         *spread_figures("speeds", "tokens/s"),
         Figure("vs_plain", lambda entry: entry.versus(entry.benchmark.plan.plain), "× plain", ".2f"),
@@ -170,7 +173,9 @@ class OneStream(Benchmark[OneStreamPlan]):
         """By case: (prompt, turn)."""
         return [(i, turn) for i, prompt in enumerate(self.plan.prompts) for turn in range(len(prompt.turns))]
 
-    async def _encoded(self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts) -> Prompts:
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
         """A prompt for each turn. The answers before it are those of plain decoding, for all contenders."""
         plan, found, answers = self.plan, list[tuple[int, ...]](), list[str]()
         has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
@@ -193,10 +198,6 @@ class OneStream(Benchmark[OneStreamPlan]):
     def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
         """The plain text, which is the same in all repeats."""
         return next(turn[self.plan.plain].texts for (_, other), turn in entry.complete.items() if other == case)
-
-    def draft_of(self, contender: Contender) -> str | None:
-        """The drafter of a contender."""
-        return None if contender.lookahead == 0 else contender.draft or self.about.draft
 
     def result(self) -> Record:
         best = best_speculative(self.entries(self.contest.cases)[0])
@@ -254,8 +255,8 @@ class OneStream(Benchmark[OneStreamPlan]):
             PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
             ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
             VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
-            RankError: a rank has ended, hangs, differs or fails before anything is measured; it is named. Later it is
-                the cause of a `RuntimeBrokenError`.
+            RankError: a rank has ended, hangs, differs or fails before anything is measured. Later it is the cause of a
+                `RuntimeBrokenError`.
 
         Cancellation: takes effect after the current forward passes; `result` has what was measured.
         """
@@ -272,10 +273,7 @@ class OneStream(Benchmark[OneStreamPlan]):
 
 
 def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
-    """Drafters by name: the last part of a path or hub id, or all of it where that names two of them.
-
-    Raises: SettingsError: a drafter is given twice.
-    """
+    """Drafters by name: the last part of a path or hub id, or all of it where that names two of them."""
     paths = [name_of(draft) for draft in drafts]
     parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
     is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]
@@ -324,7 +322,6 @@ def _speed(row: Record) -> str:
 
 
 def _rows_with_estimates(result: Record) -> list[Record]:
-    """The rows whose estimates are shown: those with the automatic lookahead, else the last row that has any."""
     rows = [row for row in result.rows if row.estimates]
     return [row for row in rows if row.lookahead == "auto"] or rows[-1:]
 

@@ -35,12 +35,7 @@ PROMPTS = tuple(tuple(range(start, start + 64)) for start in range(0, 256, 16))
 
 @attrs.frozen
 class Shape:
-    """The shape of a model.
-
-    Attributes:
-        family: its module in mlx-lm.
-        arguments: of the model, by name.
-    """
+    """The shape of a model: its family's module in mlx-lm, and the model's arguments."""
 
     family: str
     arguments: Mapping[str, Any]
@@ -138,20 +133,9 @@ TINY_DRAFTER = _shape("qwen2", 1, 64, 64, 2, 1, 512, tie_word_embeddings=True)
 
 
 class ShapedModel(WrappedModel):
-    """A model of some shape that sets the logit of the token which a table names.
-
-    Attributes:
-        source_name: its name in reports.
-    """
+    """A model of some shape that sets the logit of the token which a table (V,) of successors names."""
 
     def __init__(self, model: Module, successors: mx.array, source_name: str) -> None:
-        """Wrap a model.
-
-        Args:
-            model: computes the other logits.
-            successors: (V,) the token after each token.
-            source_name: see above.
-        """
         super().__init__(model)
         self._successors = successors  # with the underscore it is no parameter
         self.source_name = source_name
@@ -175,7 +159,6 @@ def shaped_pair(
     Args:
         name: of the target's shape, in `SHAPES`.
         acceptance: how often a guess of the drafter is right, in [0, 1].
-        dtype: of the weights.
         quantization, draft_quantization: `bits`, `group_size` and `mode` of the weights; None leaves them.
         memory_bytes: of the device; None asks it. Where both models do not fit, the target has fewer layers.
 

@@ -109,12 +109,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def small_model(family: str, seed: int, **arguments: Any) -> Module:
-    """A model of a family with random weights in float32, evaluated on this thread.
-
-    Args:
-        family: its module in mlx-lm.
-        seed: of the weights.
-        arguments: of the model, in place of those above.
+    """A model of a family of mlx-lm's with random weights in float32, evaluated on this thread.
 
     The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
     """
@@ -169,7 +164,6 @@ class WrappedModel(Module):
         return make_prompt_cache(self.model)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """The model's logits (1, tokens, V)."""
         logits: mx.array = self.model(inputs, cache=cache)
         return logits
 

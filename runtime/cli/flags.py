@@ -52,8 +52,6 @@ def flag(name: str) -> str:
 
 
 class _Flags(Wording):
-    """The words of the command line: flags in place of arguments, values as they are typed, and commands of a chat."""
-
     words = MappingProxyType({"none": '"none"', "save": "/save", "reset": "/reset"})
 
     def argument(self, name: str) -> str:

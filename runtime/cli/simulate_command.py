@@ -18,6 +18,7 @@ from protocol.options import options_of
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer, must_be
 from runtime.cli.arguments.settings import add_option
+from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.measuring.reports import check_plot
 from runtime.simulation.comparison import (
@@ -35,7 +36,7 @@ from runtime.simulation.comparison import (
 )
 from runtime.simulation.scenario import MAX_STREAMS, Scenario
 from runtime.simulation.sharding import MAX_RANKS, SHAPES, Sharding
-from runtime.terminal.display import Display, Output, warnings_at_the_end
+from runtime.terminal.display import CommandOutcome, Display, Output, warnings_at_the_end
 
 PLOT_FORMATS = (".svg", ".png")
 
@@ -43,27 +44,7 @@ _SCENARIO = options_of(Scenario)
 _SHARDING = options_of(Sharding)
 
 
-def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser(
-        "simulate",
-        usage="outrider simulate --acceptance A --cost-ratio C [options]",
-        help="predict what a draft model brings on hardware that you describe",
-        description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
-        "real one; models and time are simulated. All speeds are relative to plain decoding.",
-        epilog="""examples:
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1
-  outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --ranks 1,2,4,8 \\
-      --shape llama-70b --pass-time 170 --link-latency 50 --link-bandwidth 10
-
-The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
-the times of a pair of models.""",
-    )
-    parser.set_defaults(command=simulate)
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario = parser.add_argument_group("scenario")
     _add_options(scenario, Scenario, is_required=True)
     sharding = parser.add_argument_group("a target over several machines")
@@ -90,8 +71,8 @@ the times of a pair of models.""",
     run.add_argument(
         "--lookahead",
         metavar="LIST",
-        help=f"fixed lookaheads to compare, separated by commas (default: {_listed(LOOKAHEADS)}, or "
-        f"{_listed(STREAM_LOOKAHEADS)} with --streams)",
+        help=f"fixed lookaheads to compare, separated by commas (default: {','.join(map(str, LOOKAHEADS))}, or "
+        f"{','.join(map(str, STREAM_LOOKAHEADS))} with --streams)",
     )
     run.add_argument(
         "--streams",
@@ -112,17 +93,11 @@ def _add_options(group: argparse._ArgumentGroup, declaration: type[attrs.AttrsIn
         add_option(group, name, option, default, required=is_required and default is attrs.NOTHING)
 
 
-def simulate(arguments: argparse.Namespace) -> int:
-    """The command `simulate`.
-
-    Returns: the exit status.
-
-    Raises:
-        SettingsError: an argument is out of its range, or a plot cannot be drawn here.
-        OutputError: the result cannot be written.
-    """
+def simulate(arguments: argparse.Namespace) -> CommandOutcome:
+    """Compare the ways of decoding, and show the figures."""
     several = arguments.streams is not None
-    num_tokens = _num_tokens(arguments.tokens, STREAM_TOKENS if several else NUM_TOKENS)
+    num_tokens = (STREAM_TOKENS if several else NUM_TOKENS) if arguments.tokens is None else arguments.tokens
+    check_integer("tokens", num_tokens, 1)
     lookaheads = _lookaheads(arguments.lookahead, STREAM_LOOKAHEADS if several else LOOKAHEADS)
     if several:
         check_integer("streams", arguments.streams, 1, MAX_STREAMS)
@@ -152,18 +127,13 @@ def simulate(arguments: argparse.Namespace) -> int:
         Output().write_now(json.dumps(comparison.as_json(), indent=2) + "\n")
     else:
         comparison.report().print()
-    return 0
+    return CommandOutcome(finish_reason="complete")
 
 
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _listed(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))
-
-
 def _scenario(values: dict[str, Any]) -> Scenario:
-    """The scenario that the options describe."""
     for role in ("verify", "draft"):
         table, slope = f"{role}_table", f"{role}_slope"
         if table in values:
@@ -174,10 +144,7 @@ def _scenario(values: dict[str, Any]) -> Scenario:
 
 
 def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | None]:
-    """The numbers of ranks, and the sharding over the first of them; none of both for a target on one machine.
-
-    Raises: SettingsError: something is missing, there is too much, or a value is out of its range.
-    """
+    """The numbers of ranks, and the sharding over the first of them; none of both for a target on one machine."""
     given = {name: getattr(arguments, name) for name in _SHARDING if hasattr(arguments, name)}
     if arguments.ranks is None:
         if extra := [*map(flag, given), *([] if arguments.shape is None else ["--shape"])]:
@@ -196,11 +163,7 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
 
 
 def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
-    """A table of times: "1,0.99,1.13" for widths from 1 on, or pairs such as "1:1,2:1.05,8:1.3".
-
-    Returns: pairs (width, time); whether they can be a table is for `Scenario` to check.
-    Raises: SettingsError: the text is neither form.
-    """
+    """Pairs (width, time), of "1,0.99,1.13" for widths from 1 on, or of "1:1,2:1.05,8:1.3". `Scenario` checks them."""
     parts = [part.strip() for part in text.split(",")]
     if parts == ["none"]:
         return ()
@@ -216,15 +179,7 @@ def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
         raise must_be(name, bound, text) from error
 
 
-def _num_tokens(value: int | None, default: int) -> int:
-    if value is None:
-        return default
-    check_integer("tokens", value, 1)
-    return value
-
-
 def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
-    """The lookaheads in a list such as "1,2,4", sorted, without repeats."""
     if text is None:
         return default
     remedy = "plain decoding and the automatic lookahead are always included"
@@ -232,8 +187,31 @@ def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
 
 
 def _numbers(name: str, text: str, most: int, remedy: str | None = None) -> list[int]:
-    """The numbers, from 1 to `most`, in a list such as "1,2,4"."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= most for part in parts):
         raise must_be(name, f"whole numbers between 1 and {most}, separated by commas", text, remedy)
     return [int(part) for part in parts]
+
+
+COMMAND = Command(
+    name="simulate",
+    usage="--acceptance A --cost-ratio C [options]",
+    help="predict what a draft model brings on hardware that you describe",
+    description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
+    "real one; models and time are simulated. All speeds are relative to plain decoding.",
+    epilog="""examples:
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1
+  outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --ranks 1,2,4,8 \\
+      --shape llama-70b --pass-time 170 --link-latency 50 --link-bandwidth 10
+
+The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
+the times of a pair of models.""",
+    common="--acceptance --cost-ratio --contention --streams --ranks --shape --lookahead --tokens --json --plot",
+    add_arguments=_add_arguments,
+    run=simulate,
+    computes=False,
+)

@@ -30,11 +30,6 @@ async def distill(
     A cancellation ends the training after the batch at hand, and saves its state: the same call goes on from there. The
     best drafter so far is in the output folder.
 
-    Args:
-        options: what to do.
-        on_progress: told what is being done.
-        on_evaluation: told of each evaluation.
-
     Raises:
         ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.
         SettingsError: a file cannot be read, there is too little text, or the output folder has another training.

@@ -28,15 +28,12 @@ class Findings:
 
     Attributes:
         verify_seconds: seconds of the target's passes, by width in tokens; width 1 is among them.
-        draft_seconds: seconds of the draft model's passes, by width; None without one.
+        draft_seconds: of the draft model's passes, likewise; None without one.
         same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
         can_rewind: whether the target's caches can drop rejected tokens.
-        dtypes: dtypes of the target's weights.
-        blas: name of the BLAS in use; None if unknown.
         suggestions: draft models that fit, the best first.
         is_translated: whether the two have different vocabularies, and the draft model can draft all the same.
         exchange_seconds: what a pass of a target that is sharded over ranks exchanges, by width; None on one machine.
-        num_ranks: that the target is sharded over.
     """
 
     verify_seconds: Mapping[int, float]
@@ -93,7 +90,6 @@ def conclude(found: Findings) -> list[tuple[str, str]]:
 
 
 def _in_short(found: Findings) -> str:
-    """Whether to use it, with which drafter and settings, by how much, and what is not known."""
     if not found.can_rewind:
         return (
             "use no drafter: this target's caches cannot be put right after a rejection, so nothing would be proposed"
@@ -136,7 +132,6 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _speeds(found: Findings, min_acceptance: float) -> str:
-    """The speed-ups at some acceptances from `min_acceptance` on."""
     first, *rest = [
         acceptance for acceptance in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE) if acceptance >= min_acceptance
     ] or [min_acceptance]
@@ -152,7 +147,6 @@ def _without_draft(found: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _exchange(found: Findings) -> Iterator[tuple[str, str]]:
-    """How much of a pass the ranks exchange, and what to do about it."""
     if found.exchange_seconds is None:
         return
     widest = max(found.exchange_seconds)
@@ -169,7 +163,6 @@ def _exchange(found: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
-    """How to make passes over several tokens cheaper."""
     if found.width_cost <= MAX_WIDTH_COST:
         return
     expensive = f"each further token of a pass costs {found.width_cost:.0%} of the first"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import attrs
 import mlx.core as mx
@@ -29,6 +29,8 @@ from runtime.doctor.report import Diagnosis
 from runtime.loading.device import processor_name
 from runtime.ranks.group_thread import breaking, run_in_group
 from runtime.simulation.sharding import links_of
+
+T = TypeVar("T")
 
 # Ranks that are out of step in spite of all checks wait for each other without end. So the measurements of the links
 # count as hanging after so many seconds; those of slow links take a tenth of that.
@@ -70,7 +72,7 @@ def examine_ranks(group: RankGroup | None) -> ExaminedRanks:
     own = _description()
     if group is None:
         return ExaminedRanks(available_backends(), None, versions(), own, None)
-    links = run_in_group("outrider-links", partial(_measure, group, own), group, LIMIT_S)
+    links = _connected(group, lambda: measure_links(group, own), LIMIT_S)
     return ExaminedRanks(available_backends(), chosen_backend(group), versions(), own, links)
 
 
@@ -79,19 +81,16 @@ def take_part_in_examination(group: RankGroup) -> None:
 
     Raises: RankError: a rank has ended, hangs or fails; it is named.
     """
-    run_in_group("outrider-links", partial(_take_part, group), group)
+    _connected(group, lambda: take_part(group, _description()))
 
 
-def _measure(group: RankGroup, description: dict[str, str]) -> Links:
-    with breaking(group, lambda: "measuring the links"):
-        group.connect_mlx()
-        return measure_links(group, description)
+def _connected(group: RankGroup, call: Callable[[], T], limit_s: float | None = None) -> T:
+    def connect_and_call() -> T:
+        with breaking(group, lambda: "measuring the links"):
+            group.connect_mlx()
+            return call()
 
-
-def _take_part(group: RankGroup) -> None:
-    with breaking(group, lambda: "measuring the links"):
-        group.connect_mlx()
-        take_part(group, _description())
+    return run_in_group("outrider-links", connect_and_call, group, limit_s)
 
 
 def _description() -> dict[str, str]:
@@ -177,7 +176,6 @@ def _link(link: SmallAndLarge) -> str:
 
 
 def _link_flags(found: ExaminedRanks, links: Links) -> str:
-    """The flags of `outrider simulate` that describe the links."""
     all_reduce = _ALL_REDUCES.get(found.backend or "", "ring")
     times = links.all_sum.small.median, links.all_sum.large.median
     latency, bandwidth = links_of(all_reduce, len(links.descriptions), *times, LARGE_BYTES)

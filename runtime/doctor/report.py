@@ -49,13 +49,10 @@ from runtime.ranks.sharded_target import load_target_onto
 
 @attrs.frozen
 class ExaminedModel:
-    """One model.
+    """One model; of a sharded target, the anatomy is that of rank 0's part, and passes take all ranks together.
 
     Attributes:
-        anatomy: what it consists of; of a sharded target, rank 0's part.
-        passes: what they take, on all ranks together.
         exchange: by width, what a pass of a sharded target exchanges; None for a model on one machine.
-        num_ranks: that it is sharded over.
     """
 
     anatomy: Anatomy
@@ -78,10 +75,8 @@ class ExaminedDrafter:
     Attributes:
         kind: such as "EAGLE-3".
         feature_layers: of the target, whose inputs it reads; the number of layers stands for what the last one gives.
-        num_layers: of the target.
-        num_draft_tokens, vocab_size: how many tokens it can propose, and how many the target has.
+        num_layers, vocab_size: of the target.
         num_bytes: memory of its weights; what it shares with the target does not count.
-        dtypes: number formats of its weights.
         passes: of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target.
         agreement: rows of `agreement_rows`.
     """
@@ -114,12 +109,9 @@ class Diagnosis:
     """The findings of `examine`.
 
     Attributes:
-        target, draft: the models; draft is None without one.
         same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
         is_translated: whether they do not, and the draft model can draft all the same.
         vocabulary_note: how much they share, what differs, or why nothing was compared.
-        device: MLX's default device, "cpu" or "gpu".
-        blas: the BLAS of MLX's CPU backend; None if the system does not tell.
         suggestions: draft models that fit the target, if there is no draft model or one with another vocabulary.
     """
 
@@ -213,8 +205,6 @@ def check_examined(
     """Check the arguments of `examine`, as far as possible without loading a model.
 
     Returns: the models to load, and the options of their caches.
-
-    Raises: SettingsError, ModelError, RankError: as `examine`.
     """
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None:
@@ -226,15 +216,10 @@ def check_examined(
 
 
 async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
-    """Whether a drafter was trained for its target."""
     return str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None
 
 
 async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:
-    """Load a trained drafter on a worker's thread, and time it.
-
-    Raises: ModelError: it cannot be loaded, or was trained for another target.
-    """
     drafter = await load_draft_onto(worker, source, options, target)
     target.model.record_features(None)  # the target is timed as it is
     assert isinstance(drafter.model, TrainedDrafter)
@@ -259,7 +244,6 @@ async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: 
 
 
 async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -> tuple[bool | None, bool, str]:
-    """See `same_vocabulary`, `is_translated` and `vocabulary_note` of `Diagnosis`."""
     if draft is None:
         return None, False, "no draft model"
     if target.tokenizer is None or draft.tokenizer is None:
@@ -378,7 +362,6 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
 
 
 def _sharing(anatomy: Anatomy) -> tuple[str, str]:
-    """The row that says whether several streams of this target are decoded together."""
     obstacle = anatomy.sharing_obstacle
     return "several streams", (
         "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
@@ -397,7 +380,6 @@ _REWIND_MODES = {
 
 
 def _read(layers: Sequence[int], num_layers: int) -> str:
-    """What of the target is read, in words."""
     entered = [str(layer) for layer in layers if layer < num_layers]
     parts = []
     if entered:

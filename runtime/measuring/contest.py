@@ -18,7 +18,6 @@ class Step(Generic[C, K]):
     """A run that is due.
 
     Attributes:
-        contender, case: what is to run.
         repeat: from 0 on; None for a run that warms up and does not count.
         progress: which run it is of how many, and the time that is left, for a progress line.
     """
@@ -34,11 +33,7 @@ class Contest(Generic[C, K, R]):
     """A contest, and its runs so far. It may be given up at any step: what is complete by then counts.
 
     Attributes:
-        contenders: in the order of the figures.
-        cases: what each contender runs in each repeat.
-        repeats: how often everything runs.
         warm_up: cases that each contender runs first: that builds kernels and buffers, and measures first prices.
-        takes_part: whether a contender runs a case.
         size: of a case, by which the time that is left is estimated.
         turns: runs by (repeat, case); a turn that was interrupted lacks some.
         failures: why a contender cannot run. The others go on.

@@ -33,7 +33,7 @@ class Figure:
     Attributes:
         name: its field in JSON; "" for a figure that only the table has.
         of: computes it from whatever a row is made of; None for a figure that only the table has.
-        heading: of its column, which may have several lines; None for a figure that only JSON has.
+        heading: of its column; None for a figure that only JSON has.
         show: its text in the table: a format of the value, or a function of the row's `Record`.
     """
 
@@ -65,11 +65,7 @@ def table_of(
 ) -> TextTable:
     """A table of the figures that have a heading.
 
-    Args:
-        figures, rows: the columns and the rows. A row whose `failure` is not None, or whose `median` is, says so after
-            its labels.
-        is_bold: whether a row is.
-        num_labels, is_grouped: see `TextTable`.
+    A row whose `failure` is not None, or whose `median` is, says so after its labels.
     """
     columns = [figure for figure in figures if figure.heading is not None]
 

@@ -23,9 +23,7 @@ class SelfTestReport:
     """What a self-test has found so far.
 
     Attributes:
-        with_own_models: whether the models were the user's, and not the bundled pair.
         secrets: texts that the report must not have, such as the paths of the models.
-        runs: the checks that have run.
     """
 
     with_own_models: bool
@@ -63,14 +61,9 @@ class SelfTestReport:
         return self.device_report.as_json(self.secrets)
 
     def write(self, path: Path) -> None:
-        """Write the report for an issue.
-
-        Raises: OutputError: a file cannot be written.
-        """
         self.device_report.write(path, "outrider selftest", self.sections(), self._speeds(), self.secrets)
 
     def _speeds(self) -> list[tuple[str, TextTable]]:
-        """The speeds that the checks have measured, as tables."""
         tables = []
         for run in self.runs:
             if speeds := run.finding.figures.get("tokens_per_second"):

@@ -23,7 +23,7 @@ from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
 
 @attrs.frozen
 class Subject:
-    """The models under test.
+    """The models under test, and how much time a check has.
 
     Attributes:
         target, draft: paths or hub ids; by default the demo pair.
@@ -31,7 +31,7 @@ class Subject:
         max_tokens: length of a text, >= 1.
         shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
         is_quick: whether less is measured.
-        cooldown: seconds of rest before each timed run, >= 0.
+        cooldown: seconds of rest before each timed run.
     """
 
     target: str = str(DEMO_TARGET)
@@ -82,10 +82,6 @@ async def running_pair(
     """A runtime over loaded models, as `runtime.open` makes it, but that chaining of draft steps can be chosen.
 
     It keeps no prefixes: the memory that they take would hide what is lost.
-
-    Args:
-        target, draft: each model and its tokenizer.
-        chains: see `DraftActor`.
     """
     async with AsyncExitStack() as stack:
         loaded = await load_models(stack, target, {ONLY_DRAFT: draft})

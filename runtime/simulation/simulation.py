@@ -57,12 +57,7 @@ async def simulated_runtime(
     make_policy: MakePolicy = policy_by_settings,
     max_batch: int = MAX_BATCH,
 ) -> AsyncIterator[Runtime]:
-    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock.
-
-    Args:
-        make_policy: makes the policy that decides how far to draft ahead.
-        max_batch: most streams that share one pass of the target, in [1, 32].
-    """
+    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock."""
     contention = Contention(scenario.contention)
 
     def verify_price(job: Job[Any]) -> float:
@@ -101,7 +96,6 @@ class SimulatedRun:
     Attributes:
         speed: tokens per T_v(1); plain decoding without overhead has 1.
         seconds: simulated time from the call to the last token, in units of T_v(1).
-        statistics: those of the stream.
     """
 
     speed: float
@@ -116,14 +110,9 @@ def run_simulation(
     lookahead: int | Literal["auto"] = "auto",
     make_policy: MakePolicy = policy_by_settings,
 ) -> SimulatedRun:
-    """Generate one text in simulated time, in a trio event loop of its own.
+    """Generate one text of `num_tokens` in simulated time, in a trio event loop of its own.
 
-    The result depends on the arguments alone.
-
-    Args:
-        num_tokens: length of the text, >= 1.
-        lookahead: as in `Settings`; 0 is plain decoding.
-        make_policy: makes the policy that decides how far to draft ahead.
+    The result depends on the arguments alone. A lookahead of 0 is plain decoding.
 
     Raises: SettingsError: a setting is out of its range.
     """
@@ -145,16 +134,15 @@ def run_simulation(
 
 @attrs.frozen
 class SimulatedStreams:
-    """The result of several streams in one scenario.
+    """The result of several streams in one scenario. Times are in units of T_v(1).
 
     Attributes:
         speed: tokens of all streams per T_v(1), from the call to the last token of all.
         steady_speed: the same up to the end of the stream that ends first: while all are at work.
-        seconds: simulated time from the call to the last token of all, in units of T_v(1).
-        longest_wait: longest time between two tokens of a stream, in units of T_v(1).
+        seconds: simulated time from the call to the last token of all.
+        longest_wait: longest time between two tokens of a stream.
         texts_per_pass: mean number of streams in a pass of the target.
-        rows_per_pass: mean number of rows that a pass of the target computes: tokens of all its streams, padding
-            included.
+        rows_per_pass: mean number of rows that a pass of the target computes, padding included.
         target_busy, draft_busy: fraction of that time in which the model was at work.
         statistics: those of the streams, in the order in which they ended.
     """
@@ -197,8 +185,6 @@ def simulate_streams(
 
     Args:
         num_streams: number of texts, in [1, 64].
-        num_tokens: length of each text, >= 1.
-        lookahead: as in `Settings`; 0 is plain decoding.
         max_batch: most streams that share one pass of the target, in [1, 32]; 1 has them take turns.
         at_once: True starts all streams together; False starts each when the one before has ended.
 
@@ -243,16 +229,6 @@ def _seeded_scheduler() -> Iterator[None]:
 
 @attrs.define
 class _Played:
-    """What is counted while streams are read.
-
-    Attributes:
-        settings: of each stream.
-        token_times: when the tokens of each stream were read.
-        statistics: of the streams that have ended.
-        num_passes, num_texts, num_rows: passes of the target so far, and the sums of their streams and rows.
-        busy_seconds: of each model.
-    """
-
     settings: Settings
     token_times: list[list[float]] = attrs.field(factory=list)
     statistics: list[Statistics] = attrs.field(factory=list)
@@ -262,7 +238,6 @@ class _Played:
     busy_seconds: defaultdict[Actor, float] = attrs.field(factory=lambda: defaultdict(float))
 
     async def read(self, runtime: Runtime, first_token: int) -> None:
-        """Read a stream to its end."""
         times: list[float] = []
         self.token_times.append(times)
         stream = runtime.stream((first_token,), self.settings)
@@ -272,7 +247,6 @@ class _Played:
         self.statistics.append(stream.statistics())
 
     def hear(self, event: Event) -> None:
-        """Count a job of either model, and a pass of the target."""
         if not isinstance(event, Span):
             return
         self.busy_seconds[event.actor] += event.ended - event.began
@@ -282,7 +256,6 @@ class _Played:
             self.num_rows += rows_of(event)
 
     def result(self, began: float, ended: float) -> SimulatedStreams:
-        """The result, once all streams have ended."""
         seconds = ended - began
         first_end = min(times[-1] for times in self.token_times)
         num_until_then = sum(at <= first_end for times in self.token_times for at in times)

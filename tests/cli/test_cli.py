@@ -28,7 +28,6 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
-from runtime.cli.main import _COMMON
 from runtime.terminal.signals import ECHO_S, SignalScope
 from runtime.terminal.statistics_table import print_statistics, rows_of
 
@@ -605,7 +604,7 @@ def test_a_short_help_has_ten_options_that_exist(command, capfd):
         shown.append(re.findall(r"^  (-.*?)(?:   |$)", capfd.readouterr().out, re.MULTILINE))
     short, full = shown
     named = {word for each in short for word in re.findall(r"--[\w-]+", each)}
-    assert named >= {"--help-all", *_COMMON[command].split()}
+    assert named >= {"--help-all", *cli.COMMANDS[command].common.split()}
     assert len(short) <= 12
     assert len(full) >= 2 * len(short) - 2
 

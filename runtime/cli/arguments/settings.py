@@ -16,6 +16,8 @@ from protocol.settings import Settings, settings_from
 from runtime.cli.flags import flag
 
 Value = int | float | str | None
+# Keywords of a further spelling of a flag, which is accepted and not shown.
+HIDDEN: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
 def parse_value(text: str) -> Value:
@@ -80,7 +82,7 @@ def add_option(
     text = in_help(option.about) + _default(option, default)
     group.add_argument(*short, flag(name), dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
     if hidden:
-        group.add_argument(*hidden, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
+        group.add_argument(*hidden, dest=name, **HIDDEN, **shape)
 
 
 def in_help(about: str) -> str:
