@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any, Literal, cast
@@ -86,10 +86,7 @@ class Contender:
 
 
 # Counters of `Statistics` that a run adds up.
-_COUNTED = (
-    *("rounds", "proposed", "accepted"),
-    *("rejected_stale", "accepted_stale", "rejected_copied", "accepted_copied"),
-)
+_COUNTED = ["rounds", "proposed", "accepted", "rejected_stale", "accepted_stale", "rejected_copied", "accepted_copied"]
 
 PLAIN = Contender("mlx-lm", 0)
 # Of a target that is sharded over ranks, which mlx-lm's decoding would have to run on all at once.
@@ -240,10 +237,20 @@ class ContenderRunner:
         settings = {"max_tokens": max_tokens, "temperature": temperature, "lookahead": contender.lookahead}
         read = partial(_read, runtime, settings)
         began = time.perf_counter()
+        statistics: list[Statistics] = []
         if contender.kind == "one after another":
-            statistics = [await read(*each) for each in zip(prompts, texts, strict=True)]
+            statistics += [await read(*each) for each in zip(prompts, texts, strict=True)]
         else:
-            statistics = await _read_at_once(read, prompts, texts)
+            # Captured, since the nursery would wrap an exception in a group.
+            done: list[outcome.Outcome[Statistics]] = []
+
+            async def read_one(*each: Any) -> None:
+                done.append(await outcome.acapture(read, *each))
+
+            async with trio.open_nursery() as nursery:
+                for each in zip(prompts, texts, strict=True):
+                    nursery.start_soon(read_one, *each)
+            statistics += [each.unwrap() for each in done]
         await self._wait_until_idle()
         window = window_of(texts, began, with_prompts=with_prompts)
         busy = {role: [span for span in spans if span.actor == role] for role in ("target", "draft")}
@@ -315,23 +322,6 @@ async def _read(
         async for token in stream:
             text.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
     return stream.statistics()
-
-
-async def _read_at_once(
-    read: Callable[[tuple[int, ...], list[TimedToken]], Awaitable[Statistics]],
-    prompts: Prompts,
-    texts: Sequence[list[TimedToken]],
-) -> list[Statistics]:
-    done: list[outcome.Outcome[Statistics]] = []
-
-    async def read_one(prompt: tuple[int, ...], text: list[TimedToken]) -> None:
-        # Captured, since the nursery would wrap an exception in a group.
-        done.append(await outcome.acapture(read, prompt, text))
-
-    async with trio.open_nursery() as nursery:
-        for each in zip(prompts, texts, strict=True):
-            nursery.start_soon(read_one, *each)
-    return [each.unwrap() for each in done]
 
 
 # --- on the target's thread -----------------------------------------------------------------------

@@ -165,7 +165,7 @@ async def examine(
         ) -> tuple[ThreadWorker, Loaded | None, ExaminedModel | ExaminedDrafter]:
             worker = await stack.enter_async_context(ThreadWorker("draft"))
             on_progress("loading the draft")
-            if await _is_trained(worker, source):
+            if str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None:
                 return worker, None, await _examine_drafter(worker, source, options, loaded)
             model = await load_onto(worker, "draft", source, options)
             on_progress("timing the draft")
@@ -215,27 +215,43 @@ def check_examined(
     return sources, options
 
 
-async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
-    return str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None
-
-
 async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:
     drafter = await load_draft_onto(worker, source, options, target)
     target.model.record_features(None)  # the target is timed as it is
-    assert isinstance(drafter.model, TrainedDrafter)
-    assert drafter.kind is not None
-    sizes = len(target.model.module.layers), target.model.vocab_size
-    examined = await worker.run(Job("load", partial(_examine_trained, drafter.model, drafter.kind, *sizes)))
-    if target.tokenizer is None or target.model.num_ranks > 1:
-        return examined
-    beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
-    rows = partial(agreement_rows, target.model, beginnings, drafter.model)
-    return attrs.evolve(examined, agreement=await worker.run(Job("load", rows)))
+    model, kind = drafter.model, drafter.kind
+    assert isinstance(model, TrainedDrafter)
+    assert kind is not None
+
+    def examine_here() -> ExaminedDrafter:
+        passes, agreement = time_passes(model), ()
+        if target.tokenizer is not None and target.model.num_ranks == 1:
+            beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
+            agreement = agreement_rows(target.model, beginnings, model)
+        return ExaminedDrafter(
+            kind,
+            model.feature_layers,
+            len(target.model.module.layers),
+            model.num_draft_tokens,
+            target.model.vocab_size,
+            model.num_bytes,
+            dtypes_of(model.module),
+            passes,
+            agreement,
+        )
+
+    return await worker.run(Job("load", examine_here))
 
 
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
+    def examine_here() -> ExaminedModel:
+        examined = ExaminedModel(model.anatomy(), time_passes(model))
+        if not isinstance(model, LeadingModel):
+            return examined
+        exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
+        return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
+
     try:
-        return await worker.run(Job("load", partial(_examine, model)))
+        return await worker.run(Job("load", examine_here))
     except JobError as error:
         if isinstance(error.__cause__, RankError):
             raise error.__cause__ from None
@@ -259,60 +275,34 @@ async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -
     return (True, False, f"{len(target.tokenizer):,} tokens") if found is None else (False, True, found.described)
 
 
-# --- on a model's thread --------------------------------------------------------------------------
-
-
-def _examine(model: MLXModel) -> ExaminedModel:
-    examined = ExaminedModel(model.anatomy(), time_passes(model))
-    if not isinstance(model, LeadingModel):
-        return examined
-    exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
-    return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
-
-
-def _examine_trained(drafter: TrainedDrafter, kind: str, num_layers: int, vocab_size: int) -> ExaminedDrafter:
-    return ExaminedDrafter(
-        kind=kind,
-        feature_layers=drafter.feature_layers,
-        num_layers=num_layers,
-        num_draft_tokens=drafter.num_draft_tokens,
-        vocab_size=vocab_size,
-        num_bytes=drafter.num_bytes,
-        dtypes=dtypes_of(drafter.module),
-        passes=time_passes(drafter),
-    )
-
-
 # --- the report -----------------------------------------------------------------------------------
 
 
 def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     """The report: sections, each a title and rows of (name, finding)."""
-    sections = [("target", [*_rows(diagnosis.target, "T_v"), _sharing(diagnosis.target.anatomy)])]
-    if isinstance(diagnosis.draft, ExaminedDrafter):
-        sections.append(("draft", diagnosis.draft.rows))
-        sections.append(("pair", [_cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)]))
-    elif diagnosis.draft is not None:
-        sections.append(("draft", _rows(diagnosis.draft, "T_d")))
-        match diagnosis.same_vocabulary:
-            case True:
-                vocabularies = f"the same, {diagnosis.vocabulary_note}"
-            case False if diagnosis.is_translated:
-                vocabularies = f"translated: the draft model can propose {diagnosis.vocabulary_note}"
-            case False:
-                vocabularies = f"DIFFERENT: {diagnosis.vocabulary_note}"
-            case None:
-                vocabularies = f"not compared: {diagnosis.vocabulary_note}"
-        ratio = _cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)
-        sections.append(("pair", [("vocabularies", vocabularies), ratio]))
+    obstacle = diagnosis.target.anatomy.sharing_obstacle
+    shares = "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
+    sections = [("target", [*_rows(diagnosis.target, "T_v"), ("several streams", shares)])]
+    if (draft := diagnosis.draft) is not None:
+        ratio = draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
+        pair = [("cost ratio", f"T_d(1) / T_v(1) = {ratio:.2f}")]
+        if isinstance(draft, ExaminedDrafter):
+            rows = draft.rows
+        else:
+            rows = _rows(draft, "T_d")
+            match diagnosis.same_vocabulary:
+                case True:
+                    said = "the same, "
+                case False:
+                    said = "translated: the draft model can propose " if diagnosis.is_translated else "DIFFERENT: "
+                case None:
+                    said = "not compared: "
+            pair.insert(0, ("vocabularies", said + diagnosis.vocabulary_note))
+        sections += [("draft", rows), ("pair", pair)]
     machine = [("device", diagnosis.device)]
     if diagnosis.blas is not None:
         machine.append(("linear algebra", diagnosis.blas))
     return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
-
-
-def _cost_ratio(draft: Passes, target: Passes) -> tuple[str, str]:
-    return "cost ratio", f"T_d(1) / T_v(1) = {draft.seconds[1] / target.seconds[1]:.2f}"
 
 
 def _findings(diagnosis: Diagnosis) -> Findings:
@@ -359,13 +349,6 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     slope = passes.price.per_row(max(passes.seconds)) / passes.seconds[1]
     rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
     return rows
-
-
-def _sharing(anatomy: Anatomy) -> tuple[str, str]:
-    obstacle = anatomy.sharing_obstacle
-    return "several streams", (
-        "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
-    )
 
 
 def _size(num_bytes: int) -> str:

@@ -6,7 +6,6 @@ own, and their number depends on the contender. Prefill is left out with them.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -76,7 +75,7 @@ async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[t
 
     Cancellation: takes effect after the next token.
     """
-    stop = threading.Event()
+    stop = trio.Event()
 
     async def stop_when_cancelled() -> None:
         try:
@@ -92,7 +91,7 @@ async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[t
     return taken.unwrap()
 
 
-def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: threading.Event) -> list[TimedToken]:
+def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: trio.Event) -> list[TimedToken]:
     tokens = []
     # Closed on this thread: mlx-lm's generators hold a stream of the thread that ran them.
     with closing(cast(Any, generate())) as steps:

@@ -26,6 +26,7 @@ import mlx.core as mx
 import models
 import pytest
 import trio
+from command_line import json_of, ran, refusal
 from interrupts import Interrupted
 from models import Padded, greedy, llama, mamba, near, save
 from our_threads import outrider_threads
@@ -507,8 +508,7 @@ def arguments(saved: tuple[str, str], *more: str) -> list[str]:
 
 def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(arguments(saved)) == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, *arguments(saved))
     assert err == ""
     for contender in small().contenders:
         assert contender.name in out
@@ -521,8 +521,7 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
 
 
 def test_json_has_all_that_was_measured(saved, capsys):
-    assert cli.main(arguments(saved, "--json")) == 0
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, *arguments(saved, "--json"))
     assert (out.count("\n"), err) == (1, "")
     said = json.loads(out)
     assert " ".join(sorted(said)) == (
@@ -557,14 +556,15 @@ def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_pa
 
 
 def test_a_dtype_is_what_is_measured_in(saved, capsys):
-    assert cli.main(arguments(saved, "--json", "--dtype", "bfloat16", "--repeats", "1")) == 0
-    assert json.loads(capsys.readouterr().out)["dtypes"] == {"target": ["bfloat16"], "draft": ["bfloat16"]}
+    assert json_of(capsys, *arguments(saved, "--json", "--dtype", "bfloat16", "--repeats", "1"))["dtypes"] == {
+        "target": ["bfloat16"],
+        "draft": ["bfloat16"],
+    }
 
 
 @pytest.mark.parametrize("name", ["speeds.svg", "speeds.png"])
 def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, capsys):
-    assert cli.main(arguments(saved, "--repeats", "1", "--plot", str(tmp_path / name))) == 0
-    assert "mlx-lm plain" in capsys.readouterr().out
+    assert "mlx-lm plain" in ran(capsys, *arguments(saved, "--repeats", "1", "--plot", str(tmp_path / name))).out
     drawn = (tmp_path / name).read_bytes()
     if name.endswith("png"):
         assert drawn.startswith(b"\x89PNG")
@@ -575,8 +575,7 @@ def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert cli.main(arguments(saved, "--plot", str(tmp_path / "speeds.svg"))) == 2
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, *arguments(saved, "--plot", str(tmp_path / "speeds.svg")), status=2)
     assert out == ""
     assert err == ('outrider: error: --plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
 
@@ -589,8 +588,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", guarded)
-    assert cli.main(arguments(saved, "--repeats", "1")) == 0
-    assert "mlx-lm plain" in capsys.readouterr().out
+    assert "mlx-lm plain" in ran(capsys, *arguments(saved, "--repeats", "1")).out
 
 
 @pytest.mark.parametrize(
@@ -609,22 +607,15 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
     ],
 )
 def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, capsys):
-    assert cli.main(arguments(saved, *more)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("outrider: error: ")
-    assert complaint in err
-    assert err.count("\n") == 1
+    assert complaint in refusal(capsys, *arguments(saved, *more))
 
 
 def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
-    assert cli.main(["bench", "--target", saved[0]]) == 2
-    assert "needs a draft model; give --draft" in capsys.readouterr().err
+    assert "needs a draft model; give --draft" in ran(capsys, "bench", "--target", saved[0], status=2).err
 
 
 def test_a_model_that_is_not_there_is_one_line(saved, capsys):
-    assert cli.main(arguments((saved[0], "/no/such/model"))) == 1
-    assert capsys.readouterr() == (
+    assert ran(capsys, *arguments((saved[0], "/no/such/model")), status=1) == (
         "",
         "outrider: error: draft '/no/such/model' does not exist; give a directory with a model, or a hub id\n",
     )
@@ -707,8 +698,7 @@ def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
 def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9", "number": number}))
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(arguments(saved, "--repeats", "9")) == status
-    out, err = capsys.readouterr()
+    out, err = ran(capsys, *arguments(saved, "--repeats", "9"), status=status)
     assert err == ""
     assert "1 of 9, the last perhaps in part: it was interrupted" in out
     assert "outrider lookahead auto" in out
@@ -717,8 +707,7 @@ def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, 
 
 def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "warming up"}))
-    assert cli.main(arguments(saved)) == 130
-    assert capsys.readouterr() == ("", "outrider: nothing was measured yet\n")
+    assert ran(capsys, *arguments(saved), status=130) == ("", "outrider: nothing was measured yet\n")
 
 
 def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monkeypatch, capsys):
@@ -731,14 +720,12 @@ def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monk
         raise AssertionError
 
     monkeypatch.setattr(OneStream, "measure", measure_then_signal)
-    assert cli.main(arguments(saved, "--json")) == 0
-    assert json.loads(capsys.readouterr().out)["is_complete"]
+    assert json_of(capsys, *arguments(saved, "--json"))["is_complete"]
 
 
 def test_a_signal_leaves_json_that_says_how_far_it_came(saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9"}))
-    assert cli.main(arguments(saved, "--repeats", "9", "--json")) == 130
-    said = json.loads(capsys.readouterr().out)
+    said = json_of(capsys, *arguments(saved, "--repeats", "9", "--json"), status=130)
     assert (said["repeats"], said["repeats_done"], said["is_complete"]) == (9, 1, False)
 
 
@@ -773,6 +760,5 @@ def test_who_cannot_run_is_said_to(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     target = mamba()
     where = save(tmp_path / "target", target), save(tmp_path / "draft", near(target, noise=0.02))
-    assert cli.main(arguments(where, "--repeats", "1")) == 0
-    out = capsys.readouterr().out
+    out = ran(capsys, *arguments(where, "--repeats", "1")).out
     assert "mlx-lm speculative 1 cannot run: Speculative decoding requires a trimmable prompt cache" in out
