@@ -107,11 +107,13 @@ class Benchmark(ABC, Generic[P]):
         figures: of each row, for JSON and the table.
         with_prompts: whether the time of the prompts counts.
         is_a_time: whether less is better in what is compared.
+        plot: draws a result with matplotlib.
         prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
             of them, too.
     """
 
     figures: ClassVar[tuple[Figure, ...]]
+    plot: ClassVar[Callable[[Record], Any]]
     with_prompts: ClassVar[bool] = True
     is_a_time: ClassVar[bool] = False
     prefix_cache_bytes: ClassVar[int] = 0
@@ -143,10 +145,6 @@ class Benchmark(ABC, Generic[P]):
     @abstractmethod
     def report(self, result: Record) -> Report:
         """What is printed of a result."""
-
-    def plot(self, result: Record) -> Any:
-        """A matplotlib figure of a result."""
-        raise NotImplementedError
 
     def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
         """The texts that a case should have."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -36,6 +35,7 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
+from runtime.bench.plot import draw_streams
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
@@ -43,9 +43,6 @@ from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, bytes_text, seconds_text, table_of
 from runtime.measuring.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.measuring.reports import Report
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
 
 MAX_STREAMS = 256
 
@@ -117,6 +114,7 @@ def _peak_bytes(entry: Entry) -> int | None:
 class ManyStreams(Benchmark[StreamsPlan]):
     """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
 
+    plot = staticmethod(draw_streams)
     figures = (
         Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
         attrs.evolve(
@@ -178,11 +176,6 @@ class ManyStreams(Benchmark[StreamsPlan]):
             about=[("bench", list(about_models(result, "each")))],
             notes=[*_NOTES, *failures(result)],
         )
-
-    def plot(self, result: Record) -> Drawing:
-        from runtime.bench.plot import draw_streams
-
-        return draw_streams(result)
 
     async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> Record:
         """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""

@@ -6,7 +6,6 @@ Compare only ratios within one such benchmark.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -36,15 +35,13 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, ContenderRunner, Lookahead, Prompts, Run
+from runtime.bench.plot import draw
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, ratio, table_of
 from runtime.measuring.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
 from runtime.measuring.reports import Report
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
 
 
 @attrs.frozen(kw_only=True)
@@ -137,6 +134,7 @@ class OneStream(Benchmark[OneStreamPlan]):
     """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat."""
 
     with_prompts = False
+    plot = staticmethod(draw)
     prefix_cache_bytes = PREFIX_CACHE_BYTES
     figures = (
         LABEL,
@@ -226,11 +224,6 @@ class OneStream(Benchmark[OneStreamPlan]):
                 *((f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)),
             ],
         )
-
-    def plot(self, result: Record) -> Drawing:
-        from runtime.bench.plot import draw
-
-        return draw(result)
 
     async def measure(
         self,

@@ -13,7 +13,7 @@ import trio
 from protocol.errors import SettingsError
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, Value, parse_value
+from runtime.cli.arguments.settings import HIDDEN, Value, add_flags, parse_value
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
@@ -92,11 +92,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure these numbers of streams at once, against the same streams one after another and mlx-lm's "
         "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
     )
-    what.add_argument(
-        "--shape",
-        metavar="SHAPE",
-        help="measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
-        "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
+    add_flags(
+        what,
+        (
+            "--shape SHAPE",
+            "measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
+            "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
+        ),
     )
     what.add_argument(
         "--acceptance",
@@ -104,11 +106,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_value,
         help=f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
     )
-    what.add_argument(
-        "--overhead",
-        action="store_true",
-        help="measure what this runtime adds to a token, with a model so small that nothing else counts, against "
-        "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
+    add_flags(
+        what,
+        (
+            "--overhead",
+            "measure what this runtime adds to a token, with a model so small that nothing else counts, against "
+            "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
+        ),
     )
     what.add_argument(
         "--dtype",
@@ -116,15 +120,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: None if text == "none" else text,
         help="cast the models to float32, bfloat16 or float16 (default: none)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    output.add_argument(
-        "--report",
-        metavar="FILE",
-        help="also write FILE.json and FILE.md, for an issue, with nothing private in them",
-    )
-    output.add_argument(
-        "--plot", metavar="FILE", help=f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--json", "print one JSON object instead of tables"),
+        ("--report FILE", "also write FILE.json and FILE.md, for an issue, with nothing private in them"),
+        ("--plot FILE", f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"),
     )
 
 

@@ -17,7 +17,7 @@ from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, add_settings, parse_value, settings_of, with_tokens_of
+from runtime.cli.arguments.settings import HIDDEN, add_flags, add_settings, parse_value, settings_of, with_tokens_of
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
@@ -49,32 +49,33 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the same as PROMPT")
     chat = parser.add_argument_group("chat template")
-    chat.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
+    add_flags(
+        chat,
+        ("--system TEXT", "system message; needs a chat template"),
+        ("--prefill-response TEXT", "beginning of the answer, which continues it; needs a chat template"),
+    )
     chat.add_argument("--system-prompt", dest="system", **HIDDEN)
-    chat.add_argument(
-        "--prefill-response", metavar="TEXT", help="beginning of the answer, which continues it; needs a chat template"
-    )
     whether = chat.add_mutually_exclusive_group()
-    whether.add_argument(
-        "--chat",
-        action="store_true",
-        help="require the chat template (default: use it if there is one, else continue the text)",
+    add_flags(
+        whether,
+        ("--chat", "require the chat template (default: use it if there is one, else continue the text)"),
+        ("--raw", "continue the prompt without the chat template"),
     )
-    whether.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     whether.add_argument("--ignore-chat-template", dest="raw", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--prompt-cache-file",
-        metavar="FILE",
-        help="file of mlx_lm.cache_prompt, which the prompt continues; its model is the default of --target",
+    add_flags(
+        parser,
+        (
+            "--prompt-cache-file FILE",
+            "file of mlx_lm.cache_prompt, which the prompt continues; its model is the default of --target",
+        ),
     )
     parser.add_argument("--extra-eos-token", nargs="+", default=(), help=argparse.SUPPRESS)
     add_flags_without_effect(parser, "generate")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end instead of streaming text"
-    )
-    output.add_argument(
-        "--json-schema", metavar="FILE", help="generate JSON that follows the schema in this file (needs llguidance)"
+    add_flags(
+        output,
+        ("--json", "print one JSON object at the end instead of streaming text"),
+        ("--json-schema FILE", "generate JSON that follows the schema in this file (needs llguidance)"),
     )
     output.add_argument(
         "--logprobs",
@@ -84,9 +85,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --json, print log-probabilities of the tokens, and of the N likeliest tokens at each position "
         "(default: 0)",
     )
-    output.add_argument("--stats", action="store_true", help="print statistics on stderr at the end")
-    output.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto and chrome://tracing (JSON)")
-    output.add_argument("--timeline", metavar="FILE", help="write a page with a timeline of both models (HTML)")
+    add_flags(
+        output,
+        ("--stats", "print statistics on stderr at the end"),
+        ("--trace FILE", "write a trace for Perfetto and chrome://tracing (JSON)"),
+        ("--timeline FILE", "write a page with a timeline of both models (HTML)"),
+    )
     add_settings(parser)
     # A single text never reuses a prefix.
     add_models(parser, without=PREFIX_CACHE)

@@ -24,7 +24,7 @@ from protocol.options import options_of
 from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_of_server
 from runtime.cli.arguments.models import Models, add_models, models_of
-from runtime.cli.arguments.settings import add_defaults, add_option, defaults_of, parse_size
+from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, defaults_of, parse_size
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
@@ -74,55 +74,47 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen on; other than a loopback address, it needs an API key (default: %(default)s)",
     )
     group.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
-    group.add_argument(
-        "--api-key", metavar="KEY", help=f"API key that requests must send (default: {KEY_VARIABLE}, else none)"
+    add_flags(
+        group,
+        ("--api-key KEY", f"API key that requests must send (default: {KEY_VARIABLE}, else none)"),
+        (
+            "--allow-host NAME ...",
+            'further host name that requests may carry, or "*" for any (default: names of this machine; with an '
+            "API key, any)",
+        ),
+        (
+            "--allow-origin ORIGIN ...",
+            'origin whose pages may use the server, such as https://example.org (no path, no "/" at the end), or "*" '
+            "for any",
+        ),
+        (
+            "--trusted-proxy ADDRESS ...",
+            "address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is believed",
+        ),
     )
-    group.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help='further host name that requests may carry, or "*" for any (default: names of this machine; with an '
-        "API key, any)",
-    )
-    group.add_argument(
-        "--allow-origin",
-        metavar="ORIGIN",
-        action="append",
-        default=[],
-        help='origin whose pages may use the server, such as https://example.org (no path, no "/" at the end), or "*" '
-        "for any",
-    )
-    group.add_argument(
-        "--trusted-proxy",
-        metavar="ADDRESS",
-        action="append",
-        default=[],
-        help="address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is believed",
-    )
-    group = parser.add_argument_group("names and several models")
-    group.add_argument(
-        "--model-name", metavar="NAME", help="name of the target in the API (default: the end of its path or id)"
-    )
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML file with several models, each loaded for its first request; in place of --target; "
-        "options of caches, and settings, are for those that have no others",
-    )
-    group.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="memory that the models of --config may take, such as 24GB; the least recently used one at rest "
-        "is unloaded for another (default: no limit)",
+    add_flags(
+        parser.add_argument_group("names and several models"),
+        ("--model-name NAME", "name of the target in the API (default: the end of its path or id)"),
+        (
+            "--config FILE",
+            "TOML file with several models, each loaded for its first request; in place of --target; "
+            "options of caches, and settings, are for those that have no others",
+        ),
+        (
+            "--memory-limit SIZE",
+            "memory that the models of --config may take, such as 24GB; the least recently used one at rest "
+            "is unloaded for another (default: no limit)",
+        ),
     )
     add_defaults(parser)
     add_flags_of_server(parser)
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse what means nothing here instead of ignoring it: unknown fields of a request, names of other "
-        "models, and a max_tokens beyond --max-tokens-limit",
+    add_flags(
+        parser,
+        (
+            "--strict",
+            "refuse what means nothing here instead of ignoring it: unknown fields of a request, names of other "
+            "models, and a max_tokens beyond --max-tokens-limit",
+        ),
     )
     parser.add_argument(
         "--no-access-log",

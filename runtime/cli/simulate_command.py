@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from protocol.options import options_of
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer, must_be
-from runtime.cli.arguments.settings import add_option
+from runtime.cli.arguments.settings import add_flags, add_option
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.measuring.reports import check_plot
@@ -81,9 +81,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
         "over several texts costs what all its rows do, padding included",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    output.add_argument("--plot", metavar="FILE", help="write a plot, as .svg or .png (needs matplotlib)")
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--json", "print one JSON object instead of a table"),
+        ("--plot FILE", "write a plot, as .svg or .png (needs matplotlib)"),
+    )
 
 
 def _add_options(group: argparse._ArgumentGroup, declaration: type[attrs.AttrsInstance], *, is_required: bool) -> None:

@@ -104,6 +104,7 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
         (b"\xff", "the JSON schema in {} is not valid text"),
         (b"{", "the JSON schema { is not JSON: "),
         (b'{"not": {}}', "cannot be followed: Unimplemented keys"),
+        (b'{"type": "nothing"}', "outrider: error: --json-schema {}: "),
     ],
 )
 def test_a_schema_that_is_none_is_refused_before_a_model_is_loaded(content, complaint, tmp_path, capfd):
@@ -152,9 +153,6 @@ def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
     said = json_here(capfd, *arguments, "--json")
     assert (said["finish_reason"], said["stop_reason"], said["text"]) == ("stop", stop, before + " ")
     assert len(said["tokens"]) == nth + 1
-
-
-def test_a_text_that_meets_no_stop_string_has_no_stop_reason(endless, capfd):
     said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "4", "--stop", "nothing like it", "--json")
     assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
 
@@ -446,10 +444,7 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     ],
 )
 def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, usage, message, capfd):
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    assert left.value.code == 2
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, *arguments, status=2)
     assert out == ""
     assert err.startswith(f"usage: {usage}")
     assert message in err
@@ -459,14 +454,6 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
 def test_a_misspelt_lookup_is_not_looked_for_on_the_hub(name, capfd):
     assert run_here(capfd, PROMPT, "--draft", name, status=2).err == (
         f'outrider: error: draft {name!r} is no model; did you mean "ngram", which looks up without one?\n'
-    )
-
-
-def test_a_schema_that_cannot_be_followed_is_named_by_its_file(tmp_path, capfd):
-    file = tmp_path / "schema.json"
-    file.write_text('{"type": "nothing"}')
-    assert run_here(capfd, PROMPT, "--json-schema", str(file), status=2).err.startswith(
-        f"outrider: error: --json-schema {file}: "
     )
 
 
@@ -491,18 +478,15 @@ def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_
     assert str(damaged) in err
 
 
-def test_a_missing_path_is_named(capfd):
-    out, err = run_here(capfd, PROMPT, "--target", "/no/such/model", status=1)
-    assert out == ""
-    assert err == (
-        "outrider: error: target '/no/such/model' does not exist; give a directory with a model, or a hub id\n"
-    )
-
-
-def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
-    assert refused_here(capfd, PROMPT, "--target", "/" + "x" * 5000, status=1).startswith(
-        "outrider: error: target '/xxx"
-    )
+@sweep(
+    ("path", "said"),
+    [
+        ("/no/such/model", "'/no/such/model' does not exist; give a directory with a model, or a hub id\n"),
+        ("/" + "x" * 5000, "'/xxx"),
+    ],
+)
+def test_a_path_where_no_model_can_be_is_named(path, said, capfd):
+    assert refused_here(capfd, PROMPT, "--target", path, status=1).startswith(f"outrider: error: target {said}")
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):
@@ -516,14 +500,9 @@ def test_a_stdout_that_takes_nothing_is_an_error(endless, monkeypatch, capfd):
             monkeypatch.setattr(sys, "stdout", read_only)
             found = run_here(capfd, PROMPT, "--target", endless, *arguments, status=1)
         assert found.err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
-
-
-def test_a_closed_stdout_is_an_error(endless, monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", None)
-    assert (
-        run_here(capfd, PROMPT, "--target", endless, status=1).err
-        == "outrider: error: cannot write to stdout: Bad file descriptor\n"
-    )
+    found = run_here(capfd, PROMPT, "--target", endless, status=1)
+    assert found.err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
 
 
 def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
@@ -548,19 +527,13 @@ def test_a_stdout_that_takes_no_help_is_an_error(arguments, monkeypatch, capfd):
 
 @sweep("arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]])
 def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
-    assert exit.value.code == 2
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, *arguments, status=2)
     assert out == ""
     assert err.startswith("usage: outrider")
 
 
 def test_help_names_every_option_and_its_default(capfd):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["generate", "--help-all"])
-    assert exit.value.code == 0
-    text = " ".join(capfd.readouterr().out.split())
+    text = " ".join(ran(capfd, "generate", "--help-all").out.split())
     # Functions and long lists exist only in Python; and a single generation has nothing to reuse.
     beyond = {"logits_processors", "prediction", "reuse_prefix", "sampler"}
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
@@ -573,10 +546,7 @@ def test_help_names_every_option_and_its_default(capfd):
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
     shown = []
     for flag in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as exit:
-            cli.main([command, flag])
-        assert exit.value.code == 0
-        shown.append(re.findall(r"^  (-.*?)(?:   |$)", capfd.readouterr().out, re.MULTILINE))
+        shown.append(re.findall(r"^  (-.*?)(?:   |$)", ran(capfd, command, flag).out, re.MULTILINE))
     short, full = shown
     named = {word for each in short for word in re.findall(r"--[\w-]+", each)}
     assert named >= {"--help-all", *cli.COMMANDS[command].common.split()}
@@ -586,10 +556,7 @@ def test_a_short_help_has_ten_options_that_exist(command, capfd):
 
 def test_version(monkeypatch, capfd):
     monkeypatch.setattr(importlib.metadata, "version", {"outrider": "1.2.3"}.__getitem__)
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["--version"])
-    assert exit.value.code == 0
-    assert capfd.readouterr() == ("outrider 1.2.3\n", "")
+    assert ran(capfd, "--version") == ("outrider 1.2.3\n", "")
 
 
 # --- interrupted ----------------------------------------------------------------------------------
@@ -716,19 +683,11 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
 
 
 @pytest.mark.slow
-async def test_a_reader_that_leaves_ends_it_quietly(endless):
-    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "none"]
-    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
-        assert await process.stdout.receive_some(10)
-        await process.stdout.aclose()
-        assert await read_all(process.stderr) == ""
-    assert process.returncode == 141
-
-
-@pytest.mark.slow
-async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endless):
-    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "3", "--json"]
-    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+@sweep("arguments", [("--max-tokens", "none"), ("--max-tokens", "3", "--json")])
+async def test_a_reader_that_leaves_ends_it_quietly(arguments, endless):
+    async with outrider("generate", PROMPT, "--target", endless, *arguments, stdout=-1, stderr=-1) as process:
+        if "--json" not in arguments:
+            assert await process.stdout.receive_some(10)
         await process.stdout.aclose()
         assert await read_all(process.stderr) == ""
     assert process.returncode == 141

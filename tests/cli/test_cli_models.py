@@ -98,9 +98,7 @@ def test_a_system_message_and_no_template_contradict_each_other(capfd: Any) -> N
 
 def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> None:
     assert generated(capfd, "-p", PROMPT, "--target", base)[0] == expected(base, PROMPT)
-    with pytest.raises(SystemExit):
-        cli.main(["generate", PROMPT, "--prompt", PROMPT])
-    assert "not allowed with argument PROMPT" in capfd.readouterr().err
+    assert "not allowed with argument PROMPT" in ran(capfd, "generate", PROMPT, "--prompt", PROMPT, status=2).err
 
 
 # --- options of open ------------------------------------------------------------------------------
@@ -261,9 +259,7 @@ def test_the_error_of_a_value_has_its_fields() -> None:
 @sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
 def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help-all"])
-    text = capfd.readouterr().out
+    text = ran(capfd, command, "--help-all").out
     assert max(map(len, text.splitlines())) <= 80
     examples = text.partition("examples:\n")[2].replace("\\\n", " ")
     lines = [line.strip() for line in examples.splitlines() if line.startswith("  ")]

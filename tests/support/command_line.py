@@ -90,8 +90,12 @@ async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
 
 
 def ran(capture: Any, *arguments: str, status: int = 0) -> Any:
-    """What a command prints here, as (out, err); asserts its status."""
-    assert cli.main(list(arguments)) == status
+    """What a command prints here, as (out, err); asserts its status, also where argparse ends it."""
+    try:
+        found: Any = cli.main(list(arguments))
+    except SystemExit as left:
+        found = left.code
+    assert found == status
     return capture.readouterr()
 
 

@@ -38,7 +38,7 @@ class Models:
         target: a path or hub id, with how it is loaded.
         draft: likewise, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
         more_drafts: further drafters, for a command that compares several.
-        options: the options of `runtime.open` that were given.
+        options: of `runtime.open`, as far as they were given.
         device: on which both compute, "cpu" or "gpu"; None for MLX's default.
     """
 
@@ -59,10 +59,7 @@ class Models:
         return (self.draft, *self.more_drafts)
 
     def use_device(self) -> None:
-        """Make `device` the default of MLX, and so of this process. Imports mlx.
-
-        Raises: SettingsError: the device is not available.
-        """
+        """Make `device` the default of MLX, and so of this process. Imports mlx."""
         use_device(self.device)
 
 
@@ -119,7 +116,7 @@ def models_of(arguments: argparse.Namespace) -> Models:
         raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
     options = {name: given for name, given in vars(arguments).items() if name in OPTIONS}
     if "chat_template_args" in options:
-        options["chat_template_args"] = parse_object("--chat-template-args", options["chat_template_args"])
+        options["chat_template_args"] = parse_object("chat_template_args", options["chat_template_args"])
     if hasattr(arguments, "group"):
         options["group"] = arguments.group
     first: str | None = getattr(arguments, "target_here", None)
@@ -129,16 +126,12 @@ def models_of(arguments: argparse.Namespace) -> Models:
         raise SettingsError("--draft none is for plain decoding, and does not go with another drafter")
     by_default = DEMO_DRAFT if target is None else None
     draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
+    models = Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
     if not hasattr(arguments, "adapter_path"):
-        return Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
+        return models
     if draft in _NOT_NAMED and (given := names_of_draft(arguments)):
         raise SettingsError(
             f"{given[0]} is of a draft model, and none is named; give one with --draft, or leave it out"
         )
-    return Models(
-        target_of(arguments, DEMO_TARGET if target is None else target),
-        draft if draft in _NOT_NAMED else draft_of(arguments, draft),
-        options,
-        arguments.device,
-        tuple(more if more in _NOT_NAMED else draft_of(arguments, more) for more in drafts[1:]),
-    )
+    first, *others = (each if each in _NOT_NAMED else draft_of(arguments, each) for each in models.drafts)
+    return attrs.evolve(models, target=target_of(arguments, models.target), draft=first, more_drafts=tuple(others))

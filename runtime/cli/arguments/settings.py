@@ -85,6 +85,16 @@ def add_option(
         group.add_argument(*hidden, dest=name, **HIDDEN, **shape)
 
 
+def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str]) -> None:
+    """Add flags, each as help shows it ("--stats", "--plot FILE", "--allow-host NAME ..." for a list), and its help."""
+    for shown_as, text in flags:
+        name, _, form = shown_as.partition(" ")
+        shape: dict[str, Any] = {"metavar": form} if form else {"action": "store_true"}
+        if form.endswith(" ..."):
+            shape = {"metavar": form.removesuffix(" ..."), "action": "append", "default": []}
+        group.add_argument(name, help=text, **shape)
+
+
 def in_help(about: str) -> str:
     """What an option is, in the words of the command line."""
     about = re.sub(r"`(\w+)`", lambda name: flag(name[1]), about).replace("`", "")
@@ -112,10 +122,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given.
-
-    Raises: SettingsError: one is out of its range.
-    """
+    """The settings that were given, checked."""
     settings = {name: given for name, given in vars(arguments).items() if name in options_of(Settings)}
     settings_from(settings)
     return settings
@@ -140,11 +147,8 @@ def defaults_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: Sequence[str] = ()) -> dict[str, Any]:
     """The settings, completed by ids of the tokenizer, as mlx-lm's commands do.
 
-    Args:
-        settings: that were given. XTC spares line breaks and ends of text, if they do not say what it spares.
-        extra_eos_tokens: of `--extra-eos-token`: tokens or ids that end the text, beside `stop_tokens`.
-
-    Raises: SettingsError: a token is not in the vocabulary.
+    XTC spares line breaks and ends of text, if the settings do not say what it spares. `extra_eos_tokens` are tokens
+    or ids that end the text, beside `stop_tokens`.
     """
     completed = dict(settings)
     if settings.get("xtc_probability") and "xtc_special_tokens" not in settings and tokenizer is not None:
