@@ -76,18 +76,8 @@ async def test_one_drafter_in_a_list_is_the_only_one():
 
 @pytest.mark.slow
 def test_the_command_compares_a_trained_drafter_with_lookup(capsys):
-    small = [
-        "--prompt",
-        "def quicksort(items):\n    if len(items)",
-        "-m",
-        "16",
-        "--repeats",
-        "1",
-        "--num-draft-tokens",
-        "none",
-        "--lookahead",
-        "2",
-    ]
+    small = ["--prompt", "def quicksort(items):\n    if len(items)", "-m", "16", "--repeats", "1"]
+    small += ["--num-draft-tokens", "none", "--lookahead", "2"]
     said = json_of(capsys, "bench", "--draft", str(runtime.DEMO_TRAINED_DRAFT), "--draft", "ngram", *small, "--json")
     assert [row["draft"] for row in said["rows"]] == [None, "trained_draft", "ngram"]
     assert said["draft"] == f"{runtime.DEMO_TRAINED_DRAFT}, ngram"

@@ -11,6 +11,7 @@ import trio
 from command_line import ran, refusal
 from models import greedy, mamba, near
 from our_threads import outrider_threads
+from sweeps import sweep
 
 import runtime
 from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Run, run_of, window_of
@@ -57,19 +58,6 @@ def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_co
 def test_by_default_up_to_sixteen_streams_have_a_prompt_each():
     assert StreamsPlan().streams == (1, 2, 4, 8, 16)
     assert len(set(STREAM_PROMPTS)) == len(STREAM_PROMPTS) == 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"streams": (0,)}, r"streams must be whole numbers between 1 and 256, got 0 among them"),
-        ({"streams": ("many",)}, "got 'many' among them"),
-        ({"lookaheads": (65,)}, "lookaheads must be whole numbers"),
-    ],
-)
-def test_what_is_out_of_range_is_refused(changes, complaint):
-    with pytest.raises(runtime.SettingsError, match=complaint):
-        small(**changes)
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -268,13 +256,14 @@ def test_json_has_all_that_was_measured(saved, capsys):
         assert row["same_texts"] == row["num_texts"] == 2 * row["streams"]
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("more", "complaint"),
     [
         (["--streams", "0"], "streams must be whole numbers between 1 and 256, got 0 among them"),
         (["--streams", "2,many"], "got 'many' among them"),
         (["--num-draft-tokens", "2"], "mlx-lm's BatchGenerator cannot speculate"),
         (["--lookahead", "2,always"], "got 'always' among them"),
+        (["--lookahead", "65"], "--lookahead must be whole numbers between 0 and 64"),
         (["--kv-bits", "8"], "--kv-bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches"),
     ],
 )
