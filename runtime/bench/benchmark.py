@@ -73,14 +73,8 @@ class Plan:
     @property
     def cache_options(self) -> CacheOptions:
         """Options of the runtime's caches."""
-        return caches_of(
-            OpenOptions(
-                rewind=self.rewind,
-                kv_bits=self.kv_bits,
-                kv_group_size=self.kv_group_size,
-                quantized_kv_start=self.quantized_kv_start,
-            )
-        )
+        names = ("rewind", "kv_bits", "kv_group_size", "quantized_kv_start")
+        return caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:

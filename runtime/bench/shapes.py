@@ -9,16 +9,15 @@ it (mlx-lm's too) have the same acceptance. The drafter is always sure of itself
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
-from runtime.bench.small_models import WrappedModel, drawn_model
+from runtime.bench.small_models import WrappedModel, drawn_model, weights_of
 from runtime.loading.device import physical_memory
 
 # The part of the memory that the weights may take: caches and passes need some.
@@ -193,7 +192,7 @@ def shaped_pair(
     )
     for model in pair:
         # One by one, since each is drawn in float32.
-        for _, weight in _weights(model):
+        for _, weight in weights_of(model):
             mx.eval(weight)
     return pair
 
@@ -211,9 +210,5 @@ def _in_words(dtype: str, quantization: Mapping[str, Any] | None) -> str:
     return dtype if quantization is None else f"{quantization['bits']} bits"
 
 
-def _weights(model: Module) -> list[tuple[str, mx.array]]:
-    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-
-
 def _num_bytes(model: Module) -> int:
-    return sum(weight.nbytes for _, weight in _weights(model))
+    return sum(weight.nbytes for _, weight in weights_of(model))

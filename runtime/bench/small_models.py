@@ -124,7 +124,7 @@ def drawn_model(family: str, seed: int, **arguments: Any) -> Module:
     model: Module = module.Model(
         module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES.get(family, {}) | arguments)
     )
-    leaves = _leaves(model)
+    leaves = weights_of(model)
     keys = mx.random.split(key=mx.random.key(seed), num=len(leaves))
     drawn = [(name, _drawn(name, weight, key)) for (name, weight), key in zip(leaves, keys, strict=True)]
     model.update(tree_unflatten(drawn))
@@ -134,7 +134,7 @@ def drawn_model(family: str, seed: int, **arguments: Any) -> Module:
 def nearby_model(family: str, seed: int) -> Module:
     """A model that mostly agrees with `small_model` of the same family and seed, and so can draft for it."""
     model, other = small_model(family, seed), small_model(family, seed + 1)
-    pairs = zip(_leaves(model), _leaves(other), strict=True)
+    pairs = zip(weights_of(model), weights_of(other), strict=True)
     near = [(name, weight + NEARBY * (further - weight)) for (name, weight), (_, further) in pairs]
     model.update(tree_unflatten(near))
     mx.eval(model.parameters())
@@ -168,7 +168,8 @@ class WrappedModel(Module):
         return logits
 
 
-def _leaves(model: Module) -> list[tuple[str, mx.array]]:
+def weights_of(model: Module) -> list[tuple[str, mx.array]]:
+    """The weights of a model, by name."""
     return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
 
 

@@ -10,11 +10,10 @@ import attrs
 import trio
 
 from protocol.errors import SettingsError
-from protocol.options import options_of
 from runtime.cli.arguments.models import models_of
-from runtime.cli.arguments.settings import add_option
+from runtime.cli.arguments.settings import add_options
 from runtime.cli.command import Command
-from runtime.distill.options import WHAT, DistillOptions
+from runtime.distill.options import HOW, WHAT, DistillOptions
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -25,17 +24,16 @@ if TYPE_CHECKING:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     # One model computes at a time, as where nothing is drafted.
     parser.set_defaults(draft=None)
-    what = parser.add_argument_group("what to train")
+    what = parser.add_argument_group(WHAT)
     what.add_argument(
         "--target", metavar="MODEL", help="path or hub id of the model to draft for (default: the demo target)"
     )
     what.add_argument("--data", metavar="FILE", type=Path, nargs="+", required=True, help="texts to learn from")
     what.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of the drafter")
     what.add_argument("--init", metavar="DIR", type=Path, help="EAGLE-3 drafter to begin with (default: a new one)")
-    how = parser.add_argument_group("how to train")
-    for name, option in options_of(DistillOptions).items():
-        default = attrs.fields_dict(DistillOptions)[name].default
-        add_option(what if option.group == WHAT else how, name, option, default)
+    add_options(what, DistillOptions, WHAT)
+    how = parser.add_argument_group(HOW)
+    add_options(how, DistillOptions, HOW)
     how.add_argument("--device", metavar="DEVICE", help='"cpu" or "gpu" (default: MLX\'s)')
 
 

@@ -24,7 +24,7 @@ from protocol.options import options_of
 from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_of_server
 from runtime.cli.arguments.models import Models, add_models, models_of
-from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, defaults_of, parse_size
+from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, add_options, defaults_of, parse_size
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
@@ -125,8 +125,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
     for name, default in _STREAM_LIMITS.items():
         add_option(group, name, options_of(OpenOptions)[name], default)
-    for name, option in options_of(Limits).items():
-        add_option(group, name, option, attrs.fields_dict(Limits)[name].default)
+    add_options(group, Limits)
 
 
 def serve(arguments: argparse.Namespace) -> CommandOutcome:

@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from protocol.options import options_of
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer, must_be
-from runtime.cli.arguments.settings import add_flags, add_option
+from runtime.cli.arguments.settings import add_flags, add_options
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.measuring.reports import check_plot
@@ -46,7 +46,7 @@ _SHARDING = options_of(Sharding)
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario = parser.add_argument_group("scenario")
-    _add_options(scenario, Scenario, is_required=True)
+    add_options(scenario, Scenario, required=True)
     sharding = parser.add_argument_group("a target over several machines")
     sharding.add_argument(
         "--ranks",
@@ -60,7 +60,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"layers and hidden size of a known model: {', '.join(SHAPES)}",
         metavar="MODEL",
     )
-    _add_options(sharding, Sharding, is_required=False)
+    add_options(sharding, Sharding)
     run = parser.add_argument_group("run")
     run.add_argument(
         "--tokens",
@@ -86,13 +86,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--json", "print one JSON object instead of a table"),
         ("--plot FILE", "write a plot, as .svg or .png (needs matplotlib)"),
     )
-
-
-def _add_options(group: argparse._ArgumentGroup, declaration: type[attrs.AttrsInstance], *, is_required: bool) -> None:
-    """Add the options that a class declares; those without a default are required if `is_required`."""
-    for name, option in options_of(declaration).items():
-        default = attrs.fields_dict(declaration)[name].default
-        add_option(group, name, option, default, required=is_required and default is attrs.NOTHING)
 
 
 def simulate(arguments: argparse.Namespace) -> CommandOutcome:

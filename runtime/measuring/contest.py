@@ -99,13 +99,9 @@ class Contest(Generic[C, K, R]):
         """Number of repeats in the figures; the last may have some of the cases only."""
         return len({repeat for repeat, _ in self.complete})
 
-    def runs(self, contender: C, cases: Sequence[K] | None = None) -> dict[tuple[int, K], R]:
-        """The runs of a contender in complete turns, of some cases or of all."""
-        return {
-            key: turn[contender]
-            for key, turn in self.complete.items()
-            if contender in turn and (cases is None or key[1] in cases)
-        }
+    def runs(self, contender: C) -> dict[tuple[int, K], R]:
+        """The runs of a contender in complete turns."""
+        return {key: turn[contender] for key, turn in self.complete.items() if contender in turn}
 
 
 T = TypeVar("T")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import load
 from protocol.trace import Actor
+from runtime.bench.small_models import weights_of
 from runtime.engine.runtime import Runtime
 from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
@@ -57,8 +56,7 @@ class Subject:
         """Load target and draft model, cast to float32; None if that is more than the device recommends to use."""
         pair = self.load("target"), self.load("draft")
         limit = recommended_working_set()
-        trees = [cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())) for model, _ in pair]
-        sizes = [weight.size for tree in trees for _, weight in tree]
+        sizes = [weight.size for model, _ in pair for _, weight in weights_of(model)]
         if limit is not None and 4 * sum(sizes) > limit:
             return None
         for model, _ in pair:

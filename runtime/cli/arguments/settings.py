@@ -85,6 +85,21 @@ def add_option(
         group.add_argument(*hidden, dest=name, **HIDDEN, **shape)
 
 
+def add_options(
+    group: argparse._ArgumentGroup,
+    declaration: type[attrs.AttrsInstance],
+    of_group: str = "",
+    *,
+    required: bool = False,
+) -> None:
+    """Add the options of a group that a class declares; with `required`, those without a default are."""
+    for name, option in options_of(declaration).items():
+        if option.group == of_group:
+            default: Any = attrs.fields_dict(declaration)[name].default
+            made = None if hasattr(default, "factory") else default  # factories make empty ones
+            add_option(group, name, option, made, required=required and default is attrs.NOTHING)
+
+
 def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str]) -> None:
     """Add flags, each as help shows it ("--stats", "--plot FILE", "--allow-host NAME ..." for a list), and its help."""
     for shown_as, text in flags:
@@ -113,12 +128,8 @@ def _default(option: Option, default: object) -> str:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the settings to a command's arguments; `settings_of` reads them."""
-    options, defaults = options_of(Settings), Settings()
-    for title in dict.fromkeys(option.group for option in options.values() if option.group):
-        group = parser.add_argument_group(title)
-        for name, option in options.items():
-            if option.group == title:
-                add_option(group, name, option, getattr(defaults, name))
+    for title in dict.fromkeys(option.group for option in options_of(Settings).values() if option.group):
+        add_options(parser.add_argument_group(title), Settings, title)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
