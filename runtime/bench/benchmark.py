@@ -98,18 +98,14 @@ class Benchmark(ABC, Generic[P]):
 
     Attributes:
         closing: the first counted run again, after all others; it shows whether the machine's clock has sunk.
-        figures: of each row, for JSON and the table.
-        with_prompts: whether the time of the prompts counts.
-        is_a_time: whether less is better in what is compared.
-        plot: draws a result with matplotlib.
         prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
             of them, too.
     """
 
-    figures: ClassVar[tuple[Figure, ...]]
-    plot: ClassVar[Callable[[Record], Any]]
-    with_prompts: ClassVar[bool] = True
-    is_a_time: ClassVar[bool] = False
+    figures: ClassVar[tuple[Figure, ...]]  # of each row, for JSON and the table
+    plot: ClassVar[Callable[[Record], Any]]  # draws a result with matplotlib
+    with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
+    is_a_time: ClassVar[bool] = False  # whether less is better in what is compared
     prefix_cache_bytes: ClassVar[int] = 0
 
     def __init__(self, plan: P) -> None:

@@ -54,15 +54,13 @@ class Contender:
         kind: how several prompts are decoded. "in turns" and "at once" are streams of this runtime that all begin
             together; those "in turns" have passes of their own each (`max_batch=1`). "batched" is mlx-lm's
             `BatchGenerator`, which decodes all prompts in one pass a token, and cannot speculate.
-        draft: the name of its drafter, if the benchmark has several; else empty.
-        named: its name in tables, if that does not follow from the rest.
     """
 
     engine: Literal["mlx-lm", "outrider"]
     lookahead: Lookahead
     kind: Kind = "one after another"
-    draft: str = ""
-    named: str = ""
+    draft: str = ""  # the name of its drafter, if the benchmark has several; else empty
+    named: str = ""  # its name in tables, if that does not follow from the rest
 
     @property
     def name(self) -> str:
@@ -99,32 +97,24 @@ class Run:
     """Some prompts, decoded once. Times are in seconds.
 
     Attributes:
-        texts: token ids, by prompt.
         seconds: length of the timed part. It begins with the call, or when the first round of an only prompt has ended.
-        num_timed: number of tokens in the timed part.
         first_tokens: time from the call to the first token, by prompt; with prompts one after another it includes the
             earlier ones.
-        longest_wait: longest time between two tokens of one text.
-        peak_bytes: most memory that MLX held at once, beyond what it held before the call.
         rounds, proposed, accepted: rounds that committed tokens, each of one text, and their drafted tokens; None for
             mlx-lm's batches.
         rejected_stale, accepted_stale, rejected_copied, accepted_copied: see `Statistics`.
         passes: the target's forward passes that verified or decoded; streams may share one. None for mlx-lm, as all
             that follows.
-        pass_rows: parts that streams had in these passes.
         hits, misses: verdicts whose text had been drafted ahead, and the others.
-        drafted: draft steps.
-        verify_seconds: part of `seconds` in which the target verified or decoded.
         target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
-        estimates: the runtime's estimates of prices at the end of the run.
     """
 
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...]  # token ids, by prompt
     seconds: float
-    num_timed: int
+    num_timed: int  # number of tokens in the timed part
     first_tokens: tuple[float, ...] = ()
-    longest_wait: float = 0.0
-    peak_bytes: int = 0
+    longest_wait: float = 0.0  # longest time between two tokens of one text
+    peak_bytes: int = 0  # most memory that MLX held at once, beyond what it held before the call
     rounds: int | None = None
     proposed: int | None = None
     accepted: int | None = None
@@ -133,14 +123,14 @@ class Run:
     rejected_copied: int = 0
     accepted_copied: int = 0
     passes: int | None = None
-    pass_rows: int | None = None
+    pass_rows: int | None = None  # parts that streams had in these passes
     hits: int | None = None
     misses: int | None = None
-    drafted: int | None = None
-    verify_seconds: float | None = None
+    drafted: int | None = None  # draft steps
+    verify_seconds: float | None = None  # part of `seconds` in which the target verified or decoded
     target_seconds: float | None = None
     draft_seconds: float | None = None
-    estimates: dict[str, Any] | None = None
+    estimates: dict[str, Any] | None = None  # the runtime's estimates of prices at the end of the run
 
     @property
     def num_tokens(self) -> int:

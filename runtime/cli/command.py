@@ -19,25 +19,20 @@ class Command:
     """A command: what `--help` says of it, its arguments, and what it does.
 
     Attributes:
-        usage: what follows its name.
-        help: in the list of commands.
         description, epilog: above and below its own help.
-        common: flags that people use, which `--help` shows; with "" it shows all.
-        add_arguments: adds its arguments, other than the BLAS.
         run: does the work. It may raise an `OutriderError` where an argument is invalid; later ones are in the outcome.
-        computes: whether it computes in this process, and so has a BLAS.
         follow: what ranks other than 0 do meanwhile; None for a command of one machine.
         check_for_ranks: raises a `SettingsError` for arguments that do not go with several ranks.
     """
 
     name: str
-    usage: str
-    help: str
+    usage: str  # what follows its name
+    help: str  # in the list of commands
     description: str
     epilog: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[argparse.ArgumentParser], None]  # adds its arguments, other than the BLAS
     run: Callable[[argparse.Namespace], CommandOutcome]
-    common: str = ""
-    computes: bool = True
+    common: str = ""  # flags that people use, which `--help` shows; with "" it shows all
+    computes: bool = True  # whether it computes in this process, and so has a BLAS
     follow: Callable[[argparse.Namespace, Models], None] | None = None
     check_for_ranks: Callable[[argparse.Namespace], None] = lambda _: None

@@ -194,16 +194,11 @@ class IncompleteJsonError(OutriderError):
 
 @attrs.define
 class Generated(CommandOutcome):
-    """The outcome of `generate`, with the generation so far.
-
-    Attributes:
-        stop_reason: the stop string or stop token that ended the text, or None.
-        statistics: of the stream; None if it never started.
-    """
+    """The outcome of `generate`, with the generation so far."""
 
     tokens: list[Token] = attrs.field(factory=list)
-    stop_reason: str | int | None = None
-    statistics: Statistics | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the text, or None
+    statistics: Statistics | None = None  # of the stream; None if it never started
 
     @property
     def text(self) -> str:

@@ -49,21 +49,16 @@ class Evaluation:
 
     Attributes:
         batches, tokens: that were learnt from so far.
-        minutes: that learning and evaluations took so far.
-        loss: mean since the evaluation before; None before anything was learnt.
-        acceptance: on held-out text, of each draft step where those before it were accepted.
-        accepted: tokens of `NUM_STEPS` drafts that are accepted.
-        is_best: whether the drafter was written.
     """
 
     batches: int
     tokens: int
-    minutes: float
-    loss: float | None
-    acceptance: tuple[float, ...]
-    accepted: float
+    minutes: float  # that learning and evaluations took so far
+    loss: float | None  # mean since the evaluation before; None before anything was learnt
+    acceptance: tuple[float, ...]  # on held-out text, of each draft step where those before it were accepted
+    accepted: float  # tokens of `NUM_STEPS` drafts that are accepted
     learning_rate: float
-    is_best: bool
+    is_best: bool  # whether the drafter was written
 
 
 class Distillation:

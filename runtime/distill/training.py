@@ -43,21 +43,16 @@ class Progress:
     """What is known of the training; kept in checkpoints.
 
     Attributes:
-        num_tokens: that were learnt from, each time that they were.
-        seconds: that learning and evaluations took.
-        best: tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation.
-        num_without_gain: evaluations since then, and since the last reduction of the learning rate.
-        num_reductions: how often the learning rate was reduced.
         num_since, loss_since, seconds_since: batches since the last evaluation; sums of their losses and times.
     """
 
     num_batches: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
+    num_tokens: int = 0  # that were learnt from, each time that they were
+    seconds: float = 0.0  # that learning and evaluations took
     learning_rate: float = 1e-3
-    best: float = 0.0
-    num_without_gain: int = 0
-    num_reductions: int = 0
+    best: float = 0.0  # tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation
+    num_without_gain: int = 0  # evaluations since then, and since the last reduction of the learning rate
+    num_reductions: int = 0  # how often the learning rate was reduced
     num_since: int = 0
     loss_since: float = 0.0
     seconds_since: float = 0.0
@@ -102,17 +97,14 @@ class Lesson:
     """What the target makes of a batch.
 
     Attributes:
-        features: (B, T, width) of positions 0 … T - 1.
-        embedded: (B, T + steps - 1, hidden size) of the tokens after them.
         probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 …, among
             those that the drafter can propose.
-        likeliest: (B, T + steps - 1) the target's likeliest tokens there, among all.
     """
 
-    features: mx.array
-    embedded: mx.array
+    features: mx.array  # (B, T, width) of positions 0 … T - 1
+    embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
     probs: mx.array
-    likeliest: mx.array
+    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens there, among all
 
 
 class Training:

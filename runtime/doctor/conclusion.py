@@ -27,22 +27,17 @@ class Findings:
     """The findings on which the conclusion rests.
 
     Attributes:
-        verify_seconds: seconds of the target's passes, by width in tokens; width 1 is among them.
-        draft_seconds: of the draft model's passes, likewise; None without one.
-        same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
-        can_rewind: whether the target's caches can drop rejected tokens.
-        suggestions: draft models that fit, the best first.
         is_translated: whether the two have different vocabularies, and the draft model can draft all the same.
         exchange_seconds: what a pass of a target that is sharded over ranks exchanges, by width; None on one machine.
     """
 
-    verify_seconds: Mapping[int, float]
-    draft_seconds: Mapping[int, float] | None
-    same_vocabulary: bool | None
-    can_rewind: bool
+    verify_seconds: Mapping[int, float]  # seconds of the target's passes, by width in tokens; width 1 is among them
+    draft_seconds: Mapping[int, float] | None  # of the draft model's passes, likewise; None without one
+    same_vocabulary: bool | None  # whether target and draft share a vocabulary; None if that was not compared
+    can_rewind: bool  # whether the target's caches can drop rejected tokens
     dtypes: tuple[str, ...]
     blas: str | None
-    suggestions: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()  # draft models that fit, the best first
     is_translated: bool = False
     exchange_seconds: Mapping[int, float] | None = None
     num_ranks: int = 1

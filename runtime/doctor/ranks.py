@@ -44,21 +44,13 @@ _USUAL_COST_RATIO = 0.1
 
 @attrs.frozen
 class ExaminedRanks:
-    """What was found about the ranks.
+    """What was found about the ranks."""
 
-    Attributes:
-        backends: those of `mx.distributed` that MLX has here.
-        backend: the one in use; None if there is one rank, or MLX does not tell.
-        versions: of the packages that must be the same on all ranks, by name.
-        description: of this rank, by name.
-        links: what was measured between the ranks; None if there is one.
-    """
-
-    backends: tuple[str, ...]
-    backend: str | None
-    versions: dict[str, str]
-    description: dict[str, str]
-    links: Links | None
+    backends: tuple[str, ...]  # those of `mx.distributed` that MLX has here
+    backend: str | None  # the one in use; None if there is one rank, or MLX does not tell
+    versions: dict[str, str]  # of the packages that must be the same on all ranks, by name
+    description: dict[str, str]  # of this rank, by name
+    links: Links | None  # what was measured between the ranks; None if there is one
 
 
 def examine_ranks(group: RankGroup | None) -> ExaminedRanks:

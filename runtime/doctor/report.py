@@ -73,23 +73,19 @@ class ExaminedDrafter:
     """One trained drafter.
 
     Attributes:
-        kind: such as "EAGLE-3".
         feature_layers: of the target, whose inputs it reads; the number of layers stands for what the last one gives.
         num_layers, vocab_size: of the target.
-        num_bytes: memory of its weights; what it shares with the target does not count.
-        passes: of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target.
-        agreement: rows of `agreement_rows`.
     """
 
-    kind: str
+    kind: str  # such as "EAGLE-3"
     feature_layers: tuple[int, ...]
     num_layers: int
     num_draft_tokens: int
     vocab_size: int
-    num_bytes: int
+    num_bytes: int  # memory of its weights; what it shares with the target does not count
     dtypes: tuple[str, ...]
-    passes: Passes
-    agreement: tuple[tuple[str, str], ...] = ()
+    passes: Passes  # of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target
+    agreement: tuple[tuple[str, str], ...] = ()  # rows of `agreement_rows`
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -109,17 +105,14 @@ class Diagnosis:
     """The findings of `examine`.
 
     Attributes:
-        same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
-        is_translated: whether they do not, and the draft model can draft all the same.
-        vocabulary_note: how much they share, what differs, or why nothing was compared.
         suggestions: draft models that fit the target, if there is no draft model or one with another vocabulary.
     """
 
     target: ExaminedModel
     draft: ExaminedModel | ExaminedDrafter | None
-    same_vocabulary: bool | None
-    is_translated: bool
-    vocabulary_note: str
+    same_vocabulary: bool | None  # whether target and draft share a vocabulary; None if that was not compared
+    is_translated: bool  # whether they do not, and the draft model can draft all the same
+    vocabulary_note: str  # how much they share, what differs, or why nothing was compared
     device: str
     blas: str | None
     suggestions: tuple[Suggestion, ...] = ()

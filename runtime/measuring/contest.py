@@ -15,17 +15,12 @@ R = TypeVar("R")  # runs
 
 @attrs.frozen
 class Step(Generic[C, K]):
-    """A run that is due.
-
-    Attributes:
-        repeat: from 0 on; None for a run that warms up and does not count.
-        progress: which run it is of how many, and the time that is left, for a progress line.
-    """
+    """A run that is due."""
 
     contender: C
     case: K
-    repeat: int | None
-    progress: str
+    repeat: int | None  # from 0 on; None for a run that warms up and does not count
+    progress: str  # which run it is of how many, and the time that is left, for a progress line
 
 
 @attrs.define

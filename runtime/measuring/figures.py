@@ -31,15 +31,13 @@ class Figure:
     """One figure of every row.
 
     Attributes:
-        name: its field in JSON; "" for a figure that only the table has.
         of: computes it from whatever a row is made of; None for a figure that only the table has.
-        heading: of its column; None for a figure that only JSON has.
         show: its text in the table: a format of the value, or a function of the row's `Record`.
     """
 
-    name: str = ""
+    name: str = ""  # its field in JSON; "" for a figure that only the table has
     of: Callable[[Any], Any] | None = None
-    heading: str | None = None
+    heading: str | None = None  # of its column; None for a figure that only JSON has
     show: str | Callable[[Any], str] = ""
 
     def cell(self, row: Record) -> str:

@@ -24,15 +24,10 @@ MAX_WIDTH = 64
 
 @attrs.frozen
 class Passes:
-    """Measured forward passes.
+    """Measured forward passes."""
 
-    Attributes:
-        times: in seconds, by width in tokens, or in texts of one token each.
-        building: the part in which Python builds the graph of the pass, and holds its lock.
-    """
-
-    times: Mapping[int, Spread]
-    building: Mapping[int, Spread] = {}
+    times: Mapping[int, Spread]  # in seconds, by width in tokens, or in texts of one token each
+    building: Mapping[int, Spread] = {}  # the part in which Python builds the graph of the pass, and holds its lock
 
     @property
     def seconds(self) -> dict[int, float]:

@@ -40,17 +40,13 @@ class PriceTable:
     """Median times of forward passes, as `tests/protocol/device_prices/` has them.
 
     Attributes:
-        device: its name, and the number format of the weights.
-        source: where the figures come from, and of which model.
-        widths: numbers of tokens, or of texts of one token each.
-        text_lengths: tokens in the cache of each text.
         seconds: by model ("target", "draft") and text length, one for each width.
     """
 
-    device: str
-    source: str
-    widths: Sequence[int]
-    text_lengths: Sequence[int]
+    device: str  # its name, and the number format of the weights
+    source: str  # where the figures come from, and of which model
+    widths: Sequence[int]  # numbers of tokens, or of texts of one token each
+    text_lengths: Sequence[int]  # tokens in the cache of each text
     seconds: Mapping[str, Mapping[str, Sequence[float]]]
 
     def table(self) -> TextTable:

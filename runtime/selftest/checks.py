@@ -25,17 +25,14 @@ class Check:
 
     Attributes:
         meaning: what it means for a user if the check fails. (If it crashes or hangs, nothing was found out.)
-        timeout_s: seconds after which its process counts as hung, beyond the time that the check is given.
-        environment: variables of its process.
-        of_bundled_pair: whether it is of the bundled pair although the user has given another.
     """
 
     name: str
     module: str
     meaning: str
-    timeout_s: float = 600.0
-    environment: dict[str, str] = attrs.field(factory=dict)
-    of_bundled_pair: bool = False
+    timeout_s: float = 600.0  # seconds after which its process counts as hung, beyond the time that the check is given
+    environment: dict[str, str] = attrs.field(factory=dict)  # variables of its process
+    of_bundled_pair: bool = False  # whether it is of the bundled pair although the user has given another
 
     @property
     def label(self) -> str:

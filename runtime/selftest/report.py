@@ -20,14 +20,10 @@ MIN_GAIN = 1.05
 
 @attrs.define
 class SelfTestReport:
-    """What a self-test has found so far.
-
-    Attributes:
-        secrets: texts that the report must not have, such as the paths of the models.
-    """
+    """What a self-test has found so far."""
 
     with_own_models: bool
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()  # texts that the report must not have, such as the paths of the models
     runs: list[CheckRun] = attrs.field(factory=list)
 
     @property

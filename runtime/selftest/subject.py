@@ -26,20 +26,16 @@ class Subject:
 
     Attributes:
         target, draft: paths or hub ids; by default the demo pair.
-        seconds: how long a check that can go on for any time goes on, > 0.
-        max_tokens: length of a text, >= 1.
         shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
-        is_quick: whether less is measured.
-        cooldown: seconds of rest before each timed run.
     """
 
     target: str = str(DEMO_TARGET)
     draft: str = str(DEMO_DRAFT)
-    seconds: float = 10.0
-    max_tokens: int = 64
+    seconds: float = 10.0  # how long a check that can go on for any time goes on, > 0
+    max_tokens: int = 64  # length of a text, >= 1
     shape: str | None = None
-    is_quick: bool = False
-    cooldown: float = 0.0
+    is_quick: bool = False  # whether less is measured
+    cooldown: float = 0.0  # seconds of rest before each timed run
 
     @property
     def pair_name(self) -> str:

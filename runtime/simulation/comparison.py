@@ -45,20 +45,17 @@ class Comparison:
     """Ways of decoding in one scenario.
 
     Attributes:
-        num_tokens: length of each text.
         rows: the figures of each way. Plain decoding comes first, and "auto", of which it is all about, last.
-        fixed: the decoding with fixed lookaheads.
-        speed: the figure that is compared.
         x_label, y_label: of its plot.
     """
 
     scenario: Scenario
-    num_tokens: int
+    num_tokens: int  # length of each text
     rows: Sequence[Record]
 
     figures: ClassVar[Sequence[Figure]]
-    fixed: ClassVar[str]
-    speed: ClassVar[str] = "speed"
+    fixed: ClassVar[str]  # the decoding with fixed lookaheads
+    speed: ClassVar[str] = "speed"  # the figure that is compared
     x_label: ClassVar[str]
     y_label: ClassVar[str]
 

@@ -91,15 +91,10 @@ def rows_of(job: Job[Any] | Span) -> int:
 
 @attrs.frozen
 class SimulatedRun:
-    """The result of one stream in a scenario.
+    """The result of one stream in a scenario."""
 
-    Attributes:
-        speed: tokens per T_v(1); plain decoding without overhead has 1.
-        seconds: simulated time from the call to the last token, in units of T_v(1).
-    """
-
-    speed: float
-    seconds: float
+    speed: float  # tokens per T_v(1); plain decoding without overhead has 1
+    seconds: float  # simulated time from the call to the last token, in units of T_v(1)
     statistics: Statistics
 
 
@@ -137,25 +132,18 @@ class SimulatedStreams:
     """The result of several streams in one scenario. Times are in units of T_v(1).
 
     Attributes:
-        speed: tokens of all streams per T_v(1), from the call to the last token of all.
-        steady_speed: the same up to the end of the stream that ends first: while all are at work.
-        seconds: simulated time from the call to the last token of all.
-        longest_wait: longest time between two tokens of a stream.
-        texts_per_pass: mean number of streams in a pass of the target.
-        rows_per_pass: mean number of rows that a pass of the target computes, padding included.
         target_busy, draft_busy: fraction of that time in which the model was at work.
-        statistics: those of the streams, in the order in which they ended.
     """
 
-    speed: float
-    steady_speed: float
-    seconds: float
-    longest_wait: float
-    texts_per_pass: float
-    rows_per_pass: float
+    speed: float  # tokens of all streams per T_v(1), from the call to the last token of all
+    steady_speed: float  # the same up to the end of the stream that ends first: while all are at work
+    seconds: float  # simulated time from the call to the last token of all
+    longest_wait: float  # longest time between two tokens of a stream
+    texts_per_pass: float  # mean number of streams in a pass of the target
+    rows_per_pass: float  # mean number of rows that a pass of the target computes, padding included
     target_busy: float
     draft_busy: float
-    statistics: tuple[Statistics, ...]
+    statistics: tuple[Statistics, ...]  # those of the streams, in the order in which they ended
 
     @property
     def proposal(self) -> float:

@@ -35,18 +35,14 @@ class Models:
     """The models of a command.
 
     Attributes:
-        target: a path or hub id, with how it is loaded.
         draft: likewise, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
-        more_drafts: further drafters, for a command that compares several.
-        options: of `runtime.open`, as far as they were given.
-        device: on which both compute, "cpu" or "gpu"; None for MLX's default.
     """
 
-    target: str | Path | ModelSpec
+    target: str | Path | ModelSpec  # a path or hub id, with how it is loaded
     draft: str | Path | ModelSpec | None
-    options: dict[str, Any] = attrs.field(factory=dict)
-    device: str | None = None
-    more_drafts: tuple[str | Path | ModelSpec, ...] = ()
+    options: dict[str, Any] = attrs.field(factory=dict)  # of `runtime.open`, as far as they were given
+    device: str | None = None  # on which both compute, "cpu" or "gpu"; None for MLX's default
+    more_drafts: tuple[str | Path | ModelSpec, ...] = ()  # further drafters, for a command that compares several
 
     @property
     def loaded(self) -> list[str | Path | ModelSpec]:
