@@ -32,7 +32,7 @@ class Figure:
 
     Attributes:
         of: computes it from whatever a row is made of; None for a figure that only the table has.
-        show: its text in the table: a format of the value, or a function of the row's `Record`.
+        show: its text in the table: a format of the value, such as ".1f" or "{:.1f} ms", or a function of the `Record`.
     """
 
     name: str = ""  # its field in JSON; "" for a figure that only the table has
@@ -45,7 +45,9 @@ class Figure:
         if callable(self.show):
             return self.show(row)
         value = getattr(row, self.name)
-        return "–" if value is None else format(value, self.show)
+        if value is None:
+            return "–"
+        return self.show.format(value) if "{" in self.show else format(value, self.show)
 
 
 def record_of(figures: Iterable[Figure], source: Any) -> Record:

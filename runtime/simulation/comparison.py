@@ -147,7 +147,7 @@ class TextComparison(Comparison):
     figures = (
         *_LABELS,
         # Tokens per second, relative to plain decoding.
-        Figure("speed", lambda s: s.result.speed / s.plain.speed, "speed", lambda row: f"{row.speed:.2f}×"),
+        Figure("speed", lambda s: s.result.speed / s.plain.speed, "speed", "{:.2f}×"),
         Figure("tokens_per_second", _tokens_per_second, "tokens/s", ".1f"),
         _counted("tokens_per_round", "tokens\na round", ".2f"),
         _counted("acceptance_rate", "accepted", ".0%"),
@@ -227,8 +227,8 @@ class StreamsComparison(Comparison):
     figures = (
         *_LABELS,
         # Tokens of all texts, from the call to the last token of all; and up to the end of the text that ends first.
-        Figure("speed", _relative("speed"), "speed", lambda row: f"{row.speed:.2f}×"),
-        Figure("steady_speed", _relative("steady_speed"), "steady\nspeed", lambda row: f"{row.steady_speed:.2f}×"),
+        Figure("speed", _relative("speed"), "speed", "{:.2f}×"),
+        Figure("steady_speed", _relative("steady_speed"), "steady\nspeed", "{:.2f}×"),
         _found("texts_per_pass", "texts\na pass", ".1f"),
         _found("rows_per_pass", "rows\na pass", ".1f"),
         # In decoding steps of one text alone.
@@ -312,26 +312,14 @@ class RanksComparison:
 
     figures = (
         Figure("ranks", lambda compared: _sharding(compared).ranks, "ranks", "d"),
-        Figure(
-            "pass_ms", lambda compared: _pass_ms(compared, 1), "pass of\n1 token", lambda row: f"{row.pass_ms:.1f} ms"
-        ),
-        Figure(
-            "exchange_ms",
-            lambda compared: _sharding(compared).exchange_ms(1),
-            "of it\nlinks",
-            lambda row: f"{row.exchange_ms:.1f} ms",
-        ),
-        Figure(
-            "pass_ms_of_8_tokens",
-            lambda compared: _pass_ms(compared, 8),
-            "pass of\n8 tokens",
-            lambda row: f"{row.pass_ms_of_8_tokens:.1f} ms",
-        ),
+        Figure("pass_ms", lambda compared: _pass_ms(compared, 1), "pass of\n1 token", "{:.1f} ms"),
+        Figure("exchange_ms", lambda compared: _sharding(compared).exchange_ms(1), "of it\nlinks", "{:.1f} ms"),
+        Figure("pass_ms_of_8_tokens", lambda compared: _pass_ms(compared, 8), "pass of\n8 tokens", "{:.1f} ms"),
         Figure("plain", lambda compared: compared.rows[0].tokens_per_second, "plain\ntokens/s", ".1f"),
         Figure("best_lookahead", lambda compared: compared.best.lookahead, "best\nlookahead", "d"),
         Figure("best", lambda compared: compared.best.tokens_per_second, "with it\ntokens/s", ".1f"),
         Figure("auto", lambda compared: compared.rows[-1].tokens_per_second, "auto\ntokens/s", ".1f"),
-        Figure("gain", lambda compared: compared.rows[-1].speed, "gain", lambda row: f"{row.gain:.2f}×"),
+        Figure("gain", lambda compared: compared.rows[-1].speed, "gain", "{:.2f}×"),
     )
 
     @property

@@ -59,8 +59,6 @@ async def test_draft_models_and_lookup_are_compared_with_the_same_plain_decoding
     assert result.dtypes == {"target": ("float32",), "Model": ("float32",)}
     for row in result.rows:
         assert (row.failure, row.same_texts, row.num_texts) == (None, 1, 1)
-        assert row.median is not None
-        assert result.rows[0].median is not None
         assert row.vs_plain == row.median / result.rows[0].median
         assert row.stale_acceptance is None
 

@@ -150,19 +150,13 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
             assert group.texts == (*alone, alone[0])[:streams], way
     for row in result.rows:
         assert (row.same_texts, row.num_texts, row.failure) == (2 * row.streams, 2 * row.streams, None)
-        assert row.median is not None
-        assert row.first_token is not None
-        assert row.longest_wait is not None
+        assert None not in (row.median, row.first_token, row.longest_wait)
         if row.kind == "batched":
             assert (row.target_busy, row.tokens_per_round) == (None, None)
         else:
-            assert row.target_busy is not None
             assert 0 < row.target_busy <= 1
-            assert row.tokens_per_round is not None
             assert row.tokens_per_round >= 1
-            assert row.peak_bytes is not None
             assert row.peak_bytes > 0
-            assert row.rows_per_pass is not None
             assert row.rows_per_pass == 1 or (row.kind == "at once" and row.streams > 1)
     assert not outrider_threads()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -356,30 +357,26 @@ async def after(num_tokens: int, rt: runtime.Runtime, do: Callable[[], object]) 
             do()
 
 
-async def test_a_runtime_that_is_cancelled_leaves_a_whole_trace(tmp_path):
-    with trio.CancelScope() as scope:
-        async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
-            await after(20, rt, scope.cancel)
-    assert scope.cancelled_caught
-    assert len(of(whole(tmp_path / "trace.json"), "X", "verify")) > 2
-
-
-async def test_a_runtime_that_is_left_by_an_error_leaves_a_whole_trace(tmp_path):
-    def strike() -> None:
-        raise Striking
-
-    with pytest.raises(Striking):
-        async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
-            await after(20, rt, strike)
-    assert len(of(whole(tmp_path / "trace.json"), "X", "verify")) > 2
-
-
-def test_a_runtime_that_is_interrupted_leaves_a_whole_trace(tmp_path):
+@sweep(
+    ("strikes", "raises"),
+    [("cancellation", None), ("error", Striking), ("interrupt", KeyboardInterrupt)],
+)
+def test_however_a_runtime_is_left_its_trace_is_whole(strikes, raises, tmp_path):
     async def main() -> None:
-        async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
-            await after(20, rt, lambda: signal.raise_signal(signal.SIGINT))
+        def strike() -> None:
+            if strikes == "cancellation":
+                scope.cancel()
+            elif strikes == "error":
+                raise Striking
+            else:
+                signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+        with trio.CancelScope() as scope:
+            async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
+                await after(20, rt, strike)
+        assert scope.cancelled_caught
+
+    with pytest.raises(raises) if raises else contextlib.nullcontext():
         trio.run(main)
     assert len(of(whole(tmp_path / "trace.json"), "X", "verify")) > 2
 
