@@ -94,24 +94,13 @@ def _draft(entry: Entry) -> str | None:
     return None if contender.lookahead == 0 else contender.draft or entry.benchmark.about.draft
 
 
-def _of_copies(entry: Entry) -> float:
-    return (entry.total("accepted_copied") or 0) + (entry.total("rejected_copied") or 0)
+COPIED, STALE = ("accepted_copied", "rejected_copied"), ("accepted_stale", "rejected_stale")
 
 
-def _model_acceptance(entry: Entry) -> float | None:
-    accepted, proposed = entry.total("accepted"), entry.total("proposed") or 0
-    of_model = None if accepted is None else accepted - (entry.total("accepted_copied") or 0)
-    return ratio(of_model, proposed - _of_copies(entry))
-
-
-def _proposed_stale(entry: Entry) -> float:
-    return (entry.total("accepted_stale") or 0) + (entry.total("rejected_stale") or 0)
-
-
-def _fresh_acceptance(entry: Entry) -> float | None:
-    accepted, proposed = entry.total("accepted") or 0, entry.total("proposed") or 0
-    not_fresh = (entry.total("accepted_stale") or 0) + (entry.total("accepted_copied") or 0)
-    return ratio(accepted - not_fresh, proposed - _proposed_stale(entry) - _of_copies(entry))
+def _rest(entry: Entry, name: str, *others: str) -> float | None:
+    """The sum of a counter without some of what it counts."""
+    whole = entry.total(name)
+    return None if whole is None else whole - (entry.total(*others) or 0)
 
 
 def best_speculative(entry: Entry) -> Contender | None:
@@ -146,10 +135,19 @@ class OneStream(Benchmark[OneStreamPlan]):
         Figure("vs_plain", lambda entry: entry.versus(entry.benchmark.plan.plain), "× plain", ".2f"),
         Figure("vs_best_speculative", lambda entry: entry.versus(best_speculative(entry)), "× best", ".2f"),
         Figure("acceptance", share("accepted", "proposed"), "accepted", _accepted),
-        Figure("model_acceptance", _model_acceptance),
-        Figure("copy_acceptance", lambda entry: ratio(entry.total("accepted_copied"), _of_copies(entry))),
-        Figure("fresh_acceptance", _fresh_acceptance),
-        Figure("stale_acceptance", lambda entry: ratio(entry.total("accepted_stale"), _proposed_stale(entry))),
+        Figure(
+            "model_acceptance",
+            lambda entry: ratio(_rest(entry, "accepted", "accepted_copied"), _rest(entry, "proposed", *COPIED)),
+        ),
+        Figure("copy_acceptance", share("accepted_copied", *COPIED)),
+        Figure(
+            "fresh_acceptance",
+            lambda entry: ratio(
+                _rest(entry, "accepted", "accepted_stale", "accepted_copied"),
+                _rest(entry, "proposed", *STALE, *COPIED),
+            ),
+        ),
+        Figure("stale_acceptance", share("accepted_stale", *STALE)),
         TOKENS_PER_ROUND,
         HIT_RATE,
         *BUSY,

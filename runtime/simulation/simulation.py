@@ -12,7 +12,6 @@ of the target, whose time is that of all its rows: padding is computed, too.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
 from protocol.settings import Settings
 from protocol.statistics import Statistics
-from protocol.trace import Actor, Event, Span
+from protocol.trace import Event, Span
 from protocol.validation import check_integer
 from runtime.engine.events import Events
 from runtime.engine.running import running
@@ -180,23 +179,49 @@ def simulate_streams(
     """
     check_integer("num_streams", num_streams, 1, MAX_STREAMS)
     check_integer("max_batch", max_batch, 1, MAX_BATCH)
-    events, played = Events(), _Played(Settings(max_tokens=num_tokens, lookahead=lookahead))
+    events, heard, settings = Events(), list[Event](), Settings(max_tokens=num_tokens, lookahead=lookahead)
+    token_times: list[list[float]] = [[] for _ in range(num_streams)]
+    statistics: list[Statistics] = []
 
-    async def main() -> SimulatedStreams:
+    async def read(runtime: Runtime, first_token: int) -> None:
+        stream = runtime.stream((first_token,), settings)
+        async with stream:
+            async for _ in stream:
+                token_times[first_token].append(trio.current_time())
+        statistics.append(stream.statistics())
+
+    async def main() -> tuple[float, float]:
         async with simulated_runtime(scenario, events, max_batch=max_batch) as runtime:
-            events.listen(played.hear)
+            events.listen(heard.append, only_spans=True)
             began = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for first_token in range(num_streams):
                     if at_once:
-                        nursery.start_soon(played.read, runtime, first_token)
+                        nursery.start_soon(read, runtime, first_token)
                     else:
-                        await played.read(runtime, first_token)
-            ended = trio.current_time()
-        return played.result(began, ended)
+                        await read(runtime, first_token)
+            return began, trio.current_time()
 
     with _seeded_scheduler():
-        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+        began, ended = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    spans = [event for event in heard if isinstance(event, Span)]
+    passes = [span for span in spans if span.kind in ("verify", "decode")]
+    busy_seconds = {
+        actor: sum(span.ended - span.began for span in spans if span.actor == actor) for actor in ("target", "draft")
+    }
+    seconds, first_end = ended - began, min(times[-1] for times in token_times)
+    waits = (b - a for times in token_times for a, b in itertools.pairwise(times))
+    return SimulatedStreams(
+        speed=sum(map(len, token_times)) / seconds,
+        steady_speed=sum(at <= first_end for times in token_times for at in times) / (first_end - began),
+        seconds=seconds,
+        longest_wait=max(waits, default=0.0),
+        texts_per_pass=sum(max(1, len(span.shares)) for span in passes) / len(passes),
+        rows_per_pass=sum(map(rows_of, passes)) / len(passes),
+        target_busy=busy_seconds["target"] / seconds,
+        draft_busy=busy_seconds["draft"] / seconds,
+        statistics=tuple(statistics),
+    )
 
 
 @contextmanager
@@ -213,49 +238,3 @@ def _seeded_scheduler() -> Iterator[None]:
         yield
     finally:
         dice.setstate(before)
-
-
-@attrs.define
-class _Played:
-    settings: Settings
-    token_times: list[list[float]] = attrs.field(factory=list)
-    statistics: list[Statistics] = attrs.field(factory=list)
-    num_passes: int = 0
-    num_texts: int = 0
-    num_rows: int = 0
-    busy_seconds: defaultdict[Actor, float] = attrs.field(factory=lambda: defaultdict(float))
-
-    async def read(self, runtime: Runtime, first_token: int) -> None:
-        times: list[float] = []
-        self.token_times.append(times)
-        stream = runtime.stream((first_token,), self.settings)
-        async with stream:
-            async for _ in stream:
-                times.append(trio.current_time())
-        self.statistics.append(stream.statistics())
-
-    def hear(self, event: Event) -> None:
-        if not isinstance(event, Span):
-            return
-        self.busy_seconds[event.actor] += event.ended - event.began
-        if event.kind in ("verify", "decode"):
-            self.num_passes += 1
-            self.num_texts += max(1, len(event.shares))
-            self.num_rows += rows_of(event)
-
-    def result(self, began: float, ended: float) -> SimulatedStreams:
-        seconds = ended - began
-        first_end = min(times[-1] for times in self.token_times)
-        num_until_then = sum(at <= first_end for times in self.token_times for at in times)
-        waits = (b - a for times in self.token_times for a, b in itertools.pairwise(times))
-        return SimulatedStreams(
-            speed=sum(map(len, self.token_times)) / seconds,
-            steady_speed=num_until_then / (first_end - began),
-            seconds=seconds,
-            longest_wait=max(waits, default=0.0),
-            texts_per_pass=self.num_texts / self.num_passes,
-            rows_per_pass=self.num_rows / self.num_passes,
-            target_busy=self.busy_seconds["target"] / seconds,
-            draft_busy=self.busy_seconds["draft"] / seconds,
-            statistics=tuple(self.statistics),
-        )
