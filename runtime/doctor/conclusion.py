@@ -43,6 +43,11 @@ class Findings:
     num_ranks: int = 1
 
     @property
+    def is_pair(self) -> bool:
+        """Whether the draft model, if there is one, can draft for the target."""
+        return self.same_vocabulary is not False or self.is_translated
+
+    @property
     def width_cost(self) -> float:
         """Cost of each further token of a pass, on average, as a fraction of the first."""
         return self._prices().verify.per_row(max(self.verify_seconds)) / self.verify_seconds[1]
@@ -90,7 +95,7 @@ def _in_short(found: Findings) -> str:
             "use no drafter: this target's caches cannot be put right after a rejection, so nothing would be proposed"
         )
     other = f"--draft {found.suggestions[0]}" if found.suggestions else "--draft ngram"
-    if found.same_vocabulary is False and not found.is_translated:
+    if not found.is_pair:
         return f"do not use this pair, which does not share a vocabulary; examine {other}"
     if found.draft_seconds is None:
         return f"this is plain decoding; what a drafter gains is not known before it is examined, too: {other}"
@@ -107,23 +112,24 @@ def _in_short(found: Findings) -> str:
 def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     if not found.can_rewind:
         return
-    if found.same_vocabulary is False and not found.is_translated:
-        yield from _drafts(found)
-        return
-    if found.draft_seconds is None:
-        yield from _without_draft(found)
+    is_expensive = found.draft_cost > MAX_DRAFT_COST
+    if found.is_pair:
+        on_ranks = found.exchange_seconds is not None
+        # What there is to gain on ranks: passes are dearest there, and no draft model is loaded in vain.
+        if on_ranks and found.draft_seconds is None and found.speedup(USUAL_ACCEPTANCE) >= MIN_SPEEDUP:
+            speeds = (f"{found.speedup(each):.1f}× at {each:g}" for each in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE))
+            yield "note", f"with a drafter whose steps cost nothing it would be {', '.join(speeds)} acceptance"
         yield from _exchange(found)
         yield from _faster_width(found)
-        yield from _drafts(found)
-        return
-    yield from _exchange(found)
-    yield from _faster_width(found)
-    if found.is_translated:
-        yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
-    if found.draft_cost > MAX_DRAFT_COST:
-        yield "try", f"a smaller draft model: a step of this one takes {found.draft_cost:.0%} of a pass of the target"
-    if found.is_translated or found.draft_cost > MAX_DRAFT_COST:
-        yield from _drafts(found)
+        if found.is_translated:
+            yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
+        if is_expensive:
+            cost = f"a step of this one takes {found.draft_cost:.0%} of a pass of the target"
+            yield "try", f"a smaller draft model: {cost}"
+    if not found.is_pair or found.draft_seconds is None or found.is_translated or is_expensive:
+        for suggestion in found.suggestions[:3]:
+            yield "try", f"--draft {suggestion}"
+        yield "try", "--draft ngram, for texts that quote themselves: it costs no model"
 
 
 def _speeds(found: Findings, min_acceptance: float) -> str:
@@ -134,27 +140,16 @@ def _speeds(found: Findings, min_acceptance: float) -> str:
     return f"{found.speedup(first):.1f}× plain decoding with this pair at an acceptance of {first:g}{more}"
 
 
-def _without_draft(found: Findings) -> Iterator[tuple[str, str]]:
-    """What there is to gain on ranks: passes are dearest there, and no draft model is loaded in vain."""
-    if found.exchange_seconds is not None and found.speedup(USUAL_ACCEPTANCE) >= MIN_SPEEDUP:
-        speeds = ", ".join(f"{found.speedup(each):.1f}× at {each:g}" for each in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE))
-        yield "note", f"with a drafter whose steps cost nothing it would be {speeds} acceptance"
-
-
 def _exchange(found: Findings) -> Iterator[tuple[str, str]]:
     if found.exchange_seconds is None:
         return
     widest = max(found.exchange_seconds)
     narrow, wide = (f"{found.exchange_share(width):.0%}" for width in (1, widest))
-    yield (
-        "note",
-        f"{narrow} of a pass of 1 token, {wide} of one of {widest}, is exchange between {found.num_ranks} ranks",
-    )
+    of_pass = f"{narrow} of a pass of 1 token, {wide} of one of {widest}"
+    yield "note", f"{of_pass}, is exchange between {found.num_ranks} ranks"
     if found.exchange_share(1) > MAX_EXCHANGE:
-        yield (
-            "try",
-            "fewer ranks, if they hold the target, or links of less latency: a pass exchanges more than it computes",
-        )
+        remedy = "fewer ranks, if they hold the target, or links of less latency"
+        yield "try", f"{remedy}: a pass exchanges more than it computes"
 
 
 def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
@@ -170,9 +165,3 @@ def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
 def _wants_openblas(found: Findings) -> bool:
     has_reference = found.blas is not None and found.blas.startswith("reference BLAS") and "float32" in found.dtypes
     return has_reference and found.width_cost > MAX_WIDTH_COST
-
-
-def _drafts(found: Findings) -> Iterator[tuple[str, str]]:
-    for suggestion in found.suggestions[:3]:
-        yield "try", f"--draft {suggestion}"
-    yield "try", "--draft ngram, for texts that quote themselves: it costs no model"
