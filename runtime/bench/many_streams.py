@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 
@@ -102,13 +103,8 @@ def _first_token(entry: Entry) -> float | None:
     return statistics.median(firsts) if firsts else None
 
 
-def _longest_wait(entry: Entry) -> float | None:
-    return max((run.longest_wait for run in entry.runs.values()), default=None)
-
-
-def _peak_bytes(entry: Entry) -> int | None:
-    """Caches and passes, and not the weights."""
-    return max((run.peak_bytes for run in entry.runs.values()), default=None)
+def _most(name: str) -> Callable[[Entry], Any]:
+    return lambda entry: max((getattr(run, name) for run in entry.runs.values()), default=None)
 
 
 class ManyStreams(Benchmark[StreamsPlan]):
@@ -132,8 +128,9 @@ class ManyStreams(Benchmark[StreamsPlan]):
         # Streams in a forward pass of the target that verifies or decodes.
         Figure("rows_per_pass", share("pass_rows", "passes"), "streams\na pass", ".2f"),
         Figure("first_token", _first_token, "first", lambda row: seconds_text(row.first_token)),
-        Figure("longest_wait", _longest_wait, "longest\nwait", lambda row: seconds_text(row.longest_wait)),
-        Figure("peak_bytes", _peak_bytes, "memory", lambda row: bytes_text(row.peak_bytes)),
+        Figure("longest_wait", _most("longest_wait"), "longest\nwait", lambda row: seconds_text(row.longest_wait)),
+        # Caches and passes, and not the weights.
+        Figure("peak_bytes", _most("peak_bytes"), "memory", lambda row: bytes_text(row.peak_bytes)),
         *SAME_TEXTS,
         *BUSY,
         TOKENS_PER_ROUND,

@@ -213,8 +213,11 @@ class OneStream(Benchmark[OneStreamPlan]):
             yield Record(category=category, num_prompts=len(cases), rows=self.rows(cases))
 
     def report(self, result: Record) -> Report:
+        def stands_out(row: Record) -> bool:
+            return bool(row.name == result.best_speculative or (row.engine, row.lookahead) == ("outrider", "auto"))
+
         return Report(
-            table_of(self.figures, result.rows, is_bold=lambda row: _stands_out(row, result)),
+            table_of(self.figures, result.rows, is_bold=stands_out),
             about=[("bench", list(about_models(result, result.num_prompts)))],
             notes=[*_notes(result), *failures(result)],
             details=[
@@ -276,10 +279,6 @@ def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
 
 
 # --- the report -----------------------------------------------------------------------------------
-
-
-def _stands_out(row: Record, result: Record) -> bool:
-    return bool(row.name == result.best_speculative or (row.engine == "outrider" and row.lookahead == "auto"))
 
 
 def _notes(result: Record) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -127,7 +126,8 @@ class Distillation:
                 f"the drafter in {options.init} is for a target with {model.config.vocab_size} tokens and a width of "
                 f"{model.config.target_hidden_size}; this one has {vocab_size} and {hidden_size}"
             )
-        embedding = _whole_embedding(embed if self._made.embedding is None else self._made.embedding, vocab_size)
+        of_drafter = embed if self._made.embedding is None else self._made.embedding
+        embedding = of_drafter(mx.arange(vocab_size)).astype(mx.float32)  # it may be quantised
         model.set_dtype(mx.float32)
         mx.eval(model.state, embedding)
         tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
@@ -324,8 +324,3 @@ def _config_of(target: Module) -> dict[str, Any]:
     config = {name: getattr(args, name) for name in dir(args) if not name.startswith("_")}
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
-
-
-def _whole_embedding(embed: Callable[[mx.array], mx.array], vocab_size: int) -> mx.array:
-    """(vocab_size, hidden size) float32, of an embedding that may be quantised."""
-    return embed(mx.arange(vocab_size)).astype(mx.float32)

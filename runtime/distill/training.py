@@ -222,7 +222,13 @@ class Training:
             return False
         loaded: Any = mx.load(str(file), return_metadata=True)
         arrays, metadata = loaded
-        _check_identity(json.loads(metadata["identity"]), identity, folder)
+        saved = json.loads(metadata["identity"])
+        for name, value in identity.items():
+            if saved.get(name) != value:
+                raise SettingsError(
+                    f"the training in {shown_path(str(folder))} has the {name} {shown(saved.get(name))}, and this one "
+                    f"{shown(value)}; give another folder, or delete that one"
+                )
         own = [(n.removeprefix("drafter."), v) for n, v in arrays.items() if n.startswith("drafter.")]
         state = [(n.removeprefix("optimizer."), v) for n, v in arrays.items() if n.startswith("optimizer.")]
         self.drafter.load_weights(own)
@@ -246,12 +252,3 @@ def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
 
 def _flat(tree: Any) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
-
-
-def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
-    for name, value in identity.items():
-        if saved.get(name) != value:
-            raise SettingsError(
-                f"the training in {shown_path(str(folder))} has the {name} {shown(saved.get(name))}, and this one "
-                f"{shown(value)}; give another folder, or delete that one"
-            )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import attrs
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
@@ -250,13 +248,14 @@ async def load_models(
 
 
 async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
-    if dtype is not None:
-        await worker.run(Job("load", partial(_cast, model.module, getattr(mx, dtype))))
+    if dtype is None:
+        return
 
+    def cast() -> None:
+        model.module.set_dtype(getattr(mx, dtype))
+        mx.eval(model.module)
 
-def _cast(module: Module, dtype: mx.Dtype) -> None:
-    module.set_dtype(dtype)
-    mx.eval(module)
+    await worker.run(Job("load", cast))
 
 
 def _machine() -> dict[str, str]:

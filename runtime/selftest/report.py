@@ -69,7 +69,10 @@ class SelfTestReport:
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titled tables of (name, value): the machine, every check, what failures mean, and the best settings."""
-        checks = [(run.check.label, f"{_mark(run)}{run.finding.summary} ({run.seconds:.0f} s)") for run in self.runs]
+        checks = []
+        for run in self.runs:
+            mark = "" if run.finding.status == "passed" else f"{run.finding.status.upper()}: "
+            checks.append((run.check.label, f"{mark}{run.finding.summary} ({run.seconds:.0f} s)"))
         sections = [("machine", list(machine().items())), ("checks", checks)]
         if self.failures:
             sections.append(("what that means", [(run.check.label, _meaning(run)) for run in self.failures]))
@@ -109,10 +112,6 @@ class SelfTestReport:
 
 def _meaning(run: CheckRun) -> str:
     return run.check.meaning if run.finding.status == "failed" else "this could not be checked"
-
-
-def _mark(run: CheckRun) -> str:
-    return "" if run.finding.status == "passed" else f"{run.finding.status.upper()}: "
 
 
 def summary(runs: Sequence[CheckRun]) -> str:
