@@ -55,71 +55,55 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         'messages or turns, and category, as in Spec-Bench and SPEED-Bench; "bundled" for 40 edits, quotes and free '
         "texts (default: some code)",
     )
-    for names, metavar, default, text in (
-        (("-m", "--max-tokens"), "N", "96", "tokens to generate for each prompt"),
-        (("--repeats",), "N", "3", "number of runs of each contender and prompt"),
-        (("--cooldown",), "SECONDS", "0", "rest before each run: a hot machine may be slower, without a warning"),
-        (("-t", "--temperature"), "T", "0", "sampling temperature; 0 is greedy"),
-    ):
-        what.add_argument(
-            *names,
-            metavar=metavar,
-            type=parse_value,
-            default=argparse.SUPPRESS,
-            help=f"{text} (default: {default})",
-        )
-    what.add_argument("--temp", dest="temperature", type=parse_value, **HIDDEN)
-    what.add_argument(
-        "--num-draft-tokens",
-        metavar="LIST",
-        default=argparse.SUPPRESS,
-        type=_list,
-        help='proposal lengths for mlx-lm\'s speculative decoding; "none" leaves it out (default: 1,2,3,4,5,6,7,8)',
-    )
-    what.add_argument(
-        "--lookahead",
-        metavar="LIST",
-        dest="lookaheads",
-        default=argparse.SUPPRESS,
-        type=_list,
-        help="lookaheads of this runtime (default: 0,1,2,3,4,6,8,auto)",
-    )
-    what.add_argument(
-        "--streams",
-        metavar="LIST",
-        nargs="?",
-        const="1,2,4,8,16",
-        help="measure these numbers of streams at once, against the same streams one after another and mlx-lm's "
-        "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
-    )
+    value: dict[str, Any] = {"type": parse_value, "default": argparse.SUPPRESS}
     add_flags(
         what,
+        ("-m --max-tokens N", "tokens to generate for each prompt (default: 96)", value),
+        ("--repeats N", "number of runs of each contender and prompt (default: 3)", value),
+        (
+            "--cooldown SECONDS",
+            "rest before each run: a hot machine may be slower, without a warning (default: 0)",
+            value,
+        ),
+        ("-t --temperature T", "sampling temperature; 0 is greedy (default: 0)", value),
+        (
+            "--num-draft-tokens LIST",
+            'proposal lengths for mlx-lm\'s speculative decoding; "none" leaves it out (default: 1,2,3,4,5,6,7,8)',
+            value | {"type": _list},
+        ),
+        (
+            "--lookahead LIST",
+            "lookaheads of this runtime (default: 0,1,2,3,4,6,8,auto)",
+            value | {"type": _list, "dest": "lookaheads"},
+        ),
+        (
+            "--streams LIST",
+            "measure these numbers of streams at once, against the same streams one after another and mlx-lm's "
+            "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
+            {"nargs": "?", "const": "1,2,4,8,16"},
+        ),
         (
             "--shape SHAPE",
             "measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
             "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
         ),
-    )
-    what.add_argument(
-        "--acceptance",
-        metavar="P",
-        type=parse_value,
-        help=f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
-    )
-    add_flags(
-        what,
+        (
+            "--acceptance P",
+            f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
+            {"type": parse_value},
+        ),
         (
             "--overhead",
             "measure what this runtime adds to a token, with a model so small that nothing else counts, against "
             "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
         ),
+        (
+            "--dtype TYPE",
+            "cast the models to float32, bfloat16 or float16 (default: none)",
+            {"type": lambda text: None if text == "none" else text},
+        ),
     )
-    what.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        type=lambda text: None if text == "none" else text,
-        help="cast the models to float32, bfloat16 or float16 (default: none)",
-    )
+    what.add_argument("--temp", dest="temperature", type=parse_value, **HIDDEN)
     add_flags(
         parser.add_argument_group("output"),
         ("--json", "print one JSON object instead of tables"),

@@ -11,7 +11,7 @@ import trio
 
 from protocol.errors import SettingsError
 from runtime.cli.arguments.models import models_of
-from runtime.cli.arguments.settings import add_options
+from runtime.cli.arguments.settings import add_flags, add_options
 from runtime.cli.command import Command
 from runtime.distill.options import HOW, WHAT, DistillOptions
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
@@ -25,16 +25,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     # One model computes at a time, as where nothing is drafted.
     parser.set_defaults(draft=None)
     what = parser.add_argument_group(WHAT)
-    what.add_argument(
-        "--target", metavar="MODEL", help="path or hub id of the model to draft for (default: the demo target)"
+    add_flags(
+        what,
+        ("--target MODEL", "path or hub id of the model to draft for (default: the demo target)"),
+        ("--data FILE", "texts to learn from", {"type": Path, "nargs": "+", "required": True}),
+        ("--out DIR", "folder of the drafter", {"type": Path, "required": True}),
+        ("--init DIR", "EAGLE-3 drafter to begin with (default: a new one)", {"type": Path}),
     )
-    what.add_argument("--data", metavar="FILE", type=Path, nargs="+", required=True, help="texts to learn from")
-    what.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of the drafter")
-    what.add_argument("--init", metavar="DIR", type=Path, help="EAGLE-3 drafter to begin with (default: a new one)")
     add_options(what, DistillOptions, WHAT)
     how = parser.add_argument_group(HOW)
     add_options(how, DistillOptions, HOW)
-    how.add_argument("--device", metavar="DEVICE", help='"cpu" or "gpu" (default: MLX\'s)')
+    add_flags(how, ("--device DEVICE", '"cpu" or "gpu" (default: MLX\'s)'))
 
 
 def distill(arguments: argparse.Namespace) -> CommandOutcome:

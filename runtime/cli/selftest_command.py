@@ -16,7 +16,7 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.validation import check_number
 from runtime.cli.arguments.models import OPTIONS, add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN
+from runtime.cli.arguments.settings import HIDDEN, add_flags
 from runtime.cli.command import Command
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
@@ -51,26 +51,21 @@ class CheckError(OutriderError):
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser, without=OPTIONS, draft_help="path or hub id of a draft model", as_they_are=True)
-    parser.add_argument(
-        "--minutes",
-        metavar="N",
-        type=float,
-        default=1.0,
-        help="about how long the checks that can go on for any time go on (default: 1)",
+    add_flags(
+        parser,
+        (
+            "--minutes N",
+            "about how long the checks that can go on for any time go on (default: 1)",
+            {"type": float, "default": 1.0},
+        ),
+        ("--quick", "only the checks that matter most and the speeds, in about three minutes"),
+        (
+            "--cooldown SECONDS",
+            "rest before each timed run: a hot machine may be slower, without a warning (default: 0)",
+            {"type": float, "default": 0.0},
+        ),
+        ("--report FILE", "write FILE.json and FILE.md, to attach to an issue"),
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="only the checks that matter most and the speeds, in about three minutes",
-    )
-    parser.add_argument(
-        "--cooldown",
-        metavar="SECONDS",
-        type=float,
-        default=0.0,
-        help="rest before each timed run: a hot machine may be slower, without a warning (default: 0)",
-    )
-    parser.add_argument("--report", metavar="FILE", help="write FILE.json and FILE.md, to attach to an issue")
     parser.add_argument("--json", metavar="FILE", dest="report", **HIDDEN)
 
 

@@ -48,38 +48,34 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario = parser.add_argument_group("scenario")
     add_options(scenario, Scenario, required=True)
     sharding = parser.add_argument_group("a target over several machines")
-    sharding.add_argument(
-        "--ranks",
-        metavar="LIST",
-        help="machines that the target is sharded over, or several such numbers, separated by commas, to compare; the "
-        "draft model runs on one of the machines",
-    )
-    sharding.add_argument(
-        "--shape",
-        choices=SHAPES,
-        help=f"layers and hidden size of a known model: {', '.join(SHAPES)}",
-        metavar="MODEL",
+    add_flags(
+        sharding,
+        (
+            "--ranks LIST",
+            "machines that the target is sharded over, or several such numbers, separated by commas, to compare; the "
+            "draft model runs on one of the machines",
+        ),
+        ("--shape MODEL", f"layers and hidden size of a known model: {', '.join(SHAPES)}", {"choices": SHAPES}),
     )
     add_options(sharding, Sharding)
-    run = parser.add_argument_group("run")
-    run.add_argument(
-        "--tokens",
-        metavar="N",
-        type=int,
-        help=f"length of each text in tokens (default: {NUM_TOKENS}, or {STREAM_TOKENS} with --streams)",
-    )
-    run.add_argument(
-        "--lookahead",
-        metavar="LIST",
-        help=f"fixed lookaheads to compare, separated by commas (default: {','.join(map(str, LOOKAHEADS))}, or "
-        f"{','.join(map(str, STREAM_LOOKAHEADS))} with --streams)",
-    )
-    run.add_argument(
-        "--streams",
-        metavar="N",
-        type=int,
-        help=f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
-        "over several texts costs what all its rows do, padding included",
+    lookaheads, of_streams = (",".join(map(str, each)) for each in (LOOKAHEADS, STREAM_LOOKAHEADS))
+    add_flags(
+        parser.add_argument_group("run"),
+        (
+            "--tokens N",
+            f"length of each text in tokens (default: {NUM_TOKENS}, or {STREAM_TOKENS} with --streams)",
+            {"type": int},
+        ),
+        (
+            "--lookahead LIST",
+            f"fixed lookaheads to compare, separated by commas (default: {lookaheads}, or {of_streams} with --streams)",
+        ),
+        (
+            "--streams N",
+            f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
+            "over several texts costs what all its rows do, padding included",
+            {"type": int},
+        ),
     )
     add_flags(
         parser.add_argument_group("output"),

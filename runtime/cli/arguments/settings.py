@@ -100,14 +100,20 @@ def add_options(
             add_option(group, name, option, made, required=required and default is attrs.NOTHING)
 
 
-def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str]) -> None:
-    """Add flags, each as help shows it ("--stats", "--plot FILE", "--allow-host NAME ..." for a list), and its help."""
-    for shown_as, text in flags:
-        name, _, form = shown_as.partition(" ")
+def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str] | tuple[str, str, dict[str, Any]]) -> None:
+    """Add flags, each as help shows it, its help, and what else argparse is to know.
+
+    A flag looks like "--stats", "-p --prompt TEXT", or "--allow-host NAME ..." if it may be given more than once.
+    """
+    for shown_as, text, *more in flags:
+        names = [word for word in shown_as.split() if word.startswith("-")]
+        form = shown_as.partition(names[-1])[2].strip()
         shape: dict[str, Any] = {"metavar": form} if form else {"action": "store_true"}
         if form.endswith(" ..."):
             shape = {"metavar": form.removesuffix(" ..."), "action": "append", "default": []}
-        group.add_argument(name, help=text, **shape)
+        for keywords in more:
+            shape |= keywords
+        group.add_argument(*names, help=text, **shape)
 
 
 def in_help(about: str) -> str:
