@@ -15,7 +15,7 @@ from protocol.options import options_of
 from protocol.reprs import shown
 from protocol.settings import AUTO_DRAFT, DRAFT_WORDS, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
-from runtime.cli.arguments.settings import add_option
+from runtime.cli.arguments.settings import HIDDEN, add_option
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.device import use_device
 from runtime.loading.model_spec import ModelSpec
@@ -82,7 +82,7 @@ def add_models(
     if target_first:
         target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
     target.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    target.add_argument("--model", dest="target", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    target.add_argument("--model", dest="target", **HIDDEN)
     action = "append" if several_drafts else "store"
     group.add_argument(
         "--draft",
@@ -93,7 +93,7 @@ def add_models(
         'without a model; "none" decodes plainly (default: the demo draft model with the demo target, else none)',
     )
     # The flag of mlx-lm.
-    group.add_argument("--draft-model", action=action, dest="draft", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    group.add_argument("--draft-model", action=action, dest="draft", **HIDDEN)
     if not as_they_are:
         add_loading(parser)
     group = parser.add_argument_group("caches and devices")
@@ -122,12 +122,16 @@ def models_of(arguments: argparse.Namespace) -> Models:
         raise SettingsError("--draft none is for plain decoding, and does not go with another drafter")
     by_default = DEMO_DRAFT if target is None else None
     draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
-    models = Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
+    path: str | Path = DEMO_TARGET if target is None else target
     if not hasattr(arguments, "adapter_path"):
-        return models
+        return Models(path, draft, options, arguments.device, tuple(drafts[1:]))
     if draft in _NOT_NAMED and (given := names_of_draft(arguments)):
         raise SettingsError(
             f"{given[0]} is of a draft model, and none is named; give one with --draft, or leave it out"
         )
-    first, *others = (each if each in _NOT_NAMED else draft_of(arguments, each) for each in models.drafts)
-    return attrs.evolve(models, target=target_of(arguments, models.target), draft=first, more_drafts=tuple(others))
+
+    def loaded(drafter: Any) -> Any:
+        return drafter if drafter in _NOT_NAMED else draft_of(arguments, drafter)
+
+    more = tuple(map(loaded, drafts[1:]))
+    return Models(target_of(arguments, path), loaded(draft), options, arguments.device, more)
