@@ -103,7 +103,6 @@ class Benchmark(ABC, Generic[P]):
     """
 
     figures: ClassVar[tuple[Figure, ...]]  # of each row, for JSON and the table
-    plot: ClassVar[Callable[[Record], Any]]  # draws a result with matplotlib
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
     is_a_time: ClassVar[bool] = False  # whether less is better in what is compared
     prefix_cache_bytes: ClassVar[int] = 0
@@ -135,6 +134,11 @@ class Benchmark(ABC, Generic[P]):
     @abstractmethod
     def report(self, result: Record) -> Report:
         """What is printed of a result."""
+
+    @staticmethod
+    def plot(result: Record) -> Any:
+        """A matplotlib figure of a result."""
+        raise NotImplementedError
 
     def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
         """The texts that a case should have."""

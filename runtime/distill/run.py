@@ -13,7 +13,8 @@ import trio
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
 from protocol.errors import OutriderError
-from runtime.distill.distillation import Distillation, DistillOptions, Evaluation, load_target
+from runtime.distill.distillation import Distillation, Evaluation, load_target
+from runtime.distill.options import DistillOptions
 from runtime.loading.model_files import load_error
 
 T = TypeVar("T")

@@ -216,7 +216,8 @@ async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions
     assert kind is not None
 
     def examine_here() -> ExaminedDrafter:
-        passes, agreement = time_passes(model), ()
+        passes = time_passes(model)
+        agreement: tuple[tuple[str, str], ...] = ()
         if target.tokenizer is not None and target.model.num_ranks == 1:
             beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
             agreement = agreement_rows(target.model, beginnings, model)
