@@ -154,8 +154,8 @@ def serve(arguments: argparse.Namespace) -> CommandOutcome:
 
         served = _served(arguments, models, options)
         server = _Server(
-            outcome,
-            display,
+            outcome=outcome,
+            display=display,
             arguments=arguments,
             models=models,
             served=served,
