@@ -14,7 +14,7 @@ import attrs
 import pytest
 import trio
 from chat_models import THINKING_TEMPLATE, pair, says, tokenizer
-from command_line import broken_weights, outrider, piped, ran, read_all, save_model, terminal
+from command_line import broken_weights, outrider, piped, read_all, save_model, terminal
 from sweeps import sweep
 
 import runtime
@@ -154,12 +154,6 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
     assert out == ""
     assert complaint in err
     assert err.count("\n") == 1
-
-
-def test_help_names_every_option(capfd: Any) -> None:
-    text = ran(capfd, "chat", "--help-all").out
-    for option in ("target", "draft", "system", "thinking", "max-tokens", "temperature", "top-p", "stats", "blas"):
-        assert f"--{option}" in text
 
 
 @pytest.mark.slow
