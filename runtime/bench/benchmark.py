@@ -22,7 +22,7 @@ from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts,
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_sources import Source, caches_of
-from runtime.measuring.contest import Contest, Step
+from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, Spread, ratio, record_of, spread, total
 from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_models
 from runtime.measuring.reports import Report
@@ -50,9 +50,7 @@ class Plan:
     Attributes:
         prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
         max_tokens: number of tokens to generate for each prompt, >= 16; nothing ends a text earlier.
-        repeats: number of times that each contender runs everything, >= 1.
-        cooldown: seconds of rest before each run, >= 0: a machine that is hot may be slower, without a warning.
-        temperature: >= 0; 0 is greedy.
+        cooldown: seconds of rest before each run: a machine that is hot may be slower, without a warning.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
         rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
             same way.
@@ -75,14 +73,8 @@ class Plan:
     @property
     def cache_options(self) -> CacheOptions:
         """Options of the runtime's caches."""
-        return caches_of(
-            OpenOptions(
-                rewind=self.rewind,
-                kv_bits=self.kv_bits,
-                kv_group_size=self.kv_group_size,
-                quantized_kv_start=self.quantized_kv_start,
-            )
-        )
+        names = ("rewind", "kv_bits", "kv_group_size", "quantized_kv_start")
+        return caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
@@ -105,20 +97,14 @@ class Benchmark(ABC, Generic[P]):
     A case is a number: that of a prompt, or of streams.
 
     Attributes:
-        plan: what to measure.
-        about: what it runs on.
-        contest: the runs so far.
         closing: the first counted run again, after all others; it shows whether the machine's clock has sunk.
-        figures: of each row, for JSON and the table.
-        with_prompts: whether the time of the prompts counts.
-        is_a_time: whether less is better in what is compared.
         prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
             of them, too.
     """
 
-    figures: ClassVar[tuple[Figure, ...]]
-    with_prompts: ClassVar[bool] = True
-    is_a_time: ClassVar[bool] = False
+    figures: ClassVar[tuple[Figure, ...]]  # of each row, for JSON and the table
+    with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
+    is_a_time: ClassVar[bool] = False  # whether less is better in what is compared
     prefix_cache_bytes: ClassVar[int] = 0
 
     def __init__(self, plan: P) -> None:
@@ -149,7 +135,8 @@ class Benchmark(ABC, Generic[P]):
     def report(self, result: Record) -> Report:
         """What is printed of a result."""
 
-    def plot(self, result: Record) -> Any:
+    @staticmethod
+    def plot(result: Record) -> Any:
         """A matplotlib figure of a result."""
         raise NotImplementedError
 
@@ -173,7 +160,6 @@ class Benchmark(ABC, Generic[P]):
         return [record_of(self.figures, entry) for entry in self.entries(cases)]
 
     def _facts(self) -> dict[str, Any]:
-        """How far it came, and on which machine."""
         return {
             "machine": self.about.machine,
             "max_tokens": self.plan.max_tokens,
@@ -209,30 +195,24 @@ class Benchmark(ABC, Generic[P]):
             self.about = models.circumstances
             has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
             first_turns = [prompt.at(0, (), has_template=has_template) for prompt in plan.prompts]
-            prompts: Prompts = models.encoded(first_turns, plan.max_tokens)
+            encoded = models.encoded(first_turns, plan.max_tokens)
             runner = ContenderRunner(models)
             self._note_models(models)
             await runner.open_runtimes(stack, self.contest.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
-            prompts = await self._encoded(runner, models, prompts)
-            await self._prepare(runner, prompts, on_progress)
+            prompts = await self._prepare(runner, models, encoded, on_progress)
             await self._run(runner, prompts, on_progress)
         return self.result()
 
     def _note_models(self, models: LoadedModels) -> None:
         """Called once the models are loaded, before the contest begins."""
 
-    async def _encoded(self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts) -> Prompts:
-        """The prompts as token ids; here the first turns alone."""
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
+        """Called before the contest begins. Returns: the prompts as token ids; here the first turns alone."""
         return first_turns
 
-    async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
-        """Called before the contest begins."""
-
     async def _run(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
-        """Have all contenders run all cases, in turn.
-
-        Raises: ModelError: mlx-lm cannot decode plainly with the target.
-        """
         plan = self.plan
         for step in self.contest.steps():
             repeat = "" if step.repeat is None else f"repeat {step.repeat + 1} of {plan.repeats}, "
@@ -241,7 +221,9 @@ class Benchmark(ABC, Generic[P]):
             try:
                 run = await self._run_one(runner, step.contender, self._prompts_of(step.case, prompts))
             except JobError as error:
-                self._note_failure(step, error)
+                if step.contender == PLAIN:
+                    raise plain_failed(error) from error.__cause__
+                self.contest.fail(step, str(error.__cause__))
             else:
                 self.contest.record(step, run)
         first = self.contest.contenders[0]
@@ -253,15 +235,9 @@ class Benchmark(ABC, Generic[P]):
                 raise plain_failed(error) from error.__cause__
 
     async def _run_one(self, runner: ContenderRunner, contender: Contender, prompts: Prompts) -> Run:
-        """Have a contender run one case, after a rest."""
         plan = self.plan
         await trio.sleep(plan.cooldown)
         return await runner.run(contender, prompts, plan.max_tokens, plan.temperature, with_prompts=self.with_prompts)
-
-    def _note_failure(self, step: Step[Contender, int], error: JobError) -> None:
-        if step.contender == PLAIN:
-            raise plain_failed(error) from error.__cause__
-        self.contest.fail(step, str(error.__cause__))
 
 
 def plain_failed(error: JobError) -> ModelError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any, Literal, cast
@@ -50,20 +50,17 @@ class Contender:
     """One way to decode prompts.
 
     Attributes:
-        engine: whose decoding it is.
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
         kind: how several prompts are decoded. "in turns" and "at once" are streams of this runtime that all begin
             together; those "in turns" have passes of their own each (`max_batch=1`). "batched" is mlx-lm's
             `BatchGenerator`, which decodes all prompts in one pass a token, and cannot speculate.
-        draft: the name of its drafter, if the benchmark has several; else empty.
-        named: its name in tables, if that does not follow from the rest.
     """
 
     engine: Literal["mlx-lm", "outrider"]
     lookahead: Lookahead
     kind: Kind = "one after another"
-    draft: str = ""
-    named: str = ""
+    draft: str = ""  # the name of its drafter, if the benchmark has several; else empty
+    named: str = ""  # its name in tables, if that does not follow from the rest
 
     @property
     def name(self) -> str:
@@ -86,6 +83,9 @@ class Contender:
         return self.lookahead, self.max_batch, self.draft
 
 
+# Counters of `Statistics` that a run adds up.
+_COUNTED = ["rounds", "proposed", "accepted", "rejected_stale", "accepted_stale", "rejected_copied", "accepted_copied"]
+
 PLAIN = Contender("mlx-lm", 0)
 # Of a target that is sharded over ranks, which mlx-lm's decoding would have to run on all at once.
 PLAIN_ON_RANKS = Contender("outrider", 0)
@@ -94,36 +94,27 @@ BATCHED = Contender("mlx-lm", 0, "batched", named="mlx-lm BatchGenerator")
 
 @attrs.frozen
 class Run:
-    """Some prompts, decoded once.
+    """Some prompts, decoded once. Times are in seconds.
 
     Attributes:
-        texts: token ids, by prompt.
         seconds: length of the timed part. It begins with the call, or when the first round of an only prompt has ended.
-        num_timed: number of tokens in the timed part.
-        first_tokens: time from the call to the first token, by prompt, in seconds; with prompts one after another it
-            includes the earlier ones.
-        longest_wait: longest time between two tokens of one text, in seconds.
-        peak_bytes: most memory that MLX held at once, beyond what it held before the call.
-        rounds: number of rounds that committed tokens, each of one text; None for mlx-lm's batches, as the next two.
-        proposed, accepted: number of drafted tokens that were verified, and that were accepted.
-        rejected_stale, accepted_stale: of those rejected and accepted, the stale ones; see `Statistics`.
-        rejected_copied, accepted_copied: likewise those that were copied.
-        passes: number of the target's forward passes that verified or decoded; streams may share one. None for mlx-lm,
-            as all that follows.
-        pass_rows: number of parts that streams had in these passes.
-        hits, misses: number of verdicts whose text had been drafted ahead, and of the others.
-        drafted: number of draft steps.
-        verify_seconds: part of `seconds` in which the target verified or decoded.
+        first_tokens: time from the call to the first token, by prompt; with prompts one after another it includes the
+            earlier ones.
+        rounds, proposed, accepted: rounds that committed tokens, each of one text, and their drafted tokens; None for
+            mlx-lm's batches.
+        rejected_stale, accepted_stale, rejected_copied, accepted_copied: see `Statistics`.
+        passes: the target's forward passes that verified or decoded; streams may share one. None for mlx-lm, as all
+            that follows.
+        hits, misses: verdicts whose text had been drafted ahead, and the others.
         target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
-        estimates: the runtime's estimates of prices at the end of the run.
     """
 
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...]  # token ids, by prompt
     seconds: float
-    num_timed: int
+    num_timed: int  # number of tokens in the timed part
     first_tokens: tuple[float, ...] = ()
-    longest_wait: float = 0.0
-    peak_bytes: int = 0
+    longest_wait: float = 0.0  # longest time between two tokens of one text
+    peak_bytes: int = 0  # most memory that MLX held at once, beyond what it held before the call
     rounds: int | None = None
     proposed: int | None = None
     accepted: int | None = None
@@ -132,14 +123,14 @@ class Run:
     rejected_copied: int = 0
     accepted_copied: int = 0
     passes: int | None = None
-    pass_rows: int | None = None
+    pass_rows: int | None = None  # parts that streams had in these passes
     hits: int | None = None
     misses: int | None = None
-    drafted: int | None = None
-    verify_seconds: float | None = None
+    drafted: int | None = None  # draft steps
+    verify_seconds: float | None = None  # part of `seconds` in which the target verified or decoded
     target_seconds: float | None = None
     draft_seconds: float | None = None
-    estimates: dict[str, Any] | None = None
+    estimates: dict[str, Any] | None = None  # the runtime's estimates of prices at the end of the run
 
     @property
     def num_tokens(self) -> int:
@@ -156,14 +147,7 @@ def window_of(texts: Sequence[Sequence[TimedToken]], began: float, *, with_promp
 
 
 def run_of(texts: Sequence[Sequence[TimedToken]], began: float, window: TimingWindow, **counts: Any) -> Run:
-    """The run that tokens and their times describe.
-
-    Args:
-        texts: tokens by prompt; at least one of each.
-        began: time of the call, on the clock of the tokens.
-        window: the timed part.
-        counts: further attributes of the run.
-    """
+    """The run that tokens and their times describe, by prompt; `began` is the time of the call on their clock."""
     waits = (b.at - a.at for text in texts for a, b in itertools.pairwise(text))
     return Run(
         texts=tuple(tuple(token.token for token in text) for text in texts),
@@ -176,13 +160,9 @@ def run_of(texts: Sequence[Sequence[TimedToken]], began: float, window: TimingWi
 
 
 class ContenderRunner:
-    """Runs contenders, one at a time, on the same models.
-
-    All work of one contender is over before the next begins.
-    """
+    """Runs contenders on the same models, one at a time: all work of one is over before the next begins."""
 
     def __init__(self, models: LoadedModels) -> None:
-        """A runner without runtimes yet."""
         self._models = models
         self._runtimes: dict[object, tuple[Runtime, Events]] = {}
         self._spans: list[Span] = []  # those of the current run
@@ -190,13 +170,7 @@ class ContenderRunner:
     async def open_runtimes(
         self, stack: AsyncExitStack, contenders: Iterable[Contender], *, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
     ) -> None:
-        """Open the runtimes that contenders need, so that none learns from another's streams.
-
-        Args:
-            stack: closes the runtimes on exit.
-            contenders: the contenders; those of mlx-lm are skipped.
-            prefix_cache_bytes: see `runtime.open`.
-        """
+        """Open the runtimes that contenders need, so that none learns from another's streams; `stack` closes them."""
         models = self._models
         with models.evaluating_layers():
             for contender in contenders:
@@ -216,13 +190,7 @@ class ContenderRunner:
     async def run(
         self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float = 0.0, *, with_prompts: bool
     ) -> Run:
-        """Decode some prompts.
-
-        Args:
-            contender: its runtime is open.
-            prompts: at least one.
-            max_tokens, temperature: see `Plan`.
-            with_prompts: whether the time of the prompts counts; without, there is one prompt.
+        """Decode some prompts. Without `with_prompts` there is one, whose own time does not count.
 
         Raises:
             JobError: mlx-lm raised.
@@ -259,10 +227,20 @@ class ContenderRunner:
         settings = {"max_tokens": max_tokens, "temperature": temperature, "lookahead": contender.lookahead}
         read = partial(_read, runtime, settings)
         began = time.perf_counter()
+        statistics: list[Statistics] = []
         if contender.kind == "one after another":
-            statistics = [await read(*each) for each in zip(prompts, texts, strict=True)]
+            statistics += [await read(*each) for each in zip(prompts, texts, strict=True)]
         else:
-            statistics = await _read_at_once(read, prompts, texts)
+            # Captured, since the nursery would wrap an exception in a group.
+            done: list[outcome.Outcome[Statistics]] = []
+
+            async def read_one(*each: Any) -> None:
+                done.append(await outcome.acapture(read, *each))
+
+            async with trio.open_nursery() as nursery:
+                for each in zip(prompts, texts, strict=True):
+                    nursery.start_soon(read_one, *each)
+            statistics += [each.unwrap() for each in done]
         await self._wait_until_idle()
         window = window_of(texts, began, with_prompts=with_prompts)
         busy = {role: [span for span in spans if span.actor == role] for role in ("target", "draft")}
@@ -272,13 +250,7 @@ class ContenderRunner:
             texts,
             began,
             window,
-            rounds=sum(each.rounds for each in statistics),
-            proposed=sum(each.proposed for each in statistics),
-            accepted=sum(each.accepted for each in statistics),
-            rejected_stale=sum(each.rejected_stale for each in statistics),
-            accepted_stale=sum(each.accepted_stale for each in statistics),
-            rejected_copied=sum(each.rejected_copied for each in statistics),
-            accepted_copied=sum(each.accepted_copied for each in statistics),
+            **{name: sum(getattr(each, name) for each in statistics) for name in _COUNTED},
             passes=sum(bool(span.sessions) for span in passes),
             pass_rows=sum(len(span.sessions) for span in passes),
             hits=sum(each.lookahead_hits for each in statistics),
@@ -298,7 +270,7 @@ class ContenderRunner:
         # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
             for worker in self._models.workers.values():
-                await worker.run(Job("close", _do_nothing))
+                await worker.run(Job("close", lambda: None))
 
     # --- mlx-lm -----------------------------------------------------------------------------------
 
@@ -332,36 +304,14 @@ class ContenderRunner:
         return run_of(texts, began, window_of(texts, began, with_prompts=with_prompts), **counts)
 
 
-def _do_nothing() -> None:
-    """An empty job, to wait for the ones before it."""
-
-
 async def _read(
     runtime: Runtime, settings: dict[str, Any], prompt: tuple[int, ...], text: list[TimedToken]
 ) -> Statistics:
-    """Read a stream to its end, and append its tokens and their times to `text`."""
     stream = runtime.stream(prompt, ignore_eos=True, **settings)
     async with stream:
         async for token in stream:
             text.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
     return stream.statistics()
-
-
-async def _read_at_once(
-    read: Callable[[tuple[int, ...], list[TimedToken]], Awaitable[Statistics]],
-    prompts: Prompts,
-    texts: Sequence[list[TimedToken]],
-) -> list[Statistics]:
-    done: list[outcome.Outcome[Statistics]] = []
-
-    async def read_one(prompt: tuple[int, ...], text: list[TimedToken]) -> None:
-        # Captured, since the nursery would wrap an exception in a group.
-        done.append(await outcome.acapture(read, prompt, text))
-
-    async with trio.open_nursery() as nursery:
-        for each in zip(prompts, texts, strict=True):
-            nursery.start_soon(read_one, *each)
-    return [each.unwrap() for each in done]
 
 
 # --- on the target's thread -----------------------------------------------------------------------

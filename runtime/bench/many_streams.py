@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import attrs
 
@@ -36,16 +36,14 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
+from runtime.bench.plot import draw_streams
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, bytes_text, seconds_text, table_of
-from runtime.measuring.loaded_models import ONLY_DRAFT
+from runtime.measuring.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.measuring.reports import Report
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
 
 MAX_STREAMS = 256
 
@@ -62,13 +60,10 @@ def streams_contender(kind: Kind, lookahead: Lookahead) -> Contender:
 class StreamsPlan(Plan):
     """What to measure.
 
-    Raises: SettingsError, PromptError: something is out of its range.
-
     Attributes:
         prompts: one a stream; more streams than prompts begin again with the first prompt.
         streams: numbers of streams, each in [1, 256].
-        lookaheads: lookaheads of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
-        kinds: of decoding on this runtime.
+        lookaheads: of this runtime's streams, each in [0, 64] or "auto"; each has a runtime of its own.
     """
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
@@ -108,22 +103,14 @@ def _first_token(entry: Entry) -> float | None:
     return statistics.median(firsts) if firsts else None
 
 
-def _longest_wait(entry: Entry) -> float | None:
-    return max((run.longest_wait for run in entry.runs.values()), default=None)
-
-
-def _peak_bytes(entry: Entry) -> int | None:
-    """Caches and passes, and not the weights."""
-    return max((run.peak_bytes for run in entry.runs.values()), default=None)
+def _most(name: str) -> Callable[[Entry], Any]:
+    return lambda entry: max((getattr(run, name) for run in entry.runs.values()), default=None)
 
 
 class ManyStreams(Benchmark[StreamsPlan]):
-    """Speeds are tokens of all streams per second, from the call to the last token, prompts included.
+    """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
 
-    Attributes:
-        alone: the texts that mlx-lm decodes plainly for each prompt alone.
-    """
-
+    plot = staticmethod(draw_streams)
     figures = (
         Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
         attrs.evolve(
@@ -141,8 +128,9 @@ class ManyStreams(Benchmark[StreamsPlan]):
         # Streams in a forward pass of the target that verifies or decodes.
         Figure("rows_per_pass", share("pass_rows", "passes"), "streams\na pass", ".2f"),
         Figure("first_token", _first_token, "first", lambda row: seconds_text(row.first_token)),
-        Figure("longest_wait", _longest_wait, "longest\nwait", lambda row: seconds_text(row.longest_wait)),
-        Figure("peak_bytes", _peak_bytes, "memory", lambda row: bytes_text(row.peak_bytes)),
+        Figure("longest_wait", _most("longest_wait"), "longest\nwait", lambda row: seconds_text(row.longest_wait)),
+        # Caches and passes, and not the weights.
+        Figure("peak_bytes", _most("peak_bytes"), "memory", lambda row: bytes_text(row.peak_bytes)),
         *SAME_TEXTS,
         *BUSY,
         TOKENS_PER_ROUND,
@@ -174,7 +162,6 @@ class ManyStreams(Benchmark[StreamsPlan]):
         return self._prompts_of(case, self.alone)
 
     def result(self) -> Record:
-        """See `Benchmark.result`. The rows are by number of streams, in the order of `StreamsPlan.contenders`."""
         rows = [row for streams in self.plan.streams for row in self.rows([streams])]
         return Record(**self._facts_of_models(), streams=self.plan.streams, rows=rows)
 
@@ -187,21 +174,14 @@ class ManyStreams(Benchmark[StreamsPlan]):
             notes=[*_NOTES, *failures(result)],
         )
 
-    def plot(self, result: Record) -> Drawing:
-        from runtime.bench.plot import draw_streams
-
-        return draw_streams(result)
-
     async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> Record:
-        """Have all contenders decode all numbers of streams, in turn.
-
-        Args, Raises, Cancellation: as `OneStream.measure`.
-        """
+        """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""
         return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
 
-    async def _prepare(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
-        prompts = prompts[: max(self.plan.streams)]
-        plan = self.plan
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
+        plan, prompts = self.plan, first_turns[: max(self.plan.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
             try:
@@ -209,6 +189,7 @@ class ManyStreams(Benchmark[StreamsPlan]):
             except JobError as error:
                 raise plain_failed(error) from error.__cause__
             self.alone += run.texts
+        return prompts
 
 
 _NOTES = (

@@ -6,7 +6,6 @@ Compare only ratios within one such benchmark.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
@@ -36,6 +35,7 @@ from runtime.bench.benchmark import (
     without_repeats,
 )
 from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, ContenderRunner, Lookahead, Prompts, Run
+from runtime.bench.plot import draw
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
@@ -43,19 +43,14 @@ from runtime.measuring.figures import Figure, Record, ratio, table_of
 from runtime.measuring.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
 from runtime.measuring.reports import Report
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
-
 
 @attrs.frozen(kw_only=True)
 class OneStreamPlan(Plan):
     """What to measure.
 
-    Raises: SettingsError: something is out of its range.
-
     Attributes:
         num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
-        lookaheads: lookaheads of this runtime, each in [0, 64] or "auto".
+        lookaheads: of this runtime, each in [0, 64] or "auto".
         drafts: names of the drafters, if there are several. All are compared with the same plain decoding.
         mlx_lm_drafts: those of them, or of the only one ("") that mlx-lm can speculate with, too.
         is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
@@ -94,24 +89,18 @@ class OneStreamPlan(Plan):
         return tuple(dict.fromkeys((self.plain, *of_mlx_lm, *ours)))
 
 
-def _of_copies(entry: Entry) -> float:
-    return (entry.total("accepted_copied") or 0) + (entry.total("rejected_copied") or 0)
+def _draft(entry: Entry) -> str | None:
+    contender = entry.contender
+    return None if contender.lookahead == 0 else contender.draft or entry.benchmark.about.draft
 
 
-def _model_acceptance(entry: Entry) -> float | None:
-    accepted, proposed = entry.total("accepted"), entry.total("proposed") or 0
-    of_model = None if accepted is None else accepted - (entry.total("accepted_copied") or 0)
-    return ratio(of_model, proposed - _of_copies(entry))
+COPIED, STALE = ("accepted_copied", "rejected_copied"), ("accepted_stale", "rejected_stale")
 
 
-def _proposed_stale(entry: Entry) -> float:
-    return (entry.total("accepted_stale") or 0) + (entry.total("rejected_stale") or 0)
-
-
-def _fresh_acceptance(entry: Entry) -> float | None:
-    accepted, proposed = entry.total("accepted") or 0, entry.total("proposed") or 0
-    not_fresh = (entry.total("accepted_stale") or 0) + (entry.total("accepted_copied") or 0)
-    return ratio(accepted - not_fresh, proposed - _proposed_stale(entry) - _of_copies(entry))
+def _rest(entry: Entry, name: str, *others: str) -> float | None:
+    """The sum of a counter without some of what it counts."""
+    whole = entry.total(name)
+    return None if whole is None else whole - (entry.total(*others) or 0)
 
 
 def best_speculative(entry: Entry) -> Contender | None:
@@ -134,21 +123,31 @@ class OneStream(Benchmark[OneStreamPlan]):
     """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat."""
 
     with_prompts = False
+    plot = staticmethod(draw)
     prefix_cache_bytes = PREFIX_CACHE_BYTES
     figures = (
         LABEL,
         Figure("engine", lambda entry: entry.contender.engine),
         # The drafter, by its name or path; None for plain decoding.
-        Figure("draft", lambda entry: entry.benchmark.draft_of(entry.contender)),
+        Figure("draft", _draft),
         LOOKAHEAD,
         *spread_figures("speeds", "tokens/s"),
         Figure("vs_plain", lambda entry: entry.versus(entry.benchmark.plan.plain), "× plain", ".2f"),
         Figure("vs_best_speculative", lambda entry: entry.versus(best_speculative(entry)), "× best", ".2f"),
         Figure("acceptance", share("accepted", "proposed"), "accepted", _accepted),
-        Figure("model_acceptance", _model_acceptance),
-        Figure("copy_acceptance", lambda entry: ratio(entry.total("accepted_copied"), _of_copies(entry))),
-        Figure("fresh_acceptance", _fresh_acceptance),
-        Figure("stale_acceptance", lambda entry: ratio(entry.total("accepted_stale"), _proposed_stale(entry))),
+        Figure(
+            "model_acceptance",
+            lambda entry: ratio(_rest(entry, "accepted", "accepted_copied"), _rest(entry, "proposed", *COPIED)),
+        ),
+        Figure("copy_acceptance", share("accepted_copied", *COPIED)),
+        Figure(
+            "fresh_acceptance",
+            lambda entry: ratio(
+                _rest(entry, "accepted", "accepted_stale", "accepted_copied"),
+                _rest(entry, "proposed", *STALE, *COPIED),
+            ),
+        ),
+        Figure("stale_acceptance", share("accepted_stale", *STALE)),
         TOKENS_PER_ROUND,
         HIT_RATE,
         *BUSY,
@@ -170,7 +169,9 @@ class OneStream(Benchmark[OneStreamPlan]):
         """By case: (prompt, turn)."""
         return [(i, turn) for i, prompt in enumerate(self.plan.prompts) for turn in range(len(prompt.turns))]
 
-    async def _encoded(self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts) -> Prompts:
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
         """A prompt for each turn. The answers before it are those of plain decoding, for all contenders."""
         plan, found, answers = self.plan, list[tuple[int, ...]](), list[str]()
         has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
@@ -194,10 +195,6 @@ class OneStream(Benchmark[OneStreamPlan]):
         """The plain text, which is the same in all repeats."""
         return next(turn[self.plan.plain].texts for (_, other), turn in entry.complete.items() if other == case)
 
-    def draft_of(self, contender: Contender) -> str | None:
-        """The drafter of a contender."""
-        return None if contender.lookahead == 0 else contender.draft or self.about.draft
-
     def result(self) -> Record:
         best = best_speculative(self.entries(self.contest.cases)[0])
         return Record(
@@ -216,8 +213,11 @@ class OneStream(Benchmark[OneStreamPlan]):
             yield Record(category=category, num_prompts=len(cases), rows=self.rows(cases))
 
     def report(self, result: Record) -> Report:
+        def stands_out(row: Record) -> bool:
+            return bool(row.name == result.best_speculative or (row.engine, row.lookahead) == ("outrider", "auto"))
+
         return Report(
-            table_of(self.figures, result.rows, is_bold=lambda row: _stands_out(row, result)),
+            table_of(self.figures, result.rows, is_bold=stands_out),
             about=[("bench", list(about_models(result, result.num_prompts)))],
             notes=[*_notes(result), *failures(result)],
             details=[
@@ -225,11 +225,6 @@ class OneStream(Benchmark[OneStreamPlan]):
                 *((f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)),
             ],
         )
-
-    def plot(self, result: Record) -> Drawing:
-        from runtime.bench.plot import draw
-
-        return draw(result)
 
     async def measure(
         self,
@@ -254,8 +249,8 @@ class OneStream(Benchmark[OneStreamPlan]):
             PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
             ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
             VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
-            RankError: a rank has ended, hangs, differs or fails before anything is measured; it is named. Later it is
-                the cause of a `RuntimeBrokenError`.
+            RankError: a rank has ended, hangs, differs or fails before anything is measured. Later it is the cause of a
+                `RuntimeBrokenError`.
 
         Cancellation: takes effect after the current forward passes; `result` has what was measured.
         """
@@ -272,10 +267,7 @@ class OneStream(Benchmark[OneStreamPlan]):
 
 
 def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
-    """Drafters by name: the last part of a path or hub id, or all of it where that names two of them.
-
-    Raises: SettingsError: a drafter is given twice.
-    """
+    """Drafters by name: the last part of a path or hub id, or all of it where that names two of them."""
     paths = [name_of(draft) for draft in drafts]
     parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
     is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]
@@ -287,10 +279,6 @@ def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
 
 
 # --- the report -----------------------------------------------------------------------------------
-
-
-def _stands_out(row: Record, result: Record) -> bool:
-    return bool(row.name == result.best_speculative or (row.engine == "outrider" and row.lookahead == "auto"))
 
 
 def _notes(result: Record) -> Iterator[str]:
@@ -324,7 +312,6 @@ def _speed(row: Record) -> str:
 
 
 def _rows_with_estimates(result: Record) -> list[Record]:
-    """The rows whose estimates are shown: those with the automatic lookahead, else the last row that has any."""
     rows = [row for row in result.rows if row.estimates]
     return [row for row in rows if row.lookahead == "auto"] or rows[-1:]
 

@@ -40,13 +40,7 @@ CONTENDERS = (
 
 @attrs.frozen(kw_only=True)
 class OverheadPlan(Plan):
-    """What to measure: short prompts, greedily.
-
-    Raises: SettingsError: something is out of its range.
-
-    Attributes:
-        streams: numbers of streams at once, each in [1, 256].
-    """
+    """What to measure: short prompts, greedily; `streams` are numbers of streams at once, each in [1, 256]."""
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=PROMPTS, converter=bench_prompts, init=False)
     max_tokens: int = attrs.field(default=128, validator=attrs.fields(Plan).max_tokens.validator)
@@ -90,7 +84,6 @@ class Overhead(Benchmark[OverheadPlan]):
         return f"{case} at once"
 
     def value(self, runs: Sequence[Run]) -> float | None:
-        """Microseconds a token."""
         seconds = ratio(total(runs, "seconds"), total(runs, "num_timed"))
         return None if seconds is None else 1e6 * seconds
 
@@ -112,13 +105,7 @@ class Overhead(Benchmark[OverheadPlan]):
         return Report(table, about=[("bench", about)], notes=[note, *failures(result)])
 
     async def measure(self, *, on_progress: Progress = lambda _: None) -> Record:
-        """Have every contender decode every number of streams, in turn.
-
-        Args:
-            on_progress: called with a description of each step before it starts.
-
-        Cancellation: takes effect after the current forward passes; `result` has what was measured.
-        """
+        """Have every contender decode every number of streams, in turn. Cancelled, `result` has what was measured."""
         return await self._measure((smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}, on_progress)
 
 

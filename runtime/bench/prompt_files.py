@@ -25,13 +25,11 @@ class BenchPrompt:
     """A prompt, or what a user says in each turn of a conversation.
 
     Attributes:
-        turns: a text, token ids or chat messages; of a conversation, texts.
-        category: by which figures are shown; may be empty.
         is_chat: whether turns are messages of a user. Without a chat template they are texts to continue.
     """
 
-    turns: tuple[Any, ...]
-    category: str = ""
+    turns: tuple[Any, ...]  # a text, token ids or chat messages; of a conversation, texts
+    category: str = ""  # by which figures are shown; may be empty
     is_chat: bool = False
 
     def at(self, turn: int, answers: Sequence[str], *, has_template: bool) -> Any:

@@ -9,16 +9,15 @@ it (mlx-lm's too) have the same acceptance. The drafter is always sure of itself
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
-from runtime.bench.small_models import WrappedModel, drawn_model
+from runtime.bench.small_models import WrappedModel, drawn_model, weights_of
 from runtime.loading.device import physical_memory
 
 # The part of the memory that the weights may take: caches and passes need some.
@@ -35,12 +34,7 @@ PROMPTS = tuple(tuple(range(start, start + 64)) for start in range(0, 256, 16))
 
 @attrs.frozen
 class Shape:
-    """The shape of a model.
-
-    Attributes:
-        family: its module in mlx-lm.
-        arguments: of the model, by name.
-    """
+    """The shape of a model: its family's module in mlx-lm, and the model's arguments."""
 
     family: str
     arguments: Mapping[str, Any]
@@ -138,20 +132,9 @@ TINY_DRAFTER = _shape("qwen2", 1, 64, 64, 2, 1, 512, tie_word_embeddings=True)
 
 
 class ShapedModel(WrappedModel):
-    """A model of some shape that sets the logit of the token which a table names.
-
-    Attributes:
-        source_name: its name in reports.
-    """
+    """A model of some shape that sets the logit of the token which a table (V,) of successors names."""
 
     def __init__(self, model: Module, successors: mx.array, source_name: str) -> None:
-        """Wrap a model.
-
-        Args:
-            model: computes the other logits.
-            successors: (V,) the token after each token.
-            source_name: see above.
-        """
         super().__init__(model)
         self._successors = successors  # with the underscore it is no parameter
         self.source_name = source_name
@@ -175,7 +158,6 @@ def shaped_pair(
     Args:
         name: of the target's shape, in `SHAPES`.
         acceptance: how often a guess of the drafter is right, in [0, 1].
-        dtype: of the weights.
         quantization, draft_quantization: `bits`, `group_size` and `mode` of the weights; None leaves them.
         memory_bytes: of the device; None asks it. Where both models do not fit, the target has fewer layers.
 
@@ -210,7 +192,7 @@ def shaped_pair(
     )
     for model in pair:
         # One by one, since each is drawn in float32.
-        for _, weight in _weights(model):
+        for _, weight in weights_of(model):
             mx.eval(weight)
     return pair
 
@@ -228,9 +210,5 @@ def _in_words(dtype: str, quantization: Mapping[str, Any] | None) -> str:
     return dtype if quantization is None else f"{quantization['bits']} bits"
 
 
-def _weights(model: Module) -> list[tuple[str, mx.array]]:
-    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-
-
 def _num_bytes(model: Module) -> int:
-    return sum(weight.nbytes for _, weight in _weights(model))
+    return sum(weight.nbytes for _, weight in weights_of(model))

@@ -109,12 +109,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def small_model(family: str, seed: int, **arguments: Any) -> Module:
-    """A model of a family with random weights in float32, evaluated on this thread.
-
-    Args:
-        family: its module in mlx-lm.
-        seed: of the weights.
-        arguments: of the model, in place of those above.
+    """A model of a family of mlx-lm's with random weights in float32, evaluated on this thread.
 
     The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
     """
@@ -129,7 +124,7 @@ def drawn_model(family: str, seed: int, **arguments: Any) -> Module:
     model: Module = module.Model(
         module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES.get(family, {}) | arguments)
     )
-    leaves = _leaves(model)
+    leaves = weights_of(model)
     keys = mx.random.split(key=mx.random.key(seed), num=len(leaves))
     drawn = [(name, _drawn(name, weight, key)) for (name, weight), key in zip(leaves, keys, strict=True)]
     model.update(tree_unflatten(drawn))
@@ -139,7 +134,7 @@ def drawn_model(family: str, seed: int, **arguments: Any) -> Module:
 def nearby_model(family: str, seed: int) -> Module:
     """A model that mostly agrees with `small_model` of the same family and seed, and so can draft for it."""
     model, other = small_model(family, seed), small_model(family, seed + 1)
-    pairs = zip(_leaves(model), _leaves(other), strict=True)
+    pairs = zip(weights_of(model), weights_of(other), strict=True)
     near = [(name, weight + NEARBY * (further - weight)) for (name, weight), (_, further) in pairs]
     model.update(tree_unflatten(near))
     mx.eval(model.parameters())
@@ -169,12 +164,12 @@ class WrappedModel(Module):
         return make_prompt_cache(self.model)
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        """The model's logits (1, tokens, V)."""
         logits: mx.array = self.model(inputs, cache=cache)
         return logits
 
 
-def _leaves(model: Module) -> list[tuple[str, mx.array]]:
+def weights_of(model: Module) -> list[tuple[str, mx.array]]:
+    """The weights of a model, by name."""
     return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
 
 

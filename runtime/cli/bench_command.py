@@ -12,7 +12,11 @@ import trio
 
 from protocol.errors import SettingsError
 from protocol.validation import check_number, must_be
-from runtime.cli.arguments.models import Models
+from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
+from runtime.cli.arguments.settings import HIDDEN, Value, add_flags, parse_value
+from runtime.cli.command import Command
+from runtime.cli.flags import flag
+from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.measuring.report_files import DeviceReport, check_report, local_paths
 from runtime.measuring.reports import check_plot, save_plot
@@ -31,8 +35,14 @@ ACCEPTANCE = 0.75
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `bench`, other than the models and the BLAS."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_models(
+        parser,
+        without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", *DRAFTER_ELSEWHERE),
+        draft_help='path or hub id of a drafter; "auto" takes what is on this disk and fits; "ngram" is prompt lookup; '
+        "may be given more than once",
+        several_drafts=True,
+    )
     what = parser.add_argument_group("what to measure")
     prompts = what.add_mutually_exclusive_group()
     prompts.add_argument(
@@ -45,98 +55,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'messages or turns, and category, as in Spec-Bench and SPEED-Bench; "bundled" for 40 edits, quotes and free '
         "texts (default: some code)",
     )
-    for names, metavar, default, text in (
-        (("-m", "--max-tokens"), "N", "96", "tokens to generate for each prompt"),
-        (("--repeats",), "N", "3", "number of runs of each contender and prompt"),
-        (("--cooldown",), "SECONDS", "0", "rest before each run: a hot machine may be slower, without a warning"),
-        (("-t", "--temperature"), "T", "0", "sampling temperature; 0 is greedy"),
-    ):
-        what.add_argument(
-            *names,
-            metavar=metavar,
-            type=_number,
-            default=argparse.SUPPRESS,
-            help=f"{text} (default: {default})",
-        )
-    what.add_argument("--temp", dest="temperature", type=_number, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    what.add_argument(
-        "--num-draft-tokens",
-        metavar="LIST",
-        default=argparse.SUPPRESS,
-        type=_list,
-        help='proposal lengths for mlx-lm\'s speculative decoding; "none" leaves it out (default: 1,2,3,4,5,6,7,8)',
+    value: dict[str, Any] = {"type": parse_value, "default": argparse.SUPPRESS}
+    add_flags(
+        what,
+        ("-m --max-tokens N", "tokens to generate for each prompt (default: 96)", value),
+        ("--repeats N", "number of runs of each contender and prompt (default: 3)", value),
+        (
+            "--cooldown SECONDS",
+            "rest before each run: a hot machine may be slower, without a warning (default: 0)",
+            value,
+        ),
+        ("-t --temperature T", "sampling temperature; 0 is greedy (default: 0)", value),
+        (
+            "--num-draft-tokens LIST",
+            'proposal lengths for mlx-lm\'s speculative decoding; "none" leaves it out (default: 1,2,3,4,5,6,7,8)',
+            value | {"type": _list},
+        ),
+        (
+            "--lookahead LIST",
+            "lookaheads of this runtime (default: 0,1,2,3,4,6,8,auto)",
+            value | {"type": _list, "dest": "lookaheads"},
+        ),
+        (
+            "--streams LIST",
+            "measure these numbers of streams at once, against the same streams one after another and mlx-lm's "
+            "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
+            {"nargs": "?", "const": "1,2,4,8,16"},
+        ),
+        (
+            "--shape SHAPE",
+            "measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
+            "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
+        ),
+        (
+            "--acceptance P",
+            f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
+            {"type": parse_value},
+        ),
+        (
+            "--overhead",
+            "measure what this runtime adds to a token, with a model so small that nothing else counts, against "
+            "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
+        ),
+        (
+            "--dtype TYPE",
+            "cast the models to float32, bfloat16 or float16 (default: none)",
+            {"type": lambda text: None if text == "none" else text},
+        ),
     )
-    what.add_argument(
-        "--lookahead",
-        metavar="LIST",
-        dest="lookaheads",
-        default=argparse.SUPPRESS,
-        type=_list,
-        help="lookaheads of this runtime (default: 0,1,2,3,4,6,8,auto)",
-    )
-    what.add_argument(
-        "--streams",
-        metavar="LIST",
-        nargs="?",
-        const="1,2,4,8,16",
-        help="measure these numbers of streams at once, against the same streams one after another and mlx-lm's "
-        "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
-    )
-    what.add_argument(
-        "--shape",
-        metavar="SHAPE",
-        help="measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
-        "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
-    )
-    what.add_argument(
-        "--acceptance",
-        metavar="P",
-        type=_number,
-        help=f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
-    )
-    what.add_argument(
-        "--overhead",
-        action="store_true",
-        help="measure what this runtime adds to a token, with a model so small that nothing else counts, against "
-        "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
-    )
-    what.add_argument(
-        "--dtype",
-        metavar="TYPE",
-        type=lambda text: None if text == "none" else text,
-        help="cast the models to float32, bfloat16 or float16 (default: none)",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    output.add_argument(
-        "--report",
-        metavar="FILE",
-        help="also write FILE.json and FILE.md, for an issue, with nothing private in them",
-    )
-    output.add_argument(
-        "--plot", metavar="FILE", help=f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"
+    what.add_argument("--temp", dest="temperature", type=parse_value, **HIDDEN)
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--json", "print one JSON object instead of tables"),
+        ("--report FILE", "also write FILE.json and FILE.md, for an issue, with nothing private in them"),
+        ("--plot FILE", f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"),
     )
 
 
-def _number(text: str) -> int | float | str:
-    """The number that a text stands for, or the text itself, which the library then rejects."""
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
-
-
-def _list(text: str) -> list[int | float | str]:
-    return [] if text == "none" else [_number(part.strip()) for part in text.split(",")]
+def _list(text: str) -> list[Value]:
+    return [] if text == "none" else [parse_value(part.strip()) for part in text.split(",")]
 
 
 def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark[Any], Callable[..., Awaitable[Any]]]:
-    """The benchmark that the arguments describe, and the function that measures a pair and reports its progress.
-
-    Raises: SettingsError, PromptError: something is out of its range, or cannot be read.
-    """
+    """The benchmark that the arguments describe, and the function that measures a pair and reports its progress."""
     from runtime.bench.many_streams import ManyStreams, StreamsPlan
     from runtime.bench.one_stream import OneStream, OneStreamPlan
     from runtime.bench.overhead import Overhead, OverheadPlan
@@ -144,41 +125,37 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
     from runtime.bench.shapes import PROMPTS
 
     streams: dict[str, Any] = {} if arguments.streams is None else {"streams": _list(arguments.streams)}
+    of_plan = {field.name for field in attrs.fields(StreamsPlan if streams else OneStreamPlan)} - {"prompts"}
+    names = {"max_tokens", "repeats"} if arguments.overhead else of_plan
+    given = {name: value for name, value in vars(arguments).items() if name in names} | streams
     if arguments.overhead:
-        _check_for_overhead(arguments)
-        overhead = Overhead(OverheadPlan(**_given(arguments, {"max_tokens", "repeats"}), **streams))
+        for name in ("prompt", "prompts", "temperature", "num_draft_tokens", "lookaheads", "dtype", "plot"):
+            if getattr(arguments, name, None) is not None:
+                raise SettingsError(
+                    f"{flag(name)} does not go with --overhead, which decodes its own prompts; leave it out"
+                )
+        overhead = Overhead(OverheadPlan(**given))
         return overhead, lambda *_, **options: overhead.measure(**options)
-    kind = StreamsPlan if streams else OneStreamPlan
-    given = _given(arguments, {field.name for field in attrs.fields(kind)} - {"prompts", "streams"}) | streams
     if arguments.prompt is not None:
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
         given["prompts"] = read_prompts(arguments.prompts)
     if arguments.shape is not None:
         given = {"prompts": PROMPTS if streams else PROMPTS[:3]} | given | {"dtype": None}
-    if not streams:
-        one = OneStream(OneStreamPlan(**given))
-        group = models.options.get("group")
-        return one, lambda target, draft, **options: one.measure(
-            target, [draft, *models.more_drafts], group=group, **options
-        )
-    if "num_draft_tokens" in vars(arguments):
-        raise SettingsError(
-            "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
-        )
-    many = ManyStreams(StreamsPlan(**given))
-    return many, many.measure
-
-
-def _given(arguments: argparse.Namespace, names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name in names}
+    if streams:
+        if "num_draft_tokens" in vars(arguments):
+            raise SettingsError(
+                "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
+            )
+        many = ManyStreams(StreamsPlan(**given))
+        return many, many.measure
+    one, group = OneStream(OneStreamPlan(**given)), models.options.get("group")
+    return one, lambda target, draft, **options: one.measure(
+        target, [draft, *models.more_drafts], group=group, **options
+    )
 
 
 def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple[Source, Source]]:
-    """What makes the pair of `--shape`.
-
-    Raises: SettingsError: there is no such shape, or something does not go with it.
-    """
     from runtime.bench.benchmark import DTYPES
     from runtime.bench.shapes import SHAPES, shaped_pair
 
@@ -207,18 +184,7 @@ def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple
     return pair
 
 
-def _check_for_overhead(arguments: argparse.Namespace) -> None:
-    for name in ("prompt", "prompts", "temperature", "num_draft_tokens", "lookaheads", "dtype", "plot"):
-        if getattr(arguments, name, None) is not None:
-            flag = "lookahead" if name == "lookaheads" else name.replace("_", "-")
-            raise SettingsError(f"--{flag} does not go with --overhead, which decodes its own prompts; leave it out")
-
-
-def check_for_ranks(arguments: argparse.Namespace) -> None:
-    """Check what does not go with a target that is sharded over ranks.
-
-    Raises: SettingsError: an argument does not.
-    """
+def _check_for_ranks(arguments: argparse.Namespace) -> None:
     for name, why in (
         ("streams", "compares with mlx-lm's BatchGenerator, which would have to run on all ranks at once"),
         ("num_draft_tokens", "is for mlx-lm's speculative decoding, which does not run on ranks"),
@@ -233,11 +199,9 @@ def check_for_ranks(arguments: argparse.Namespace) -> None:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
-    """Measure, and show the figures, also those of an interrupted benchmark.
-
-    Raises: OutriderError: an argument is invalid. Later errors are in the outcome.
-    """
+def bench(arguments: argparse.Namespace) -> CommandOutcome:
+    """Measure, and show the figures, also those of an interrupted benchmark."""
+    models = models_of(arguments)
     if models.draft is None:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
     plot = check_plot(arguments.plot, PLOT_FORMATS)
@@ -284,3 +248,24 @@ def bench(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     elif plot is not None:
         save_plot(benchmark.plot(result), plot, error_type=SettingsError)
     return outcome
+
+
+COMMAND = Command(
+    name="bench",
+    usage="[options]",
+    help="measure the speed-up of speculation on this machine",
+    description="Measure the speed-up of speculation on this machine: mlx-lm's plain and speculative decoding and "
+    "this runtime's decode the same prompts in turn. This takes some minutes, in which nothing else should run.",
+    epilog="""examples:
+  outrider bench --target org/model --draft org/small
+  outrider bench --target org/model --draft ngram --prompts prompts.txt -m 200
+  outrider bench --target org/model --draft org/small --draft ngram
+  outrider bench --streams 1,4 --json
+
+Ctrl-C stops the benchmark and shows the figures so far.""",
+    common="--target --draft --shape --prompt --max-tokens --temperature --lookahead --streams --json --plot",
+    add_arguments=_add_arguments,
+    run=bench,
+    follow=follow_target,
+    check_for_ranks=_check_for_ranks,
+)

@@ -11,7 +11,6 @@ import argparse
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,9 +19,11 @@ import trio
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
-from runtime.cli.arguments.models import Models
-from runtime.cli.arguments.settings import settings_of, with_tokens_of
+from runtime.cli.arguments.models import add_models, models_of
+from runtime.cli.arguments.settings import HIDDEN, add_settings, settings_of, with_tokens_of
+from runtime.cli.command import Command
 from runtime.cli.flags import in_flags
+from runtime.cli.ranks import follow_target
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 HOW_TO_LEAVE = "Ctrl-C again, Ctrl-D or /exit leaves"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `chat`, other than the models, the settings and the BLAS."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_models(parser)
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="system message, the first of the conversation")
-    group.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    group.add_argument("--system-prompt", dest="system", **HIDDEN)
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -55,55 +56,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--stats", action="store_true", help="print statistics on stderr after each answer")
     add_flags_without_effect(parser, "chat")
+    add_settings(parser)
 
 
-def chat(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
-    """Talk until the input ends.
-
-    Raises: OutriderError: an argument is invalid. Later errors are in the outcome.
-    """
-    settings = settings_of(arguments)
+def chat(arguments: argparse.Namespace) -> CommandOutcome:
+    """Talk until the input ends."""
+    models, settings = models_of(arguments), settings_of(arguments)
     lines, output, outcome = LineReader(), Output(), CommandOutcome()
+
+    async def talk() -> None:
+        with warnings_at_the_end():
+            models.use_device()
+            opened = opening.open(models.target, models.draft, trace=display.on_event, **models.options)
+        async with opened as runtime:
+            completed = with_tokens_of(runtime.tokenizer, settings)
+            conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **completed)
+            chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, completed)
+            display.clear()
+            await chat.take_turns()
+
     with Display() as display, exit_on_signal(display):
         display.show_loading(models.loaded)
-        import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C ends it at once
+        from runtime.engine import opening  # imported here, where Ctrl-C ends it at once
 
         signals = ChatSignals(outcome, display)
-        requested = {"system": arguments.system, "thinking": arguments.thinking, **settings}
-        work = partial(_talk, models, requested, lines, output, signals, arguments.stats)
-        trio.run(signals.run, work)
+        trio.run(signals.run, talk)
     return outcome
-
-
-async def _talk(
-    models: Models,
-    requested: dict[str, Any],
-    lines: LineReader,
-    output: Output,
-    signals: ChatSignals,
-    shows_statistics: bool,
-) -> None:
-    """Load the models, and take turns until the chat is over.
-
-    Args:
-        requested: arguments of the conversation.
-        lines, output, signals, shows_statistics: see `Chat`.
-
-    Raises: OutriderError: a model cannot be loaded, or something failed after which the chat cannot go on.
-    """
-    display = signals.display
-    with warnings_at_the_end():
-        from runtime.engine.opening import open as open_runtime
-
-        models.use_device()
-        opening = open_runtime(models.target, models.draft, trace=display.on_event, **models.options)
-    async with opening as runtime:
-        requested = with_tokens_of(runtime.tokenizer, requested)
-        conversation = runtime.conversation(**requested)
-        settings = {name: given for name, given in requested.items() if name not in ("system", "thinking")}
-        talk = Chat(runtime, conversation, lines, output, signals, shows_statistics, settings)
-        display.clear()
-        await talk.take_turns()
 
 
 # --- turns ----------------------------------------------------------------------------------------
@@ -111,22 +89,15 @@ async def _talk(
 
 @attrs.define(eq=False)
 class Chat:
-    """A conversation at the terminal.
-
-    Attributes:
-        conversation: the current conversation; a command may replace it.
-        shows_statistics: whether statistics follow each answer.
-        settings: settings from the command line, for every conversation.
-        is_over: whether the chat has ended.
-    """
+    """A conversation at the terminal."""
 
     runtime: Runtime
-    conversation: Conversation
+    conversation: Conversation  # a command may replace it
     _lines: LineReader
     _output: Output
     _signals: ChatSignals
-    _shows_statistics: bool
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    _shows_statistics: bool  # after each answer
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  # of the command line, for every conversation
     is_over: bool = attrs.field(init=False, default=False)
 
     async def take_turns(self) -> None:
@@ -157,7 +128,6 @@ class Chat:
             await trio.lowlevel.checkpoint()
 
     def _typed(self) -> str | None:
-        """The next text; None at the end of the input, or when a signal ended the chat."""
         was_interrupted = False
         while True:
             try:
@@ -177,20 +147,13 @@ class Chat:
                 was_interrupted = True
 
     async def _take_turn(self, line: str) -> None:
-        if "\n" in line:
-            await self._answer(line)  # a command has one line only
-        elif line.startswith("//"):
-            await self._answer(line[1:])
-        elif line.startswith("/"):
+        is_command = line.startswith("/") and "\n" not in line
+        if is_command and not line.startswith("//"):
             await self._run_command(line)
         else:
-            await self._answer(line)
+            await self._answer(line[1:] if is_command else line)
 
     async def _answer(self, text: str) -> None:
-        """Send a user message, and show the answer.
-
-        Cancellation: ends the answer; the part that was shown stays in the conversation.
-        """
         stream = self.conversation.stream(text)
         self._signals.display.show_prefill(0, 1)
         self._signals.is_reading = True
@@ -232,19 +195,12 @@ class Chat:
 
 
 @attrs.frozen
-class Command:
-    """A command of the chat.
-
-    Attributes:
-        run: runs it with the chat and its argument. An `OutriderError` that it raises is shown, and the conversation
-            goes on.
-        help: its help text.
-        argument: placeholder of its argument; None if it takes none.
-    """
+class ChatCommand:
+    """A command of the chat. An `OutriderError` that it raises is shown, and the conversation goes on."""
 
     run: Callable[[Chat, str], Awaitable[None]]
     help: str
-    argument: str | None = None
+    argument: str | None = None  # its placeholder
 
 
 async def _reset(chat: Chat, _: str) -> None:
@@ -283,10 +239,30 @@ async def _help(_: Chat, __: str) -> None:
         print_stderr(f"  {name:<14} {text}")
 
 
-COMMANDS: dict[str, Command] = {
-    "/help": Command(_help, "shows this"),
-    "/reset": Command(_reset, "forgets the conversation"),
-    "/save": Command(_save, "saves the conversation to a file", "FILE"),
-    "/load": Command(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),
-    "/exit": Command(_exit, "leaves"),
+COMMANDS: dict[str, ChatCommand] = {
+    "/help": ChatCommand(_help, "shows this"),
+    "/reset": ChatCommand(_reset, "forgets the conversation"),
+    "/save": ChatCommand(_save, "saves the conversation to a file", "FILE"),
+    "/load": ChatCommand(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),
+    "/exit": ChatCommand(_exit, "leaves"),
 }
+
+
+COMMAND = Command(
+    name="chat",
+    usage="[options]",
+    help="chat with a model",
+    description="Chat with a model, turn by turn. Answers stream to stdout. Turns go through the model's chat "
+    "template; a model without one continues the text so far. If stdin is no terminal, each of its lines is a "
+    "turn.",
+    epilog="""examples:
+  outrider chat --target org/model --draft org/small --system "You are brief."
+  outrider chat --target org/model --draft ngram -t 0.7 --no-thinking
+
+"/help" lists the commands of the chat. Ctrl-C stops an answer, which stays in the conversation; pressed twice at the \
+prompt, it leaves the chat.""",
+    common="--target --draft --max-tokens --temperature --seed --stop --lookahead --system --no-thinking --stats",
+    add_arguments=_add_arguments,
+    run=chat,
+    follow=follow_target,
+)

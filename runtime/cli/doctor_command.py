@@ -10,14 +10,21 @@ from functools import partial
 
 import trio
 
-from runtime.cli.arguments.models import Models
+from protocol.errors import SettingsError
+from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
+from runtime.cli.command import Command
 from runtime.selftest.stored_report import rows_of_last_report
 from runtime.terminal.display import CommandOutcome, Display, print_sections, print_text, warnings_at_the_end
 from runtime.terminal.signals import exit_on_signal
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `doctor`, other than the models and the BLAS."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_models(
+        parser,
+        without=(*PREFIX_CACHE, "chat_template_args", *DRAFTER_ELSEWHERE),
+        draft_help='path or hub id of a drafter; "auto" takes what is on this disk and fits',
+        target_first=True,
+    )
     parser.add_argument(
         "--distributed",
         action="store_true",
@@ -26,28 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def examines_models(arguments: argparse.Namespace) -> bool:
-    """Whether models are to be examined: not where the ranks are, and no model is named."""
+def _examines_models(arguments: argparse.Namespace) -> bool:
     names = arguments.target_here, arguments.target, arguments.draft
     return not arguments.distributed or any(name is not None for name in names)
 
 
-def doctor(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
-    """Examine the ranks or the models, and print the report on stdout.
+def _check_for_ranks(arguments: argparse.Namespace) -> None:
+    if not arguments.distributed:
+        raise SettingsError("doctor examines models on one machine, got several ranks; give --distributed")
 
-    SIGINT and SIGTERM end the process at once.
 
-    Raises:
-        OutriderError: a model cannot be loaded or fails, or a rank ends, hangs or fails.
-        OutputError: the report cannot be written.
-    """
+def doctor(arguments: argparse.Namespace) -> CommandOutcome:
+    """Examine the ranks or the models, and print the report on stdout. SIGINT and SIGTERM end the process at once."""
+    models = models_of(arguments)
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         from runtime.doctor.ranks import examine_ranks, plan, report_on_ranks
         from runtime.doctor.report import check_examined, examine, report
 
         models.use_device()
         ranks = None
-        if examines_models(arguments):
+        if _examines_models(arguments):
             check_examined(models.target, models.draft, **models.options)
         if arguments.distributed:
             display.show_activity("measuring the links between the ranks")
@@ -55,7 +60,7 @@ def doctor(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
             display.clear()
             # Now, since a target may fail to load.
             print_sections(report_on_ranks(ranks))
-        if not examines_models(arguments):
+        if not _examines_models(arguments):
             return CommandOutcome(finish_reason="complete")
         work = partial(examine, models.target, models.draft, on_progress=display.show_activity, **models.options)
         diagnosis = trio.run(work)
@@ -70,15 +75,31 @@ def doctor(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     return CommandOutcome(finish_reason="complete")
 
 
-def take_part(arguments: argparse.Namespace, models: Models) -> None:
-    """Take part in the examination as another rank than 0.
-
-    Raises: OutriderError: see `runtime.follow`.
-    """
+def _follow(arguments: argparse.Namespace, models: Models) -> None:
     from runtime.doctor.ranks import take_part_in_examination
 
     take_part_in_examination(models.options["group"])
-    if examines_models(arguments):
+    if _examines_models(arguments):
         from runtime.ranks.following import follow
 
         follow(models.target, models.options["group"])
+
+
+COMMAND = Command(
+    name="doctor",
+    usage="[MODEL] [options]",
+    help="examine a model or a pair on this machine",
+    description="Examine a model or a pair on this machine: its caches and how they rewind, whether the "
+    "vocabularies match, how long forward passes take, and what speed to expect. With --distributed, examine the "
+    "ranks of a target that is sharded over several machines.",
+    epilog="""examples:
+  outrider doctor org/model --draft org/small
+  outrider doctor --target org/model --kv-bits 8
+  mlx.launch --hostfile hosts.json -- outrider doctor --distributed
+  outrider doctor --blas openblas""",
+    common="--target --draft --device --kv-bits --max-kv-size --rewind --distributed --blas",
+    add_arguments=_add_arguments,
+    run=doctor,
+    follow=_follow,
+    check_for_ranks=_check_for_ranks,
+)

@@ -22,14 +22,7 @@ _REPLACEMENTS = {
 
 
 def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
-    """A hint about an unknown flag.
-
-    Args:
-        given: the flag as typed, without a value.
-        by_request: whether the command is a server, whose requests have the settings as fields.
-
-    Returns: the hint; None if there is none.
-    """
+    """A hint about an unknown flag, as typed; None for none. Requests to a server have the settings as fields."""
     if given in _REPLACEMENTS:
         return _REPLACEMENTS[given]
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}
@@ -52,8 +45,6 @@ def flag(name: str) -> str:
 
 
 class _Flags(Wording):
-    """The words of the command line: flags in place of arguments, values as they are typed, and commands of a chat."""
-
     words = MappingProxyType({"none": '"none"', "save": "/save", "reset": "/reset"})
 
     def argument(self, name: str) -> str:

@@ -6,9 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +16,10 @@ import trio
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
-from runtime.cli.arguments.models import Models
-from runtime.cli.arguments.settings import parse_value, settings_of, with_tokens_of
+from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
+from runtime.cli.arguments.settings import HIDDEN, add_flags, add_settings, parse_value, settings_of, with_tokens_of
+from runtime.cli.command import Command
+from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
 from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, warnings_at_the_end
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `generate`, other than the models, the settings and the BLAS."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "prompt_here",
@@ -50,33 +49,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompt.add_argument("-p", "--prompt", metavar="PROMPT", help="the same as PROMPT")
     chat = parser.add_argument_group("chat template")
-    chat.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
-    chat.add_argument("--system-prompt", dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    chat.add_argument(
-        "--prefill-response", metavar="TEXT", help="beginning of the answer, which continues it; needs a chat template"
+    add_flags(
+        chat,
+        ("--system TEXT", "system message; needs a chat template"),
+        ("--prefill-response TEXT", "beginning of the answer, which continues it; needs a chat template"),
     )
+    chat.add_argument("--system-prompt", dest="system", **HIDDEN)
     whether = chat.add_mutually_exclusive_group()
-    whether.add_argument(
-        "--chat",
-        action="store_true",
-        help="require the chat template (default: use it if there is one, else continue the text)",
+    add_flags(
+        whether,
+        ("--chat", "require the chat template (default: use it if there is one, else continue the text)"),
+        ("--raw", "continue the prompt without the chat template"),
     )
-    whether.add_argument("--raw", action="store_true", help="continue the prompt without the chat template")
     whether.add_argument("--ignore-chat-template", dest="raw", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--prompt-cache-file",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="file of mlx_lm.cache_prompt, which the prompt continues; its model is the default of --target",
+    add_flags(
+        parser,
+        (
+            "--prompt-cache-file FILE",
+            "file of mlx_lm.cache_prompt, which the prompt continues; its model is the default of --target",
+        ),
     )
     parser.add_argument("--extra-eos-token", nargs="+", default=(), help=argparse.SUPPRESS)
     add_flags_without_effect(parser, "generate")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end instead of streaming text"
-    )
-    output.add_argument(
-        "--json-schema", metavar="FILE", help="generate JSON that follows the schema in this file (needs llguidance)"
+    add_flags(
+        output,
+        ("--json", "print one JSON object at the end instead of streaming text"),
+        ("--json-schema FILE", "generate JSON that follows the schema in this file (needs llguidance)"),
     )
     output.add_argument(
         "--logprobs",
@@ -86,103 +85,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --json, print log-probabilities of the tokens, and of the N likeliest tokens at each position "
         "(default: 0)",
     )
-    output.add_argument("--stats", action="store_true", help="print statistics on stderr at the end")
-    output.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto and chrome://tracing (JSON)")
-    output.add_argument("--timeline", metavar="FILE", help="write a page with a timeline of both models (HTML)")
-
-
-# Stands for the prompt, to find out what a chat template puts in front of it; the same that mlx-lm takes.
-_MARK = "<query>"
-
-
-@attrs.frozen
-class _PromptRequest:
-    """The prompt as the command line gives it.
-
-    Attributes:
-        prompt: the text.
-        system: the system message, or None.
-        template: whether to use the chat template; None uses it if there is one.
-        prefill_response: the beginning of the answer, or None.
-        continues_cache: whether it continues a prompt cache file, which has what the template puts in front of it.
-        template_args: variables of the chat template.
-    """
-
-    prompt: str
-    system: str | None = None
-    template: bool | None = None
-    prefill_response: str | None = None
-    continues_cache: bool = False
-    template_args: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def prompt_for(self, tokenizer: TokenizerWrapper | None) -> Prompt:
-        """The prompt for the runtime: a text to continue, or chat messages.
-
-        Raises: PromptError: the chat template is required, and there is none.
-        """
-        has_template = tokenizer is not None and tokenizer.has_chat_template
-        needs = {"--chat": self.template, "--system": self.system, "--prefill-response": self.prefill_response}
-        if not has_template and (why := [flag for flag, given in needs.items() if given not in (None, False)]):
-            raise PromptError(f"{why[0]} needs a chat template, and the target's tokenizer has none; leave it out")
-        if not has_template or self.template is False:
-            return self.prompt
-        if not self.continues_cache:
-            return self._messages(self.prompt)
-        from runtime.generation.text import render_chat_template
-
-        assert tokenizer is not None
-        # As mlx-lm does: the file has all up to the user's words.
-        marked, whole = (
-            render_chat_template(self._messages(words), tokenizer, **self.template_args)
-            for words in (_MARK, self.prompt)
-        )
-        if _MARK not in marked:
-            raise PromptError("the chat template does not repeat the prompt; give --raw to continue the cached prompt")
-        return tuple(tokenizer.encode(whole[marked.index(_MARK) :], add_special_tokens=False))
-
-    def _messages(self, prompt: str) -> list[dict[str, Any]]:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        answer = (
-            []
-            if self.prefill_response is None
-            else [{"role": "assistant", "content": self.prefill_response, "prefix": True}]
-        )
-        return [*system, {"role": "user", "content": prompt}, *answer]
-
-
-def _prompt_request(arguments: argparse.Namespace, models: Models) -> _PromptRequest:
-    """The prompt that the arguments give.
-
-    Raises:
-        PromptError: the prompt is empty, or not valid text.
-        SettingsError: there is a system message or the beginning of an answer, but --raw leaves out the chat template.
-    """
-    given: str = arguments.prompt if arguments.prompt_here is None else arguments.prompt_here
-    if arguments.raw and arguments.system is not None:
-        raise SettingsError("--system needs the chat template, which --raw leaves out; give one of them")
-    if arguments.raw and arguments.prefill_response is not None:
-        raise SettingsError("--prefill-response needs the chat template, which --raw leaves out; give one of them")
-    prompt = _read(given)
-    if not prompt and arguments.system is None and arguments.prefill_response is None:
-        raise PromptError("the prompt is empty; give a text to continue or a question")
-    return _PromptRequest(
-        prompt,
-        arguments.system,
-        False if arguments.raw else True if arguments.chat else None,
-        arguments.prefill_response,
-        hasattr(arguments, "prompt_cache_file"),
-        models.options.get("chat_template_args", {}),
+    add_flags(
+        output,
+        ("--stats", "print statistics on stderr at the end"),
+        ("--trace FILE", "write a trace for Perfetto and chrome://tracing (JSON)"),
+        ("--timeline FILE", "write a page with a timeline of both models (HTML)"),
     )
+    add_settings(parser)
+    # A single text never reuses a prefix.
+    add_models(parser, without=PREFIX_CACHE)
 
 
-def _models_of_cache(arguments: argparse.Namespace, models: Models) -> Models:
-    """The models, where the prompt cache file names the target if the command line does not.
-
-    Raises:
-        SessionFileError: the file is no prompt cache file.
-        SettingsError: the command line names another target.
-    """
-    if not hasattr(arguments, "prompt_cache_file") or (file := read_header(arguments.prompt_cache_file)).model is None:
+def _models_of(arguments: argparse.Namespace) -> Models:
+    models = models_of(arguments)
+    if arguments.prompt_cache_file is None or (file := read_header(arguments.prompt_cache_file)).model is None:
         return models
     if arguments.target is not None:
         if arguments.target != file.model:
@@ -199,28 +115,61 @@ def _models_of_cache(arguments: argparse.Namespace, models: Models) -> Models:
     return attrs.evolve(models, target=file.model if spec.is_plain else spec, draft=draft)
 
 
-def _read(argument: str) -> str:
-    """The prompt that an argument stands for: its text, or that of stdin.
-
-    Raises: PromptError: it is not valid text, or stdin is closed.
-    """
+def _text_of(arguments: argparse.Namespace) -> str:
+    for flag, given in (("--system", arguments.system), ("--prefill-response", arguments.prefill_response)):
+        if arguments.raw and given is not None:
+            raise SettingsError(f"{flag} needs the chat template, which --raw leaves out; give one of them")
+    text: str = arguments.prompt if arguments.prompt_here is None else arguments.prompt_here
     try:
-        if argument == "-":
+        if text == "-":
             if sys.stdin is None:
                 raise PromptError('the prompt "-" is to be read from stdin, and stdin is closed')
-            argument = sys.stdin.read()
+            text = sys.stdin.read()
         # Python decodes invalid bytes in arguments to lone surrogates, which cannot be encoded.
-        argument.encode()
+        text.encode()
     except UnicodeError as error:
         raise PromptError(f"the prompt is not valid text: {error}; give it as {sys.getfilesystemencoding()}") from error
-    return argument
+    if not text and arguments.system is None and arguments.prefill_response is None:
+        raise PromptError("the prompt is empty; give a text to continue or a question")
+    return text
+
+
+# Stands for the prompt, to find out what a chat template puts in front of it; the same that mlx-lm takes.
+_MARK = "<query>"
+
+
+def _prompt_of(
+    arguments: argparse.Namespace, text: str, tokenizer: TokenizerWrapper | None, template_args: dict[str, Any]
+) -> Prompt:
+    if tokenizer is None or not tokenizer.has_chat_template:
+        for name in ("chat", "system", "prefill_response"):
+            if getattr(arguments, name) not in (None, False):
+                flag = f"--{name.replace('_', '-')}"
+                raise PromptError(f"{flag} needs a chat template, and the target's tokenizer has none; leave it out")
+        return text
+    if arguments.raw:
+        return text
+
+    def messages(prompt: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+        if arguments.system is not None:
+            found.insert(0, {"role": "system", "content": arguments.system})
+        if arguments.prefill_response is not None:
+            found.append({"role": "assistant", "content": arguments.prefill_response, "prefix": True})
+        return found
+
+    if arguments.prompt_cache_file is None:
+        return messages(text)
+    from runtime.generation.text import render_chat_template
+
+    # As mlx-lm does: the file has all up to the user's words.
+    marked, whole = (render_chat_template(messages(words), tokenizer, **template_args) for words in (_MARK, text))
+    if _MARK not in marked:
+        raise PromptError("the chat template does not repeat the prompt; give --raw to continue the cached prompt")
+    return tuple(tokenizer.encode(whole[marked.index(_MARK) :], add_special_tokens=False))
 
 
 def _schema(file: str) -> str:
-    """The JSON schema in a file.
-
-    Raises: SettingsError: the file cannot be read, or the schema is not supported.
-    """
     from runtime.generation.json_schema import check_json_schema
 
     try:
@@ -245,24 +194,21 @@ class IncompleteJsonError(OutriderError):
 
 @attrs.define
 class Generated(CommandOutcome):
-    """The outcome of `generate`, with the generation so far.
+    """The outcome of `generate`, with the generation so far."""
 
-    Attributes:
-        pieces: the pieces of the text.
-        tokens: the tokens.
-        stop_reason: the stop string or stop token that ended the text, or None.
-        statistics: statistics of the stream; None if it never started.
-    """
-
-    pieces: list[str] = attrs.field(factory=list)
     tokens: list[Token] = attrs.field(factory=list)
-    stop_reason: str | int | None = None
-    statistics: Statistics | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended the text, or None
+    statistics: Statistics | None = None  # of the stream; None if it never started
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(token.text for token in self.tokens)
 
     def as_json(self) -> str:
         """The JSON object that `--json` prints."""
         result: dict[str, Any] = {
-            "text": "".join(self.pieces),
+            "text": self.text,
             "tokens": [token.id for token in self.tokens],
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
@@ -287,37 +233,70 @@ def _finite(logprob: float | None) -> float | None:
     return None if logprob is None or math.isinf(logprob) else logprob
 
 
-def generate(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
-    """Continue a prompt, and show the text, also that of an interrupted generation.
-
-    Raises: OutriderError: an argument is invalid. Later errors are in the outcome.
-    """
-    settings = settings_of(arguments)
+def generate(arguments: argparse.Namespace) -> CommandOutcome:
+    """Continue a prompt, and show the text, also that of an interrupted generation."""
+    models, settings = _models_of(arguments), settings_of(arguments)
     if settings.get("logprobs") and not arguments.json:
         raise SettingsError("--logprobs needs --json, since a text cannot show them; give both")
     schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
-    models = _models_of_cache(arguments, models)
-    request = _prompt_request(arguments, models)
-    output = Output()
-    generated = Generated()
+    text = _text_of(arguments)
+    output, generated = Output(), Generated()
+    trace = None if arguments.trace is None else ChromeFile(arguments.trace)
+    timeline = None if arguments.timeline is None else TimelineFile(arguments.timeline)
+
+    async def stream_text(stack: AsyncExitStack) -> None:
+        listeners = [display.on_event]
+        for recorder in (trace, timeline):
+            if recorder is not None:
+                listeners.append(await stack.enter_async_context(recorder))
+
+        def on_event(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
+        models.use_device()
+        runtime = await stack.enter_async_context(
+            opening.open(models.target, models.draft, trace=on_event, **models.options)
+        )
+        if timeline is not None:
+            timeline.tokenizer = runtime.tokenizer
+        completed = with_tokens_of(runtime.tokenizer, settings, arguments.extra_eos_token)
+        if schema is not None:
+            from runtime.generation.grammar import Grammar
+
+            completed["logits_processors"] = [Grammar.from_json_schema(schema, runtime.tokenizer)]
+        prompt = _prompt_of(arguments, text, runtime.tokenizer, models.options.get("chat_template_args", {}))
+        stream = runtime.stream(prompt, **completed)
+        display.show_prefill(stream.statistics().prompt_tokens, settings_from(completed).prefill_step_size)
+        try:
+            async with stream:
+                async for token in stream:
+                    generated.tokens.append(token)
+                    display.clear_for_text()
+                    if not arguments.json:
+                        if token.index == 0 and isinstance(prompt, str):
+                            output.echo(prompt)
+                        await output.write(token.text, dimmed=token.is_thinking)
+                    generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
+        finally:
+            generated.statistics = stream.statistics()
+        if schema is not None:
+            try:
+                json.loads(generated.text)
+            except ValueError as error:
+                why = "; raise --max-tokens" if generated.finish_reason == "length" else " by a stop string"
+                said = f"the JSON is incomplete, cut off at {len(generated.tokens)} tokens{why}"
+                raise IncompleteJsonError(said) from error
+
+    async def work() -> None:
+        async with AsyncExitStack() as stack:
+            await stream_text(stack)
+
     with warnings_at_the_end():
         with Display() as display, exit_on_signal(display):
             display.show_loading(models.loaded)
-            import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C ends it at once
+            from runtime.engine import opening  # imported here, where Ctrl-C ends it at once
 
-            work = partial(
-                _stream_text,
-                request,
-                models,
-                settings,
-                arguments.extra_eos_token,
-                schema,
-                generated,
-                display,
-                None if arguments.json else output,
-                None if arguments.trace is None else ChromeFile(arguments.trace),
-                None if arguments.timeline is None else TimelineFile(arguments.timeline),
-            )
             trio.run(SignalScope(generated, display).run, work)
         try:
             if not arguments.json:
@@ -331,67 +310,20 @@ def generate(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     return generated
 
 
-async def _stream_text(
-    request: _PromptRequest,
-    models: Models,
-    settings: dict[str, Any],
-    extra_eos_tokens: Sequence[str],
-    schema: str | None,
-    generated: Generated,
-    display: Display,
-    output: Output | None,
-    trace: ChromeFile | None,
-    timeline: TimelineFile | None,
-) -> None:
-    """Load the models, generate, stream the text to `output`, and write the trace and the timeline, each unless None.
+COMMAND = Command(
+    name="generate",
+    usage="PROMPT [options]",
+    help="continue or answer a prompt",
+    description="Continue a prompt, or answer it if the model has a chat template. The text streams to stdout; "
+    "everything else goes to stderr.",
+    epilog="""examples:
+  outrider generate "def quicksort(items):" -m 120 --stats
+  outrider generate "What is a monad?" --target org/model --draft org/small
+  outrider generate - --target org/model --draft ngram --raw < file.py
 
-    Raises: OutriderError.
-
-    Cancellation: as `runtime.open` and `TokenStream`. The text so far stays in `generated`.
-    """
-    async with AsyncExitStack() as stack:
-        listeners = [display.on_event]
-        for recorder in (trace, timeline):
-            if recorder is not None:
-                listeners.append(await stack.enter_async_context(recorder))
-
-        def on_event(event: Event) -> None:
-            for listener in listeners:
-                listener(event)
-
-        from runtime.engine.opening import open as open_runtime
-
-        models.use_device()
-        runtime = await stack.enter_async_context(
-            open_runtime(models.target, models.draft, trace=on_event, **models.options)
-        )
-        if timeline is not None:
-            timeline.tokenizer = runtime.tokenizer
-        if schema is not None:
-            from runtime.generation.grammar import Grammar
-
-            settings = settings | {"logits_processors": [Grammar.from_json_schema(schema, runtime.tokenizer)]}
-        settings = with_tokens_of(runtime.tokenizer, settings, extra_eos_tokens)
-        prompt = request.prompt_for(runtime.tokenizer)
-        stream = runtime.stream(prompt, **settings)
-        display.show_prefill(stream.statistics().prompt_tokens, settings_from(settings).prefill_step_size)
-        try:
-            async with stream:
-                async for token in stream:
-                    generated.pieces.append(token.text)
-                    generated.tokens.append(token)
-                    display.clear_for_text()
-                    if output is not None:
-                        if token.index == 0 and isinstance(prompt, str):
-                            output.echo(prompt)
-                        await output.write(token.text, dimmed=token.is_thinking)
-                    generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
-        finally:
-            generated.statistics = stream.statistics()
-        if schema is not None:
-            try:
-                json.loads("".join(generated.pieces))
-            except ValueError as error:
-                why = "; raise --max-tokens" if generated.finish_reason == "length" else " by a stop string"
-                said = f"the JSON is incomplete, cut off at {len(generated.tokens)} tokens{why}"
-                raise IncompleteJsonError(said) from error
+Ctrl-C stops the generation and still prints statistics; a second Ctrl-C exits at once.""",
+    common="--target --draft --max-tokens --temperature --seed --stop --lookahead --system --json --stats",
+    add_arguments=_add_arguments,
+    run=generate,
+    follow=follow_target,
+)

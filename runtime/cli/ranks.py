@@ -6,46 +6,34 @@ import argparse
 import signal
 
 from protocol.errors import SettingsError
-from runtime.cli import bench_command, doctor_command
 from runtime.cli.arguments.models import Models
-from runtime.terminal.display import CommandOutcome
-
-# The commands that open one runtime, which the other ranks can follow.
-COMMANDS = ("generate", "chat", "serve", "doctor", "bench")
+from runtime.cli.command import Command
 
 
-def is_one_of_several() -> bool:
-    """Whether this process was started as one of several ranks.
+def join_if_several(arguments: argparse.Namespace) -> bool:
+    """Join the other ranks if this process is one of several. Returns: whether this is a rank that follows.
 
-    Raises: SettingsError: the environment says so, and is unreadable.
+    The group is left in the arguments, where `models_of` finds it.
+
+    Raises:
+        SettingsError: this command cannot run on several ranks, or the environment of this rank is unreadable.
+        RankError: some rank is missing, or differs.
     """
     from actors.distributed.rank_address import rank_address
 
-    return rank_address() is not None
-
-
-def join(arguments: argparse.Namespace) -> None:
-    """Join the other ranks, and leave the group in the arguments, where `models_of` finds it.
-
-    Raises:
-        SettingsError: this command cannot run on several ranks.
-        RankError: some rank is missing, or differs.
-    """
-    name = arguments.command.__name__
-    if name not in COMMANDS:
-        raise SettingsError(f"{name} runs on one machine, got several ranks; run it without mlx.launch")
-    if name == "doctor" and not arguments.distributed:
-        raise SettingsError("doctor examines models on one machine, got several ranks; give --distributed")
-    if name == "bench":
-        bench_command.check_for_ranks(arguments)
-    if getattr(arguments, "config", None) is not None:
-        raise SettingsError("--config names several models, and ranks share one target; give it by --target")
+    if rank_address() is None:
+        return False
+    command: Command = arguments.command
+    if command.follow is None:
+        raise SettingsError(f"{command.name} runs on one machine, got several ranks; run it without mlx.launch")
+    command.check_for_ranks(arguments)
     from actors.distributed.joining import join_ranks
 
     arguments.group = join_ranks()
+    return bool(arguments.group.rank > 0)
 
 
-def follow(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
+def follow(arguments: argparse.Namespace, models: Models) -> None:
     """Follow rank 0 until it closes the target, or has examined the ranks.
 
     Ctrl-C in a terminal, and a supervisor's SIGTERM, reach all ranks on the machine. Only rank 0 acts on them, and may
@@ -56,10 +44,11 @@ def follow(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     models.use_device()
-    if arguments.command.__name__ == "doctor":
-        doctor_command.take_part(arguments, models)
-    else:
-        from runtime.ranks.following import follow as follow_target
+    arguments.command.follow(arguments, models)
 
-        follow_target(models.target, models.options["group"], models.draft)
-    return CommandOutcome(finish_reason="complete")
+
+def follow_target(_: argparse.Namespace, models: Models) -> None:
+    """Follow a command that opens one runtime."""
+    from runtime.ranks.following import follow
+
+    follow(models.target, models.options["group"], models.draft)

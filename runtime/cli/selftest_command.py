@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -17,6 +16,8 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.validation import check_number
 from runtime.cli.arguments.models import OPTIONS, add_models, models_of
+from runtime.cli.arguments.settings import HIDDEN, add_flags
+from runtime.cli.command import Command
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.measuring.report_files import check_report, local_paths
@@ -24,7 +25,6 @@ from runtime.selftest.stored_report import keep
 from runtime.terminal.display import (
     CommandOutcome,
     Display,
-    exit_status,
     print_message,
     print_sections,
     warnings_at_the_end,
@@ -49,59 +49,28 @@ class CheckError(OutriderError):
     """A check has failed."""
 
 
-def add_selftest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser's."""
-    parser = commands.add_parser(
-        "selftest",
-        usage="outrider selftest [options]",
-        help="check on this device what Outrider promises",
-        description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, "
-        "streams and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process "
-        "of its own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
-        epilog="""examples:
-  outrider selftest
-  outrider selftest --report report
-  outrider selftest --target org/model --draft org/small --minutes 20
-
-The report has neither paths nor prompts, and says what it has. Attach it to an issue.""",
-    )
-    parser.set_defaults(command=selftest)
-    add_models(
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_models(parser, without=OPTIONS, draft_help="path or hub id of a draft model", as_they_are=True)
+    add_flags(
         parser,
-        without=OPTIONS,
-        draft_help="path or hub id of a draft model",
-        as_they_are=True,
+        (
+            "--minutes N",
+            "about how long the checks that can go on for any time go on (default: 1)",
+            {"type": float, "default": 1.0},
+        ),
+        ("--quick", "only the checks that matter most and the speeds, in about three minutes"),
+        (
+            "--cooldown SECONDS",
+            "rest before each timed run: a hot machine may be slower, without a warning (default: 0)",
+            {"type": float, "default": 0.0},
+        ),
+        ("--report FILE", "write FILE.json and FILE.md, to attach to an issue"),
     )
-    parser.add_argument(
-        "--minutes",
-        metavar="N",
-        type=float,
-        default=1.0,
-        help="about how long the checks that can go on for any time go on (default: 1)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="only the checks that matter most and the speeds, in about three minutes",
-    )
-    parser.add_argument(
-        "--cooldown",
-        metavar="SECONDS",
-        type=float,
-        default=0.0,
-        help="rest before each timed run: a hot machine may be slower, without a warning (default: 0)",
-    )
-    parser.add_argument("--report", metavar="FILE", help="write FILE.json and FILE.md, to attach to an issue")
-    parser.add_argument("--json", metavar="FILE", dest="report", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE", dest="report", **HIDDEN)
 
 
-def selftest(arguments: argparse.Namespace) -> int:
-    """The command `selftest`.
-
-    Returns: the exit status: 0 if every check passed.
-
-    Raises: OutriderError: an argument is invalid, a check has failed, or the report cannot be written.
-    """
+def selftest(arguments: argparse.Namespace) -> CommandOutcome:
+    """Run the checks, report on them, and keep the report. A check that has failed is the failure of the outcome."""
     from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)
@@ -125,17 +94,22 @@ def selftest(arguments: argparse.Namespace) -> int:
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, partial(_run, subject, report, display.show_activity))
     if outcome.failure is not None:
-        return exit_status(outcome)
+        return outcome
     is_whole = outcome.signal is None
     if is_whole:
         # First, so that nothing is lost where stdout is closed. A report of an interrupted run is none.
-        _keep(report, path)
+        try:
+            keep(report.as_json())
+        except (OSError, RuntimeError) as error:
+            print_message(f"the report is not kept for outrider doctor: {error}")
+        if path is not None:
+            report.write(path)
     if report.runs:
         print_sections(report.sections())
         print_message(summary(report.runs) if is_whole else f"interrupted after {len(report.runs)} checks")
     if report.failures and is_whole:
         outcome.failure = CheckError(f"these checks failed: {', '.join(run.check.label for run in report.failures)}")
-    return exit_status(outcome)
+    return outcome
 
 
 async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Callable[[str], None]) -> None:
@@ -161,14 +135,20 @@ async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Cal
         await run((*CHECKS_OF_LAYERS, *(CHECKS_OF_BUFFERS if device == "gpu" else ())))
 
 
-def _keep(report: SelfTestReport, path: Path | None) -> None:
-    """Keep the report for `outrider doctor`, and write it to `path`.
+COMMAND = Command(
+    name="selftest",
+    usage="[options]",
+    help="check on this device what Outrider promises",
+    description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, "
+    "streams and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process "
+    "of its own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
+    epilog="""examples:
+  outrider selftest
+  outrider selftest --report report
+  outrider selftest --target org/model --draft org/small --minutes 20
 
-    Raises: OutputError: `path` cannot be written.
-    """
-    try:
-        keep(report.as_json())
-    except (OSError, RuntimeError) as error:
-        print_message(f"the report is not kept for outrider doctor: {error}")
-    if path is not None:
-        report.write(path)
+The report has neither paths nor prompts, and says what it has. Attach it to an issue.""",
+    add_arguments=_add_arguments,
+    run=selftest,
+    computes=False,
+)

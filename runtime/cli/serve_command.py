@@ -23,13 +23,16 @@ from protocol.open_options import MAX_BATCH, OpenOptions
 from protocol.options import options_of
 from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_of_server
-from runtime.cli.arguments.models import Models
-from runtime.cli.arguments.settings import add_defaults, add_option, defaults_of, parse_size
+from runtime.cli.arguments.models import Models, add_models, models_of
+from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, add_options, defaults_of, parse_size
+from runtime.cli.command import Command
 from runtime.cli.flags import flag
+from runtime.cli.ranks import follow_target
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.model_spec import ModelSpec
 from runtime.server.connections.address import (
     KEY_VARIABLE,
+    IpNetwork,
     ServerError,
     api_key,
     bind,
@@ -62,8 +65,8 @@ _STREAM_LIMITS = {"max_streams": "auto", "max_batch": MAX_BATCH}
 _REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `serve`, other than the models and the BLAS."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_models(parser)
     group = parser.add_argument_group("address")
     group.add_argument(
         "--host",
@@ -71,55 +74,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen on; other than a loopback address, it needs an API key (default: %(default)s)",
     )
     group.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
-    group.add_argument(
-        "--api-key", metavar="KEY", help=f"API key that requests must send (default: {KEY_VARIABLE}, else none)"
+    add_flags(
+        group,
+        ("--api-key KEY", f"API key that requests must send (default: {KEY_VARIABLE}, else none)"),
+        (
+            "--allow-host NAME ...",
+            'further host name that requests may carry, or "*" for any (default: names of this machine; with an '
+            "API key, any)",
+        ),
+        (
+            "--allow-origin ORIGIN ...",
+            'origin whose pages may use the server, such as https://example.org (no path, no "/" at the end), or "*" '
+            "for any",
+        ),
+        (
+            "--trusted-proxy ADDRESS ...",
+            "address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is believed",
+        ),
     )
-    group.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help='further host name that requests may carry, or "*" for any (default: names of this machine; with an '
-        "API key, any)",
-    )
-    group.add_argument(
-        "--allow-origin",
-        metavar="ORIGIN",
-        action="append",
-        default=[],
-        help='origin whose pages may use the server, such as https://example.org (no path, no "/" at the end), or "*" '
-        "for any",
-    )
-    group.add_argument(
-        "--trusted-proxy",
-        metavar="ADDRESS",
-        action="append",
-        default=[],
-        help="address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is believed",
-    )
-    group = parser.add_argument_group("names and several models")
-    group.add_argument(
-        "--model-name", metavar="NAME", help="name of the target in the API (default: the end of its path or id)"
-    )
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="TOML file with several models, each loaded for its first request; in place of --target; "
-        "options of caches, and settings, are for those that have no others",
-    )
-    group.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="memory that the models of --config may take, such as 24GB; the least recently used one at rest "
-        "is unloaded for another (default: no limit)",
+    add_flags(
+        parser.add_argument_group("names and several models"),
+        ("--model-name NAME", "name of the target in the API (default: the end of its path or id)"),
+        (
+            "--config FILE",
+            "TOML file with several models, each loaded for its first request; in place of --target; "
+            "options of caches, and settings, are for those that have no others",
+        ),
+        (
+            "--memory-limit SIZE",
+            "memory that the models of --config may take, such as 24GB; the least recently used one at rest "
+            "is unloaded for another (default: no limit)",
+        ),
     )
     add_defaults(parser)
     add_flags_of_server(parser)
-    parser.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse what means nothing here instead of ignoring it: unknown fields of a request, names of other "
-        "models, and a max_tokens beyond --max-tokens-limit",
+    add_flags(
+        parser,
+        (
+            "--strict",
+            "refuse what means nothing here instead of ignoring it: unknown fields of a request, names of other "
+            "models, and a max_tokens beyond --max-tokens-limit",
+        ),
     )
     parser.add_argument(
         "--no-access-log",
@@ -130,17 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("limits")
     for name, default in _STREAM_LIMITS.items():
         add_option(group, name, options_of(OpenOptions)[name], default)
-    for name, option in options_of(Limits).items():
-        add_option(group, name, option, attrs.fields_dict(Limits)[name].default)
+    add_options(group, Limits)
 
 
-def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
-    """Serve until a signal stops the server.
-
-    Returns: the outcome. A signal while the models load is an interruption; one that stops the running server is not.
-
-    Raises: OutriderError: an argument is invalid, or the address cannot be used. Later errors are in the outcome.
-    """
+def serve(arguments: argparse.Namespace) -> CommandOutcome:
+    """Serve until a signal stops the server. A signal while the models load is an interruption; that one is not."""
+    models = models_of(arguments)
     if missing := [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
     given = vars(arguments)
@@ -149,8 +139,7 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
     OpenOptions(**options)
     for origin in arguments.allow_origin:
         check_origin(origin)
-    for proxy in arguments.trusted_proxy:
-        network(proxy)
+    proxies = [network(proxy) for proxy in arguments.trusted_proxy]
     limits = attrs.evolve(limits, max_connections=make_room_for_connections(limits.max_connections))
     _check_no_model(arguments, models)
     memory_limit = _memory_limit(arguments)
@@ -164,134 +153,118 @@ def serve(arguments: argparse.Namespace, models: Models) -> CommandOutcome:
         import runtime.server.app  # noqa: F401  imported here, where Ctrl-C ends it at once
 
         served = _served(arguments, models, options)
-        server = _Server(arguments, models, served, limits, memory_limit, key, bound, display)
-        trio.run(_ServerSignals(outcome, display, server=server).run, partial(_open_and_serve, server))
+        server = _Server(
+            outcome=outcome,
+            display=display,
+            arguments=arguments,
+            models=models,
+            served=served,
+            limits=limits,
+            memory_limit=memory_limit,
+            key=key,
+            proxies=proxies,
+            bound=bound,
+        )
+        trio.run(server.run, server.open_and_serve)
     return outcome
 
 
-@attrs.define
-class _Server:
-    """A server, from its arguments to its end.
+@attrs.define(eq=False, slots=False, kw_only=True)
+class _Server(SignalScope):
+    """A server, from its arguments to its end. The first signal lets current answers end, or cancels the load."""
 
-    Attributes:
-        models: those of the command line.
-        served: those to serve.
-        limits: those of requests and connections.
-        memory_limit: see `model_pool`.
-        key: the API key that requests must send, or None.
-        bound: a socket bound to the address, not listening yet.
-        display: shows the loading of the models.
-        is_serving: whether requests are accepted.
-        failure: the error of all streams, if the target has failed.
-        stopping: set to stop the server.
-    """
-
-    arguments: argparse.Namespace
-    models: Models
-    served: Sequence[ServedModel]
-    limits: Limits
-    memory_limit: int | None
-    key: str | None
-    bound: socket.socket
-    display: Display
-    is_serving: bool = False
-    failure: RuntimeBrokenError | None = None
-    stopping: trio.Event = attrs.field(factory=trio.Event)
-
-
-@attrs.define(eq=False, slots=False)
-class _ServerSignals(SignalScope):
-    """Signals of a server: the first lets the current answers end, or cancels the load of the models."""
-
-    _server: _Server = attrs.field(kw_only=True)
+    _arguments: argparse.Namespace
+    _models: Models
+    _served: Sequence[ServedModel]
+    _limits: Limits
+    _memory_limit: int | None
+    _key: str | None
+    _proxies: list[IpNetwork]
+    _bound: socket.socket  # not listening yet
+    _is_serving: bool = False
+    _failure: RuntimeBrokenError | None = None  # of all streams, if the target has failed
+    _stopping: trio.Event = attrs.field(factory=trio.Event)
 
     def end_gently(self) -> bool:
-        self._server.stopping.set()
-        return self._server.is_serving
+        self._stopping.set()
+        return self._is_serving
 
+    async def open_and_serve(self) -> None:
+        arguments, limits = self._arguments, self._limits
+        from actors.mlx.memory import active_memory
+        from runtime.server.app import Service, application
+        from runtime.server.connections.listener import serve
+        from runtime.server.middleware import AccessLog, ForwardedClients
+        from runtime.server.models.loaded_model import free_memory, open_model
+        from runtime.server.models.pool import model_pool
 
-async def _open_and_serve(server: _Server) -> None:
-    """Load the model, if it is one, and serve until `server.stopping` is set.
-
-    Raises:
-        OutriderError: a single model cannot be loaded, or has no tokenizer.
-        ServerError: its target has failed.
-    """
-    arguments = server.arguments
-    from actors.mlx.memory import active_memory
-    from runtime.server.app import Service, application
-    from runtime.server.connections.listener import serve
-    from runtime.server.middleware import AccessLog, ForwardedClients
-    from runtime.server.models.loaded_model import free_memory, open_model
-    from runtime.server.models.pool import model_pool
-
-    limits = server.limits
-    service = Service(
-        limits=limits,
-        api_key=server.key,
-        hosts=["*"] if server.key is not None else [*_LOCAL_HOSTS, arguments.host, *arguments.allow_host],
-        origins=arguments.allow_origin,
-        is_strict=arguments.strict,
-    )
-    server.models.use_device()
-    pool = model_pool(
-        server.served,
-        partial(open_model, schema_s=limits.schema_s),
-        memory_limit=server.memory_limit,
-        used_bytes=active_memory,
-        free_memory=free_memory,
-        announce=print_message if arguments.config is not None else _say_nothing,
-    )
-    async with pool as models:
-        if arguments.config is None:
-            await _load_now(models)
-        server.display.clear()
-        if arguments.draft != "none":
-            for spec in models.specs:
-                await trio.to_thread.run_sync(_name_drafter, spec)
-        # What was imported stays: half a million objects that each collection of garbage would look at otherwise.
-        gc.freeze()
-        # Not earlier: a client that can connect must be able to get answers.
-        server.bound.listen(_BACKLOG)
-        listener = trio.SocketListener(trio.socket.from_stdlib_socket(server.bound))
-        app = application(models, service)
-        names = [spec.name for spec in models.specs]
-        what = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
-        print_message(f"{what} served at {url(server.bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
-        server.is_serving = True
-
-        async def until_over() -> None:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_stop_if_broken, models, server)
-                await server.stopping.wait()
-                nursery.cancel_scope.cancel()
-
-        outer: ASGIApp = AccessLog(app, print_stderr) if arguments.access_log else app
-        if proxies := [network(proxy) for proxy in arguments.trusted_proxy]:
-            outer = ForwardedClients(outer, proxies)
-        await serve(outer, [listener], until_over, limits, partial(_drain, app.admission, server))
-    if server.failure is not None:
-        raise ServerError(f"the server has ended, start it again: {server.failure}")
-    print_message("the server has ended")
-
-
-async def _drain(admission: RequestAdmission, server: _Server) -> None:
-    """Take no new requests, and return once those that were taken have ended."""
-    admission.drain()
-    # Where the target has failed, all that is left to do is to tell them.
-    if admission.num_admitted and server.failure is None:
-        print_message(
-            f"stopping: {admission.num_admitted} requests may end within {server.limits.grace_s:g} s "
-            "(--grace-seconds), and new ones are refused; another signal ends the server at once"
+        service = Service(
+            limits=limits,
+            api_key=self._key,
+            hosts=["*"] if self._key is not None else [*_LOCAL_HOSTS, arguments.host, *arguments.allow_host],
+            origins=arguments.allow_origin,
+            is_strict=arguments.strict,
         )
-    await admission.wait_drained()
+        self._models.use_device()
+        pool = model_pool(
+            self._served,
+            partial(open_model, schema_s=limits.schema_s),
+            memory_limit=self._memory_limit,
+            used_bytes=active_memory,
+            free_memory=free_memory,
+            # A display has shown the load of an only model.
+            announce=print_message if arguments.config is not None else lambda _: None,
+        )
+        async with pool as models:
+            if arguments.config is None:
+                await _load_now(models)
+            self.display.clear()
+            if arguments.draft != "none":
+                for spec in models.specs:
+                    await trio.to_thread.run_sync(_name_drafter, spec)
+            # What was imported stays: half a million objects that each collection of garbage would look at otherwise.
+            gc.freeze()
+            # Not earlier: a client that can connect must be able to get answers.
+            self._bound.listen(_BACKLOG)
+            listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._bound))
+            app = application(models, service)
+            names = [spec.name for spec in models.specs]
+            what = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
+            print_message(f"{what} served at {url(self._bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
+            self._is_serving = True
+            outer: ASGIApp = AccessLog(app, print_stderr) if arguments.access_log else app
+            if self._proxies:
+                outer = ForwardedClients(outer, self._proxies)
+            until_over, drain = partial(self._until_over, models), partial(self._drain, app.admission)
+            await serve(outer, [listener], until_over, limits, drain)
+        if self._failure is not None:
+            raise ServerError(f"the server has ended, start it again: {self._failure}")
+        print_message("the server has ended")
+
+    async def _until_over(self, models: ModelPool) -> None:
+        """Wait for a signal, or for the target of an only model to fail: a supervisor can start the server again."""
+
+        async def stop_if_broken() -> None:
+            self._failure = await models.wait_broken()
+            self._stopping.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_if_broken)
+            await self._stopping.wait()
+            nursery.cancel_scope.cancel()
+
+    async def _drain(self, admission: RequestAdmission) -> None:
+        admission.drain()
+        # Where the target has failed, all that is left to do is to tell them.
+        if admission.num_admitted and self._failure is None:
+            print_message(
+                f"stopping: {admission.num_admitted} requests may end within {self._limits.grace_s:g} s "
+                "(--grace-seconds), and new ones are refused; another signal ends the server at once"
+            )
+        await admission.wait_drained()
 
 
 async def _load_now(models: ModelPool) -> None:
-    """Load the model of a server that has one.
-
-    Raises: OutriderError: it cannot be loaded, or has no tokenizer.
-    """
     from runtime.server.models.served_model import ModelLoadError
 
     try:
@@ -299,12 +272,6 @@ async def _load_now(models: ModelPool) -> None:
             pass
     except ModelLoadError as error:
         raise (error.__cause__ or error) from None
-
-
-async def _stop_if_broken(models: ModelPool, server: _Server) -> None:
-    """Stop a server of one model when its target has failed, so that a supervisor can start it again."""
-    server.failure = await models.wait_broken()
-    server.stopping.set()
 
 
 def _name_drafter(spec: ServedModel) -> None:
@@ -318,18 +285,10 @@ def _name_drafter(spec: ServedModel) -> None:
             print_message(f"{spec.name} decodes without a drafter; {best.described} could draft for it")
 
 
-def _say_nothing(text: str) -> None:
-    """Announce no load: a display has shown the only one."""
-
-
 # --- the models -----------------------------------------------------------------------------------
 
 
 def _memory_limit(arguments: argparse.Namespace) -> int | None:
-    """The value of --memory-limit in bytes, or None.
-
-    Raises: SettingsError: it is no size, or there is no --config.
-    """
     given: str | None = arguments.memory_limit
     if given is None:
         return None
@@ -342,10 +301,6 @@ def _memory_limit(arguments: argparse.Namespace) -> int | None:
 
 
 def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str, Any]) -> Sequence[ServedModel]:
-    """The models to serve: those of --config, or the one of the command line.
-
-    Raises: ConfigFileError, SettingsError: something is wrong with the file, or the command line names a model, too.
-    """
     from runtime.server.models.config_file import read_models
     from runtime.server.models.served_model import ServedModel
 
@@ -358,7 +313,6 @@ def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str,
 
 
 def _check_no_model(arguments: argparse.Namespace, models: Models) -> None:
-    """Raises: SettingsError: the command line names a model, or says how it is loaded, and names a file of several."""
     if arguments.config is None:
         return
     if given := [flag(name) for name in ("target", "draft", "model_name") if getattr(arguments, name) is not None]:
@@ -368,8 +322,34 @@ def _check_no_model(arguments: argparse.Namespace, models: Models) -> None:
 
 
 def _name(source: str | Path | ModelSpec) -> str:
-    """The name of a model, from its path or hub id."""
     model = source.path if isinstance(source, ModelSpec) else source
     if model in (DEMO_TARGET, DEMO_DRAFT):
         return f"outrider-demo-{Path(model).name}"
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else str(model)
+
+
+def _check_for_ranks(arguments: argparse.Namespace) -> None:
+    if arguments.config is not None:
+        raise SettingsError("--config names several models, and ranks share one target; give it by --target")
+
+
+COMMAND = Command(
+    name="serve",
+    usage="[options]",
+    help="serve an OpenAI-compatible HTTP API and a web page",
+    description="Serve models over HTTP: an OpenAI-compatible API at /v1, a web page at /, /health, /metrics for "
+    "Prometheus, /openapi.json and /docs. A client that disconnects cancels its request. Needs the extra serve.",
+    epilog="""examples:
+  outrider serve --target org/model --draft org/small --port 8080
+  OUTRIDER_API_KEY=... outrider serve --host 0.0.0.0 --max-streams 8
+  outrider serve --config models.toml --memory-limit 24GB
+
+Ctrl-C or SIGTERM stops the server; current answers have --grace-seconds to end. A second one exits at once. If the \
+target model fails, the server exits with status 1, so that a supervisor can restart it. One of several models is \
+loaded again for its next request.""",
+    common="--target --draft --host --port --api-key --config --memory-limit --max-streams --max-tokens --lookahead",
+    add_arguments=_add_arguments,
+    run=serve,
+    follow=follow_target,
+    check_for_ranks=_check_for_ranks,
+)

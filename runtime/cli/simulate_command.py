@@ -17,7 +17,8 @@ from protocol.errors import SettingsError
 from protocol.options import options_of
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integer, must_be
-from runtime.cli.arguments.settings import add_option
+from runtime.cli.arguments.settings import add_flags, add_options
+from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.measuring.reports import check_plot
 from runtime.simulation.comparison import (
@@ -35,7 +36,7 @@ from runtime.simulation.comparison import (
 )
 from runtime.simulation.scenario import MAX_STREAMS, Scenario
 from runtime.simulation.sharding import MAX_RANKS, SHAPES, Sharding
-from runtime.terminal.display import Display, Output, warnings_at_the_end
+from runtime.terminal.display import CommandOutcome, Display, Output, warnings_at_the_end
 
 PLOT_FORMATS = (".svg", ".png")
 
@@ -43,86 +44,51 @@ _SCENARIO = options_of(Scenario)
 _SHARDING = options_of(Sharding)
 
 
-def add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser's commands."""
-    parser = commands.add_parser(
-        "simulate",
-        usage="outrider simulate --acceptance A --cost-ratio C [options]",
-        help="predict what a draft model brings on hardware that you describe",
-        description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
-        "real one; models and time are simulated. All speeds are relative to plain decoding.",
-        epilog="""examples:
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1
-  outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --ranks 1,2,4,8 \\
-      --shape llama-70b --pass-time 170 --link-latency 50 --link-bandwidth 10
-
-The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
-the times of a pair of models.""",
-    )
-    parser.set_defaults(command=simulate)
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario = parser.add_argument_group("scenario")
-    _add_options(scenario, Scenario, is_required=True)
+    add_options(scenario, Scenario, required=True)
     sharding = parser.add_argument_group("a target over several machines")
-    sharding.add_argument(
-        "--ranks",
-        metavar="LIST",
-        help="machines that the target is sharded over, or several such numbers, separated by commas, to compare; the "
-        "draft model runs on one of the machines",
+    add_flags(
+        sharding,
+        (
+            "--ranks LIST",
+            "machines that the target is sharded over, or several such numbers, separated by commas, to compare; the "
+            "draft model runs on one of the machines",
+        ),
+        ("--shape MODEL", f"layers and hidden size of a known model: {', '.join(SHAPES)}", {"choices": SHAPES}),
     )
-    sharding.add_argument(
-        "--shape",
-        choices=SHAPES,
-        help=f"layers and hidden size of a known model: {', '.join(SHAPES)}",
-        metavar="MODEL",
+    add_options(sharding, Sharding)
+    lookaheads, of_streams = (",".join(map(str, each)) for each in (LOOKAHEADS, STREAM_LOOKAHEADS))
+    add_flags(
+        parser.add_argument_group("run"),
+        (
+            "--tokens N",
+            f"length of each text in tokens (default: {NUM_TOKENS}, or {STREAM_TOKENS} with --streams)",
+            {"type": int},
+        ),
+        (
+            "--lookahead LIST",
+            f"fixed lookaheads to compare, separated by commas (default: {lookaheads}, or {of_streams} with --streams)",
+        ),
+        (
+            "--streams N",
+            f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
+            "over several texts costs what all its rows do, padding included",
+            {"type": int},
+        ),
     )
-    _add_options(sharding, Sharding, is_required=False)
-    run = parser.add_argument_group("run")
-    run.add_argument(
-        "--tokens",
-        metavar="N",
-        type=int,
-        help=f"length of each text in tokens (default: {NUM_TOKENS}, or {STREAM_TOKENS} with --streams)",
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--json", "print one JSON object instead of a table"),
+        ("--plot FILE", "write a plot, as .svg or .png (needs matplotlib)"),
     )
-    run.add_argument(
-        "--lookahead",
-        metavar="LIST",
-        help=f"fixed lookaheads to compare, separated by commas (default: {_listed(LOOKAHEADS)}, or "
-        f"{_listed(STREAM_LOOKAHEADS)} with --streams)",
-    )
-    run.add_argument(
-        "--streams",
-        metavar="N",
-        type=int,
-        help=f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
-        "over several texts costs what all its rows do, padding included",
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    output.add_argument("--plot", metavar="FILE", help="write a plot, as .svg or .png (needs matplotlib)")
 
 
-def _add_options(group: argparse._ArgumentGroup, declaration: type[attrs.AttrsInstance], *, is_required: bool) -> None:
-    """Add the options that a class declares; those without a default are required if `is_required`."""
-    for name, option in options_of(declaration).items():
-        default = attrs.fields_dict(declaration)[name].default
-        add_option(group, name, option, default, required=is_required and default is attrs.NOTHING)
-
-
-def simulate(arguments: argparse.Namespace) -> int:
-    """The command `simulate`.
-
-    Returns: the exit status.
-
-    Raises:
-        SettingsError: an argument is out of its range, or a plot cannot be drawn here.
-        OutputError: the result cannot be written.
-    """
+def simulate(arguments: argparse.Namespace) -> CommandOutcome:
+    """Compare the ways of decoding, and show the figures."""
     several = arguments.streams is not None
-    num_tokens = _num_tokens(arguments.tokens, STREAM_TOKENS if several else NUM_TOKENS)
+    num_tokens = (STREAM_TOKENS if several else NUM_TOKENS) if arguments.tokens is None else arguments.tokens
+    check_integer("tokens", num_tokens, 1)
     lookaheads = _lookaheads(arguments.lookahead, STREAM_LOOKAHEADS if several else LOOKAHEADS)
     if several:
         check_integer("streams", arguments.streams, 1, MAX_STREAMS)
@@ -152,18 +118,13 @@ def simulate(arguments: argparse.Namespace) -> int:
         Output().write_now(json.dumps(comparison.as_json(), indent=2) + "\n")
     else:
         comparison.report().print()
-    return 0
+    return CommandOutcome(finish_reason="complete")
 
 
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def _listed(values: Sequence[int]) -> str:
-    return ",".join(map(str, values))
-
-
 def _scenario(values: dict[str, Any]) -> Scenario:
-    """The scenario that the options describe."""
     for role in ("verify", "draft"):
         table, slope = f"{role}_table", f"{role}_slope"
         if table in values:
@@ -174,10 +135,7 @@ def _scenario(values: dict[str, Any]) -> Scenario:
 
 
 def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | None]:
-    """The numbers of ranks, and the sharding over the first of them; none of both for a target on one machine.
-
-    Raises: SettingsError: something is missing, there is too much, or a value is out of its range.
-    """
+    """The numbers of ranks, and the sharding over the first of them; none of both for a target on one machine."""
     given = {name: getattr(arguments, name) for name in _SHARDING if hasattr(arguments, name)}
     if arguments.ranks is None:
         if extra := [*map(flag, given), *([] if arguments.shape is None else ["--shape"])]:
@@ -196,11 +154,7 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
 
 
 def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
-    """A table of times: "1,0.99,1.13" for widths from 1 on, or pairs such as "1:1,2:1.05,8:1.3".
-
-    Returns: pairs (width, time); whether they can be a table is for `Scenario` to check.
-    Raises: SettingsError: the text is neither form.
-    """
+    """Pairs (width, time), of "1,0.99,1.13" for widths from 1 on, or of "1:1,2:1.05,8:1.3". `Scenario` checks them."""
     parts = [part.strip() for part in text.split(",")]
     if parts == ["none"]:
         return ()
@@ -216,15 +170,7 @@ def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
         raise must_be(name, bound, text) from error
 
 
-def _num_tokens(value: int | None, default: int) -> int:
-    if value is None:
-        return default
-    check_integer("tokens", value, 1)
-    return value
-
-
 def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
-    """The lookaheads in a list such as "1,2,4", sorted, without repeats."""
     if text is None:
         return default
     remedy = "plain decoding and the automatic lookahead are always included"
@@ -232,8 +178,31 @@ def _lookaheads(text: str | None, default: Sequence[int]) -> Sequence[int]:
 
 
 def _numbers(name: str, text: str, most: int, remedy: str | None = None) -> list[int]:
-    """The numbers, from 1 to `most`, in a list such as "1,2,4"."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= most for part in parts):
         raise must_be(name, f"whole numbers between 1 and {most}, separated by commas", text, remedy)
     return [int(part) for part in parts]
+
+
+COMMAND = Command(
+    name="simulate",
+    usage="--acceptance A --cost-ratio C [options]",
+    help="predict what a draft model brings on hardware that you describe",
+    description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
+    "real one; models and time are simulated. All speeds are relative to plain decoding.",
+    epilog="""examples:
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1
+  outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
+  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --ranks 1,2,4,8 \\
+      --shape llama-70b --pass-time 170 --link-latency 50 --link-bandwidth 10
+
+The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
+the times of a pair of models.""",
+    common="--acceptance --cost-ratio --contention --streams --ranks --shape --lookahead --tokens --json --plot",
+    add_arguments=_add_arguments,
+    run=simulate,
+    computes=False,
+)

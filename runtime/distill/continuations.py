@@ -21,16 +21,7 @@ PROMPT_SHARE = 0.25
 
 
 def continue_windows(target: Module, windows: mx.array, *, temperature: float, seed: int) -> mx.array:
-    """Windows that begin as some do, and go on as the target does.
-
-    Args:
-        target: mlx-lm's model.
-        windows: (B, length) ids.
-        temperature: of the sampling; 0 is greedy.
-        seed: of the sampling.
-
-    Returns: (B, length) int32.
-    """
+    """Windows (B, length) that begin as some do, and go on as the target does, greedily at temperature 0; int32."""
     length = windows.shape[1]
     num_given = max(1, int(length * PROMPT_SHARE))
     cache = CacheOptions().make_cache(target)
@@ -53,11 +44,7 @@ class Continuations:
     """Continuations that were written so far, each batch in a file of its own, so that an interruption loses one."""
 
     def __init__(self, folder: Path) -> None:
-        """Read those that were written before.
-
-        Args:
-            folder: where the files are, or will be.
-        """
+        """Read those that were written before."""
         self._folder = folder
         self.batches: list[mx.array] = []
         while (file := self._file(len(self.batches))).exists():
@@ -72,13 +59,7 @@ class Continuations:
         return sum(batch.shape[0] for batch in self.batches)
 
     def write(self, target: Module, windows: mx.array, seed: int) -> None:
-        """Add a batch.
-
-        Args:
-            target: mlx-lm's model.
-            windows: (B, length) whose beginnings are continued.
-            seed: of the sampling.
-        """
+        """Add a batch that goes on from the beginnings of windows (B, length)."""
         index = len(self.batches)
         temperature = 0.0 if index % 2 == 0 else TEMPERATURE
         batch = continue_windows(target, windows, temperature=temperature, seed=seed + index)

@@ -22,11 +22,7 @@ MAX_HELD_OUT = 64
 
 
 def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[str]:
-    """The texts of some files, in order.
-
-    Args:
-        files: `.jsonl` with a "text", or "messages" for the chat template, in each line; any other is one text.
-        tokenizer: the target's.
+    """The texts of some files, in order: of `.jsonl`, a "text" or "messages" in each line; any other is one text.
 
     Raises: SettingsError: a file cannot be read, or a line has neither.
     """
@@ -71,12 +67,10 @@ class Windows:
     """
 
     def __init__(self, texts: Iterator[str], tokenizer: Any, length: int) -> None:
-        """Cut texts into windows.
+        """Cut texts into windows of `length` tokens, >= 8.
 
-        Args:
-            texts: to learn from. Of at least `HELD_OUT_EVERY` texts, whole ones are held out, else windows.
-            tokenizer: the target's. Its end-of-text token, if it has one, stands between two texts.
-            length: tokens of a window, >= 8.
+        Of at least `HELD_OUT_EVERY` texts, whole ones are held out, else windows. The tokenizer's end-of-text token, if
+        it has one, stands between two texts.
 
         Raises: SettingsError: there is less than two windows of text.
         """
@@ -109,11 +103,7 @@ class Windows:
         mx.eval(self.held_out, self.learnt)
 
     def add(self, windows: mx.array) -> None:
-        """Add windows to learn from.
-
-        Args:
-            windows: (n, length) ids.
-        """
+        """Add windows (n, length) to learn from."""
         self.learnt = mx.concatenate([self.learnt, windows.astype(mx.int32)])
         self._counts.update(windows.flatten().tolist())  # type: ignore[arg-type]
         mx.eval(self.learnt)
@@ -135,12 +125,7 @@ class Windows:
         return [self.held_out[i : i + size] for i in range(0, self.held_out.shape[0], size)]
 
     def most_frequent(self, count: int, vocab_size: int) -> list[int]:
-        """The ids that occur most often, ascending; filled up with the first ones that do not occur.
-
-        Args:
-            count: how many, at most `vocab_size`.
-            vocab_size: of the target.
-        """
+        """The `count` ids that occur most often, ascending; filled up with the first ones that do not occur."""
         chosen = [token for token, _ in sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))[:count]]
         others = (token for token in range(vocab_size) if token not in self._counts)
         while len(chosen) < count:

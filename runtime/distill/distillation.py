@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +21,11 @@ from actors.mlx.model import load as load_model
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import Eagle3, LoadedEagle3, load_eagle3, read_config
 from actors.trained.kinds.target_parts import embedding_of
-from protocol.errors import ModelError, SettingsError
-from protocol.validation import check_integer, check_number, must_be
+from protocol.errors import ModelError
+from protocol.validation import must_be
 from runtime.distill.continuations import Continuations
 from runtime.distill.data import Windows, read_texts
+from runtime.distill.options import DistillOptions
 from runtime.distill.output import config_for, model_card, write_drafter
 from runtime.distill.training import Training, acceptance_of, num_accepted
 from runtime.loading.tokenizers import wrapped
@@ -41,64 +41,6 @@ EVALUATION_SHARE = 0.1
 # arXiv 2404.06395, section 4.2.
 DECAY_SHARE = 0.3
 
-DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-
-
-@attrs.frozen
-class DistillOptions:
-    """What is trained, and how.
-
-    Attributes:
-        target: path or hub id of the model that the drafter is for.
-        data: files of text; see `read_texts`.
-        out: folder of the drafter; the state of the training is in its subfolder `training`.
-        init: folder of an EAGLE-3 drafter to begin with; None for a new one.
-        window: tokens of a window of text, in [8, context of the target].
-        continuations: windows that the target itself writes, >= 0.
-        draft_vocab_size: tokens that a new drafter can propose, at most the target's; None for all of up to 32,768.
-        intermediate_size: width of a new drafter's feed-forward part; None for the target's.
-        learning_rate: to begin with, > 0.
-        batch_tokens: tokens of a batch at most, >= `window`.
-        max_minutes: that learning and evaluations may take in all, > 0, in the last third of which the learning rate
-            falls; None to learn until it brings nothing more.
-        seed: of the weights, and of the order of windows.
-        dtype: of the drafter's weights.
-    """
-
-    target: str
-    data: tuple[Path, ...] = attrs.field(converter=tuple)
-    out: Path
-    init: Path | None = None
-    window: int = 256
-    continuations: int = 0
-    draft_vocab_size: int | None = None
-    intermediate_size: int | None = None
-    learning_rate: float = 1e-3
-    batch_tokens: int = 4096
-    max_minutes: float | None = None
-    seed: int = 0
-    dtype: str = "bfloat16"
-
-    def __attrs_post_init__(self) -> None:
-        check_integer("window", self.window, 8)
-        check_integer("batch_tokens", self.batch_tokens, self.window)
-        check_integer("continuations", self.continuations, 0)
-        check_integer("seed", self.seed, 0)
-        check_number("learning_rate", self.learning_rate, above=0)
-        for name in ("draft_vocab_size", "intermediate_size"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 1)
-                if self.init is not None:
-                    raise SettingsError.of(
-                        "{option} is that of the drafter that {init} names; leave one of them out", option=name
-                    )
-        if self.max_minutes is not None:
-            check_number("max_minutes", self.max_minutes, above=0)
-        if self.dtype not in DTYPES:
-            raise must_be("dtype", f"one of {', '.join(DTYPES)}", self.dtype)
-        if not self.data:
-            raise SettingsError.of("{data} is missing; give files of text to learn from")
-
 
 @attrs.frozen
 class Evaluation:
@@ -106,22 +48,16 @@ class Evaluation:
 
     Attributes:
         batches, tokens: that were learnt from so far.
-        minutes: that learning and evaluations took so far.
-        loss: mean since the evaluation before; None before anything was learnt.
-        acceptance: on held-out text, of each draft step where those before it were accepted.
-        accepted: tokens of `NUM_STEPS` drafts that are accepted.
-        learning_rate: after the evaluation.
-        is_best: whether the drafter was written.
     """
 
     batches: int
     tokens: int
-    minutes: float
-    loss: float | None
-    acceptance: tuple[float, ...]
-    accepted: float
+    minutes: float  # that learning and evaluations took so far
+    loss: float | None  # mean since the evaluation before; None before anything was learnt
+    acceptance: tuple[float, ...]  # on held-out text, of each draft step where those before it were accepted
+    accepted: float  # tokens of `NUM_STEPS` drafts that are accepted
     learning_rate: float
-    is_best: bool
+    is_best: bool  # whether the drafter was written
 
 
 class Distillation:
@@ -129,11 +65,6 @@ class Distillation:
 
     def __init__(self, options: DistillOptions, target: Module, tokenizer: Any) -> None:
         """Read the texts.
-
-        Args:
-            options: what to do.
-            target: mlx-lm's model, whose weights are evaluated.
-            tokenizer: of the target.
 
         Raises: SettingsError: a window is longer than the target's context, a file cannot be read, or there is too
             little text.
@@ -195,7 +126,8 @@ class Distillation:
                 f"the drafter in {options.init} is for a target with {model.config.vocab_size} tokens and a width of "
                 f"{model.config.target_hidden_size}; this one has {vocab_size} and {hidden_size}"
             )
-        embedding = _whole_embedding(embed if self._made.embedding is None else self._made.embedding, vocab_size)
+        of_drafter = embed if self._made.embedding is None else self._made.embedding
+        embedding = of_drafter(mx.arange(vocab_size)).astype(mx.float32)  # it may be quantised
         model.set_dtype(mx.float32)
         mx.eval(model.state, embedding)
         tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
@@ -349,7 +281,7 @@ class Distillation:
             self._config,
             target_ids=self._made.target_ids,
             embedding=None if self._made.embedding is None else self._made.embedding.weight,
-            dtype=DTYPES[options.dtype],
+            dtype=getattr(mx, options.dtype),
             card=model_card(
                 Path(options.target).name,
                 acceptance=acceptance,
@@ -388,13 +320,7 @@ def initialize(model: Eagle3, seed: int) -> None:
 
 
 def _config_of(target: Module) -> dict[str, Any]:
-    """The arguments of an mlx-lm model, those of the language model where there are several."""
     args: Any = getattr(target, "args", None)
     config = {name: getattr(args, name) for name in dir(args) if not name.startswith("_")}
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
-
-
-def _whole_embedding(embed: Callable[[mx.array], mx.array], vocab_size: int) -> mx.array:
-    """(vocab_size, hidden size) float32, of an embedding that may be quantised."""
-    return embed(mx.arange(vocab_size)).astype(mx.float32)

@@ -30,16 +30,11 @@ def write_drafter(
     dtype: mx.Dtype,
     card: str,
 ) -> None:
-    """Write a drafter.
+    """Write a drafter's folder, in the format of Speculators.
 
     Args:
-        folder: is made.
-        drafter: with its weights.
-        config: the content of `config.json`.
         target_ids: (draft_vocab_size,) the target's id of each of the drafter's, ascending; None if they are the same.
         embedding: (vocab_size, hidden size) to go with it; None if the drafter reads its target's.
-        dtype: of the weights.
-        card: text of the model card.
     """
     folder.mkdir(parents=True, exist_ok=True)
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(drafter.parameters()))  # type: ignore[no-untyped-call]
@@ -70,11 +65,7 @@ def config_for(
 
     Args:
         target: the arguments of the target; what a family does not have is left to defaults.
-        target_name: its name or path.
-        num_layers: of the target.
-        hidden_size: of the target, and of the drafter.
         vocab_size: width of the target's logits.
-        draft_vocab_size: of the drafter.
         intermediate_size: width of the feed-forward part; None for about the target's.
     """
     widths = (128, 64, 32, 16, 8, 4, 2) if hidden_size >= 1024 else (64, 32, 16, 8, 4, 2)
@@ -130,13 +121,9 @@ def model_card(
     """The model card of a drafter.
 
     Args:
-        target_name: of the target.
         acceptance: on held-out text, of each draft step where those before it were accepted.
         num_tokens: that were learnt from, each time that they were.
-        num_windows: of text to learn from.
-        window: tokens of a window.
         num_continuations: how many of the windows the target wrote itself.
-        files: names of the files of text.
     """
     shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (
         f" and {len(files) - MAX_FILES_SHOWN} more" if len(files) > MAX_FILES_SHOWN else ""

@@ -13,7 +13,8 @@ import trio
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
 from protocol.errors import OutriderError
-from runtime.distill.distillation import Distillation, DistillOptions, Evaluation, load_target
+from runtime.distill.distillation import Distillation, Evaluation, load_target
+from runtime.distill.options import DistillOptions
 from runtime.loading.model_files import load_error
 
 T = TypeVar("T")
@@ -29,11 +30,6 @@ async def distill(
 
     A cancellation ends the training after the batch at hand, and saves its state: the same call goes on from there. The
     best drafter so far is in the output folder.
-
-    Args:
-        options: what to do.
-        on_progress: told what is being done.
-        on_evaluation: told of each evaluation.
 
     Raises:
         ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.

@@ -43,23 +43,16 @@ class Progress:
     """What is known of the training; kept in checkpoints.
 
     Attributes:
-        num_batches: that were learnt from.
-        num_tokens: that were learnt from, each time that they were.
-        seconds: that learning and evaluations took.
-        learning_rate: at present.
-        best: tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation.
-        num_without_gain: evaluations since then, and since the last reduction of the learning rate.
-        num_reductions: how often the learning rate was reduced.
         num_since, loss_since, seconds_since: batches since the last evaluation; sums of their losses and times.
     """
 
     num_batches: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
+    num_tokens: int = 0  # that were learnt from, each time that they were
+    seconds: float = 0.0  # that learning and evaluations took
     learning_rate: float = 1e-3
-    best: float = 0.0
-    num_without_gain: int = 0
-    num_reductions: int = 0
+    best: float = 0.0  # tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation
+    num_without_gain: int = 0  # evaluations since then, and since the last reduction of the learning rate
+    num_reductions: int = 0  # how often the learning rate was reduced
     num_since: int = 0
     loss_since: float = 0.0
     seconds_since: float = 0.0
@@ -70,11 +63,7 @@ class Progress:
         return self.num_reductions > MAX_REDUCTIONS
 
     def evaluated(self, accepted: float) -> Progress:
-        """The progress after an evaluation.
-
-        Args:
-            accepted: tokens of `NUM_STEPS` drafts that were accepted.
-        """
+        """The progress after an evaluation in which so many tokens of `NUM_STEPS` drafts were accepted."""
         after = attrs.evolve(self, num_since=0, loss_since=0.0, seconds_since=0.0)
         if accepted > self.best + LEAST_GAIN:
             return attrs.evolve(after, best=accepted, num_without_gain=0)
@@ -89,23 +78,13 @@ class Progress:
 
 
 def acceptance_of(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """How often each step's token is the target's, where those of the steps before were.
-
-    Args:
-        counts: of each batch; see `Training.draft`.
-
-    Returns: for each of `NUM_STEPS` steps, in [0, 1].
-    """
+    """How often, in [0, 1], each step's token is the target's where those before were, from `Training.draft`."""
     totals = [sum(each) for each in zip(*counts, strict=True)]
     return tuple(right / max(1, asked) for asked, right in pairwise(totals))
 
 
 def num_accepted(acceptance: Sequence[float]) -> float:
-    """Drafts that are accepted on average.
-
-    Args:
-        acceptance: of each step, where those before it were accepted.
-    """
+    """Drafts that are accepted on average, from the acceptance of each step where those before it were accepted."""
     reached, total = 1.0, 0.0
     for rate in acceptance:
         reached *= rate
@@ -118,17 +97,14 @@ class Lesson:
     """What the target makes of a batch.
 
     Attributes:
-        features: (B, T, width) of positions 0 … T - 1.
-        embedded: (B, T + steps - 1, hidden size) of the tokens after them.
         probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 …, among
             those that the drafter can propose.
-        likeliest: (B, T + steps - 1) the target's likeliest tokens there, among all.
     """
 
-    features: mx.array
-    embedded: mx.array
+    features: mx.array  # (B, T, width) of positions 0 … T - 1
+    embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
     probs: mx.array
-    likeliest: mx.array
+    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens there, among all
 
 
 class Training:
@@ -147,10 +123,8 @@ class Training:
 
         Args:
             target: mlx-lm's model; its weights stay as they are.
-            drafter: learns.
             embedding: (vocab_size, hidden size), which the drafter reads; stays as it is.
             target_ids: (draft_vocab_size,) the target's id of each of the drafter's; None if they are the same.
-            learning_rate: to begin with.
         """
         self._target = target
         self.drafter = drafter
@@ -191,10 +165,7 @@ class Training:
         """How many drafts of a batch there are, and after each of `NUM_STEPS` steps how many are the target's so far.
 
         A draft is the target's if each of its tokens is the drafter's likeliest and the target's. A token that the
-        drafter cannot propose counts as rejected.
-
-        Args:
-            tokens: (B, L) ids, L > `NUM_STEPS` + 1.
+        drafter cannot propose counts as rejected. `tokens` are as for `learn`.
         """
         began = time.monotonic()
         lesson = self._lesson(tokens)
@@ -232,25 +203,17 @@ class Training:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def save(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """Write a checkpoint. A crash leaves the one before.
-
-        Args:
-            folder: where it goes.
-            identity: what a training that goes on from it must have in common with this one, for JSON.
-        """
+        """Write a checkpoint, and what a training that goes on from it must share. A crash leaves the one before."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
         arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
         partial = folder / "checkpoint.partial.safetensors"
-        mx.save_safetensors(str(partial), arrays, _metadata(self.progress, identity))
+        metadata = {"progress": json.dumps(attrs.asdict(self.progress)), "identity": json.dumps(dict(identity))}
+        mx.save_safetensors(str(partial), arrays, metadata)
         os.replace(partial, folder / "checkpoint.safetensors")
 
     def restore(self, folder: Path, identity: Mapping[str, Any]) -> bool:
         """Go on from a checkpoint. Returns: whether there is one.
-
-        Args:
-            folder: where it is.
-            identity: see `save`.
 
         Raises: SettingsError: the checkpoint is of another training; the message says what differs.
         """
@@ -259,7 +222,13 @@ class Training:
             return False
         loaded: Any = mx.load(str(file), return_metadata=True)
         arrays, metadata = loaded
-        _check_identity(json.loads(metadata["identity"]), identity, folder)
+        saved = json.loads(metadata["identity"])
+        for name, value in identity.items():
+            if saved.get(name) != value:
+                raise SettingsError(
+                    f"the training in {shown_path(str(folder))} has the {name} {shown(saved.get(name))}, and this one "
+                    f"{shown(value)}; give another folder, or delete that one"
+                )
         own = [(n.removeprefix("drafter."), v) for n, v in arrays.items() if n.startswith("drafter.")]
         state = [(n.removeprefix("optimizer."), v) for n, v in arrays.items() if n.startswith("optimizer.")]
         self.drafter.load_weights(own)
@@ -271,7 +240,6 @@ class Training:
 
 
 def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
-    """The cross entropy between the target's distributions and the drafter's, of all steps."""
     length = lesson.features.shape[1]
     total, weights = mx.array(0.0), 0.0
     for step, logits in enumerate(logits_of_steps(drafter, lesson.features, lesson.embedded, NUM_STEPS)):
@@ -284,16 +252,3 @@ def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
 
 def _flat(tree: Any) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
-
-
-def _metadata(progress: Progress, identity: Mapping[str, Any]) -> dict[str, str]:
-    return {"progress": json.dumps(attrs.asdict(progress)), "identity": json.dumps(dict(identity))}
-
-
-def _check_identity(saved: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
-    for name, value in identity.items():
-        if saved.get(name) != value:
-            raise SettingsError(
-                f"the training in {shown_path(str(folder))} has the {name} {shown(saved.get(name))}, and this one "
-                f"{shown(value)}; give another folder, or delete that one"
-            )

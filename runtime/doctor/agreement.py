@@ -30,10 +30,7 @@ def agreement_rows(
 ) -> tuple[tuple[str, str], ...]:
     """The rows (name, finding) of a report. On the drafter's thread, while the target rests.
 
-    Args:
-        target: whose hidden states the drafter reads.
-        beginnings: ids of texts, each at least one, which the target goes on with.
-        drafter: as it was loaded.
+    `beginnings` are ids of texts, each at least one, which the target goes on with.
     """
     texts = [_greedy_text(target, beginning) for beginning in beginnings]
     layers, num_layers = drafter.feature_layers, len(target.module.layers)
@@ -57,13 +54,7 @@ def agreement_rows(
 def agreement(
     drafter: TrainedDrafter, target: MLXModel, texts: Sequence[tuple[int, ...]], layers: tuple[int, ...]
 ) -> float:
-    """How often a drafter names the next of the last tokens of texts, from what enters layers of the target.
-
-    Args:
-        texts: each of more than `NUM_TOKENS` tokens.
-
-    Returns: in [0, 1].
-    """
+    """How often, in [0, 1], a drafter of some layers names the next of the last `NUM_TOKENS` tokens of texts."""
     target.record_features(layers)
     try:
         with target.evaluating_layers():

@@ -27,28 +27,25 @@ class Findings:
     """The findings on which the conclusion rests.
 
     Attributes:
-        verify_seconds: seconds of the target's passes, by width in tokens; width 1 is among them.
-        draft_seconds: seconds of the draft model's passes, by width; None without one.
-        same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
-        can_rewind: whether the target's caches can drop rejected tokens.
-        dtypes: dtypes of the target's weights.
-        blas: name of the BLAS in use; None if unknown.
-        suggestions: draft models that fit, the best first.
         is_translated: whether the two have different vocabularies, and the draft model can draft all the same.
         exchange_seconds: what a pass of a target that is sharded over ranks exchanges, by width; None on one machine.
-        num_ranks: that the target is sharded over.
     """
 
-    verify_seconds: Mapping[int, float]
-    draft_seconds: Mapping[int, float] | None
-    same_vocabulary: bool | None
-    can_rewind: bool
+    verify_seconds: Mapping[int, float]  # seconds of the target's passes, by width in tokens; width 1 is among them
+    draft_seconds: Mapping[int, float] | None  # of the draft model's passes, likewise; None without one
+    same_vocabulary: bool | None  # whether target and draft share a vocabulary; None if that was not compared
+    can_rewind: bool  # whether the target's caches can drop rejected tokens
     dtypes: tuple[str, ...]
     blas: str | None
-    suggestions: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()  # draft models that fit, the best first
     is_translated: bool = False
     exchange_seconds: Mapping[int, float] | None = None
     num_ranks: int = 1
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the draft model, if there is one, can draft for the target."""
+        return self.same_vocabulary is not False or self.is_translated
 
     @property
     def width_cost(self) -> float:
@@ -93,13 +90,12 @@ def conclude(found: Findings) -> list[tuple[str, str]]:
 
 
 def _in_short(found: Findings) -> str:
-    """Whether to use it, with which drafter and settings, by how much, and what is not known."""
     if not found.can_rewind:
         return (
             "use no drafter: this target's caches cannot be put right after a rejection, so nothing would be proposed"
         )
     other = f"--draft {found.suggestions[0]}" if found.suggestions else "--draft ngram"
-    if found.same_vocabulary is False and not found.is_translated:
+    if not found.is_pair:
         return f"do not use this pair, which does not share a vocabulary; examine {other}"
     if found.draft_seconds is None:
         return f"this is plain decoding; what a drafter gains is not known before it is examined, too: {other}"
@@ -116,27 +112,27 @@ def _in_short(found: Findings) -> str:
 def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     if not found.can_rewind:
         return
-    if found.same_vocabulary is False and not found.is_translated:
-        yield from _drafts(found)
-        return
-    if found.draft_seconds is None:
-        yield from _without_draft(found)
+    is_expensive = found.draft_cost > MAX_DRAFT_COST
+    if found.is_pair:
+        on_ranks = found.exchange_seconds is not None
+        # What there is to gain on ranks: passes are dearest there, and no draft model is loaded in vain.
+        if on_ranks and found.draft_seconds is None and found.speedup(USUAL_ACCEPTANCE) >= MIN_SPEEDUP:
+            speeds = (f"{found.speedup(each):.1f}× at {each:g}" for each in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE))
+            yield "note", f"with a drafter whose steps cost nothing it would be {', '.join(speeds)} acceptance"
         yield from _exchange(found)
         yield from _faster_width(found)
-        yield from _drafts(found)
-        return
-    yield from _exchange(found)
-    yield from _faster_width(found)
-    if found.is_translated:
-        yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
-    if found.draft_cost > MAX_DRAFT_COST:
-        yield "try", f"a smaller draft model: a step of this one takes {found.draft_cost:.0%} of a pass of the target"
-    if found.is_translated or found.draft_cost > MAX_DRAFT_COST:
-        yield from _drafts(found)
+        if found.is_translated:
+            yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
+        if is_expensive:
+            cost = f"a step of this one takes {found.draft_cost:.0%} of a pass of the target"
+            yield "try", f"a smaller draft model: {cost}"
+    if not found.is_pair or found.draft_seconds is None or found.is_translated or is_expensive:
+        for suggestion in found.suggestions[:3]:
+            yield "try", f"--draft {suggestion}"
+        yield "try", "--draft ngram, for texts that quote themselves: it costs no model"
 
 
 def _speeds(found: Findings, min_acceptance: float) -> str:
-    """The speed-ups at some acceptances from `min_acceptance` on."""
     first, *rest = [
         acceptance for acceptance in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE) if acceptance >= min_acceptance
     ] or [min_acceptance]
@@ -144,32 +140,19 @@ def _speeds(found: Findings, min_acceptance: float) -> str:
     return f"{found.speedup(first):.1f}× plain decoding with this pair at an acceptance of {first:g}{more}"
 
 
-def _without_draft(found: Findings) -> Iterator[tuple[str, str]]:
-    """What there is to gain on ranks: passes are dearest there, and no draft model is loaded in vain."""
-    if found.exchange_seconds is not None and found.speedup(USUAL_ACCEPTANCE) >= MIN_SPEEDUP:
-        speeds = ", ".join(f"{found.speedup(each):.1f}× at {each:g}" for each in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE))
-        yield "note", f"with a drafter whose steps cost nothing it would be {speeds} acceptance"
-
-
 def _exchange(found: Findings) -> Iterator[tuple[str, str]]:
-    """How much of a pass the ranks exchange, and what to do about it."""
     if found.exchange_seconds is None:
         return
     widest = max(found.exchange_seconds)
     narrow, wide = (f"{found.exchange_share(width):.0%}" for width in (1, widest))
-    yield (
-        "note",
-        f"{narrow} of a pass of 1 token, {wide} of one of {widest}, is exchange between {found.num_ranks} ranks",
-    )
+    of_pass = f"{narrow} of a pass of 1 token, {wide} of one of {widest}"
+    yield "note", f"{of_pass}, is exchange between {found.num_ranks} ranks"
     if found.exchange_share(1) > MAX_EXCHANGE:
-        yield (
-            "try",
-            "fewer ranks, if they hold the target, or links of less latency: a pass exchanges more than it computes",
-        )
+        remedy = "fewer ranks, if they hold the target, or links of less latency"
+        yield "try", f"{remedy}: a pass exchanges more than it computes"
 
 
 def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
-    """How to make passes over several tokens cheaper."""
     if found.width_cost <= MAX_WIDTH_COST:
         return
     expensive = f"each further token of a pass costs {found.width_cost:.0%} of the first"
@@ -182,9 +165,3 @@ def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:
 def _wants_openblas(found: Findings) -> bool:
     has_reference = found.blas is not None and found.blas.startswith("reference BLAS") and "float32" in found.dtypes
     return has_reference and found.width_cost > MAX_WIDTH_COST
-
-
-def _drafts(found: Findings) -> Iterator[tuple[str, str]]:
-    for suggestion in found.suggestions[:3]:
-        yield "try", f"--draft {suggestion}"
-    yield "try", "--draft ngram, for texts that quote themselves: it costs no model"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import attrs
 import mlx.core as mx
@@ -30,6 +30,8 @@ from runtime.loading.device import processor_name
 from runtime.ranks.following import breaking, run_in_group
 from runtime.simulation.sharding import links_of
 
+T = TypeVar("T")
+
 # Ranks that are out of step in spite of all checks wait for each other without end. So the measurements of the links
 # count as hanging after so many seconds; those of slow links take a tenth of that.
 LIMIT_S = 300.0
@@ -42,21 +44,13 @@ _USUAL_COST_RATIO = 0.1
 
 @attrs.frozen
 class ExaminedRanks:
-    """What was found about the ranks.
+    """What was found about the ranks."""
 
-    Attributes:
-        backends: those of `mx.distributed` that MLX has here.
-        backend: the one in use; None if there is one rank, or MLX does not tell.
-        versions: of the packages that must be the same on all ranks, by name.
-        description: of this rank, by name.
-        links: what was measured between the ranks; None if there is one.
-    """
-
-    backends: tuple[str, ...]
-    backend: str | None
-    versions: dict[str, str]
-    description: dict[str, str]
-    links: Links | None
+    backends: tuple[str, ...]  # those of `mx.distributed` that MLX has here
+    backend: str | None  # the one in use; None if there is one rank, or MLX does not tell
+    versions: dict[str, str]  # of the packages that must be the same on all ranks, by name
+    description: dict[str, str]  # of this rank, by name
+    links: Links | None  # what was measured between the ranks; None if there is one
 
 
 def examine_ranks(group: RankGroup | None) -> ExaminedRanks:
@@ -70,7 +64,7 @@ def examine_ranks(group: RankGroup | None) -> ExaminedRanks:
     own = _description()
     if group is None:
         return ExaminedRanks(available_backends(), None, versions(), own, None)
-    links = run_in_group("outrider-links", partial(_measure, group, own), group, LIMIT_S)
+    links = _connected(group, lambda: measure_links(group, own), LIMIT_S)
     return ExaminedRanks(available_backends(), chosen_backend(group), versions(), own, links)
 
 
@@ -79,19 +73,16 @@ def take_part_in_examination(group: RankGroup) -> None:
 
     Raises: RankError: a rank has ended, hangs or fails; it is named.
     """
-    run_in_group("outrider-links", partial(_take_part, group), group)
+    _connected(group, lambda: take_part(group, _description()))
 
 
-def _measure(group: RankGroup, description: dict[str, str]) -> Links:
-    with breaking(group, lambda: "measuring the links"):
-        group.connect_mlx()
-        return measure_links(group, description)
+def _connected(group: RankGroup, call: Callable[[], T], limit_s: float | None = None) -> T:
+    def connect_and_call() -> T:
+        with breaking(group, lambda: "measuring the links"):
+            group.connect_mlx()
+            return call()
 
-
-def _take_part(group: RankGroup) -> None:
-    with breaking(group, lambda: "measuring the links"):
-        group.connect_mlx()
-        take_part(group, _description())
+    return run_in_group("outrider-links", connect_and_call, group, limit_s)
 
 
 def _description() -> dict[str, str]:
@@ -177,7 +168,6 @@ def _link(link: SmallAndLarge) -> str:
 
 
 def _link_flags(found: ExaminedRanks, links: Links) -> str:
-    """The flags of `outrider simulate` that describe the links."""
     all_reduce = _ALL_REDUCES.get(found.backend or "", "ring")
     times = links.all_sum.small.median, links.all_sum.large.median
     latency, bandwidth = links_of(all_reduce, len(links.descriptions), *times, LARGE_BYTES)

@@ -49,13 +49,10 @@ from runtime.ranks.sharded_target import load_target_onto
 
 @attrs.frozen
 class ExaminedModel:
-    """One model.
+    """One model; of a sharded target, the anatomy is that of rank 0's part, and passes take all ranks together.
 
     Attributes:
-        anatomy: what it consists of; of a sharded target, rank 0's part.
-        passes: what they take, on all ranks together.
         exchange: by width, what a pass of a sharded target exchanges; None for a model on one machine.
-        num_ranks: that it is sharded over.
     """
 
     anatomy: Anatomy
@@ -76,25 +73,19 @@ class ExaminedDrafter:
     """One trained drafter.
 
     Attributes:
-        kind: such as "EAGLE-3".
         feature_layers: of the target, whose inputs it reads; the number of layers stands for what the last one gives.
-        num_layers: of the target.
-        num_draft_tokens, vocab_size: how many tokens it can propose, and how many the target has.
-        num_bytes: memory of its weights; what it shares with the target does not count.
-        dtypes: number formats of its weights.
-        passes: of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target.
-        agreement: rows of `agreement_rows`.
+        num_layers, vocab_size: of the target.
     """
 
-    kind: str
+    kind: str  # such as "EAGLE-3"
     feature_layers: tuple[int, ...]
     num_layers: int
     num_draft_tokens: int
     vocab_size: int
-    num_bytes: int
+    num_bytes: int  # memory of its weights; what it shares with the target does not count
     dtypes: tuple[str, ...]
-    passes: Passes
-    agreement: tuple[tuple[str, str], ...] = ()
+    passes: Passes  # of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target
+    agreement: tuple[tuple[str, str], ...] = ()  # rows of `agreement_rows`
 
     @property
     def rows(self) -> list[tuple[str, str]]:
@@ -114,20 +105,14 @@ class Diagnosis:
     """The findings of `examine`.
 
     Attributes:
-        target, draft: the models; draft is None without one.
-        same_vocabulary: whether target and draft share a vocabulary; None if that was not compared.
-        is_translated: whether they do not, and the draft model can draft all the same.
-        vocabulary_note: how much they share, what differs, or why nothing was compared.
-        device: MLX's default device, "cpu" or "gpu".
-        blas: the BLAS of MLX's CPU backend; None if the system does not tell.
         suggestions: draft models that fit the target, if there is no draft model or one with another vocabulary.
     """
 
     target: ExaminedModel
     draft: ExaminedModel | ExaminedDrafter | None
-    same_vocabulary: bool | None
-    is_translated: bool
-    vocabulary_note: str
+    same_vocabulary: bool | None  # whether target and draft share a vocabulary; None if that was not compared
+    is_translated: bool  # whether they do not, and the draft model can draft all the same
+    vocabulary_note: str  # how much they share, what differs, or why nothing was compared
     device: str
     blas: str | None
     suggestions: tuple[Suggestion, ...] = ()
@@ -173,7 +158,7 @@ async def examine(
         ) -> tuple[ThreadWorker, Loaded | None, ExaminedModel | ExaminedDrafter]:
             worker = await stack.enter_async_context(ThreadWorker("draft"))
             on_progress("loading the draft")
-            if await _is_trained(worker, source):
+            if str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None:
                 return worker, None, await _examine_drafter(worker, source, options, loaded)
             model = await load_onto(worker, "draft", source, options)
             on_progress("timing the draft")
@@ -213,8 +198,6 @@ def check_examined(
     """Check the arguments of `examine`, as far as possible without loading a model.
 
     Returns: the models to load, and the options of their caches.
-
-    Raises: SettingsError, ModelError, RankError: as `examine`.
     """
     sources: dict[Actor, Source] = {"target": check_source("target", target)}
     if draft is not None:
@@ -225,32 +208,44 @@ def check_examined(
     return sources, options
 
 
-async def _is_trained(worker: ThreadWorker, source: Source) -> bool:
-    """Whether a drafter was trained for its target."""
-    return str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None
-
-
 async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:
-    """Load a trained drafter on a worker's thread, and time it.
-
-    Raises: ModelError: it cannot be loaded, or was trained for another target.
-    """
     drafter = await load_draft_onto(worker, source, options, target)
     target.model.record_features(None)  # the target is timed as it is
-    assert isinstance(drafter.model, TrainedDrafter)
-    assert drafter.kind is not None
-    sizes = len(target.model.module.layers), target.model.vocab_size
-    examined = await worker.run(Job("load", partial(_examine_trained, drafter.model, drafter.kind, *sizes)))
-    if target.tokenizer is None or target.model.num_ranks > 1:
-        return examined
-    beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
-    rows = partial(agreement_rows, target.model, beginnings, drafter.model)
-    return attrs.evolve(examined, agreement=await worker.run(Job("load", rows)))
+    model, kind = drafter.model, drafter.kind
+    assert isinstance(model, TrainedDrafter)
+    assert kind is not None
+
+    def examine_here() -> ExaminedDrafter:
+        passes = time_passes(model)
+        agreement: tuple[tuple[str, str], ...] = ()
+        if target.tokenizer is not None and target.model.num_ranks == 1:
+            beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
+            agreement = agreement_rows(target.model, beginnings, model)
+        return ExaminedDrafter(
+            kind,
+            model.feature_layers,
+            len(target.model.module.layers),
+            model.num_draft_tokens,
+            target.model.vocab_size,
+            model.num_bytes,
+            dtypes_of(model.module),
+            passes,
+            agreement,
+        )
+
+    return await worker.run(Job("load", examine_here))
 
 
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
+    def examine_here() -> ExaminedModel:
+        examined = ExaminedModel(model.anatomy(), time_passes(model))
+        if not isinstance(model, LeadingModel):
+            return examined
+        exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
+        return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
+
     try:
-        return await worker.run(Job("load", partial(_examine, model)))
+        return await worker.run(Job("load", examine_here))
     except JobError as error:
         if isinstance(error.__cause__, RankError):
             raise error.__cause__ from None
@@ -259,7 +254,6 @@ async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: 
 
 
 async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -> tuple[bool | None, bool, str]:
-    """See `same_vocabulary`, `is_translated` and `vocabulary_note` of `Diagnosis`."""
     if draft is None:
         return None, False, "no draft model"
     if target.tokenizer is None or draft.tokenizer is None:
@@ -275,60 +269,34 @@ async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -
     return (True, False, f"{len(target.tokenizer):,} tokens") if found is None else (False, True, found.described)
 
 
-# --- on a model's thread --------------------------------------------------------------------------
-
-
-def _examine(model: MLXModel) -> ExaminedModel:
-    examined = ExaminedModel(model.anatomy(), time_passes(model))
-    if not isinstance(model, LeadingModel):
-        return examined
-    exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
-    return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
-
-
-def _examine_trained(drafter: TrainedDrafter, kind: str, num_layers: int, vocab_size: int) -> ExaminedDrafter:
-    return ExaminedDrafter(
-        kind=kind,
-        feature_layers=drafter.feature_layers,
-        num_layers=num_layers,
-        num_draft_tokens=drafter.num_draft_tokens,
-        vocab_size=vocab_size,
-        num_bytes=drafter.num_bytes,
-        dtypes=dtypes_of(drafter.module),
-        passes=time_passes(drafter),
-    )
-
-
 # --- the report -----------------------------------------------------------------------------------
 
 
 def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     """The report: sections, each a title and rows of (name, finding)."""
-    sections = [("target", [*_rows(diagnosis.target, "T_v"), _sharing(diagnosis.target.anatomy)])]
-    if isinstance(diagnosis.draft, ExaminedDrafter):
-        sections.append(("draft", diagnosis.draft.rows))
-        sections.append(("pair", [_cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)]))
-    elif diagnosis.draft is not None:
-        sections.append(("draft", _rows(diagnosis.draft, "T_d")))
-        match diagnosis.same_vocabulary:
-            case True:
-                vocabularies = f"the same, {diagnosis.vocabulary_note}"
-            case False if diagnosis.is_translated:
-                vocabularies = f"translated: the draft model can propose {diagnosis.vocabulary_note}"
-            case False:
-                vocabularies = f"DIFFERENT: {diagnosis.vocabulary_note}"
-            case None:
-                vocabularies = f"not compared: {diagnosis.vocabulary_note}"
-        ratio = _cost_ratio(diagnosis.draft.passes, diagnosis.target.passes)
-        sections.append(("pair", [("vocabularies", vocabularies), ratio]))
+    obstacle = diagnosis.target.anatomy.sharing_obstacle
+    shares = "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
+    sections = [("target", [*_rows(diagnosis.target, "T_v"), ("several streams", shares)])]
+    if (draft := diagnosis.draft) is not None:
+        ratio = draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
+        pair = [("cost ratio", f"T_d(1) / T_v(1) = {ratio:.2f}")]
+        if isinstance(draft, ExaminedDrafter):
+            rows = draft.rows
+        else:
+            rows = _rows(draft, "T_d")
+            match diagnosis.same_vocabulary:
+                case True:
+                    said = "the same, "
+                case False:
+                    said = "translated: the draft model can propose " if diagnosis.is_translated else "DIFFERENT: "
+                case None:
+                    said = "not compared: "
+            pair.insert(0, ("vocabularies", said + diagnosis.vocabulary_note))
+        sections += [("draft", rows), ("pair", pair)]
     machine = [("device", diagnosis.device)]
     if diagnosis.blas is not None:
         machine.append(("linear algebra", diagnosis.blas))
     return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
-
-
-def _cost_ratio(draft: Passes, target: Passes) -> tuple[str, str]:
-    return "cost ratio", f"T_d(1) / T_v(1) = {draft.seconds[1] / target.seconds[1]:.2f}"
 
 
 def _findings(diagnosis: Diagnosis) -> Findings:
@@ -377,14 +345,6 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     return rows
 
 
-def _sharing(anatomy: Anatomy) -> tuple[str, str]:
-    """The row that says whether several streams of this target are decoded together."""
-    obstacle = anatomy.sharing_obstacle
-    return "several streams", (
-        "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
-    )
-
-
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes:,} bytes"
 
@@ -397,7 +357,6 @@ _REWIND_MODES = {
 
 
 def _read(layers: Sequence[int], num_layers: int) -> str:
-    """What of the target is read, in words."""
     entered = [str(layer) for layer in layers if layer < num_layers]
     parts = []
     if entered:

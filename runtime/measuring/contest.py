@@ -15,18 +15,12 @@ R = TypeVar("R")  # runs
 
 @attrs.frozen
 class Step(Generic[C, K]):
-    """A run that is due.
-
-    Attributes:
-        contender, case: what is to run.
-        repeat: from 0 on; None for a run that warms up and does not count.
-        progress: which run it is of how many, and the time that is left, for a progress line.
-    """
+    """A run that is due."""
 
     contender: C
     case: K
-    repeat: int | None
-    progress: str
+    repeat: int | None  # from 0 on; None for a run that warms up and does not count
+    progress: str  # which run it is of how many, and the time that is left, for a progress line
 
 
 @attrs.define
@@ -34,11 +28,7 @@ class Contest(Generic[C, K, R]):
     """A contest, and its runs so far. It may be given up at any step: what is complete by then counts.
 
     Attributes:
-        contenders: in the order of the figures.
-        cases: what each contender runs in each repeat.
-        repeats: how often everything runs.
         warm_up: cases that each contender runs first: that builds kernels and buffers, and measures first prices.
-        takes_part: whether a contender runs a case.
         size: of a case, by which the time that is left is estimated.
         turns: runs by (repeat, case); a turn that was interrupted lacks some.
         failures: why a contender cannot run. The others go on.
@@ -104,13 +94,9 @@ class Contest(Generic[C, K, R]):
         """Number of repeats in the figures; the last may have some of the cases only."""
         return len({repeat for repeat, _ in self.complete})
 
-    def runs(self, contender: C, cases: Sequence[K] | None = None) -> dict[tuple[int, K], R]:
-        """The runs of a contender in complete turns, of some cases or of all."""
-        return {
-            key: turn[contender]
-            for key, turn in self.complete.items()
-            if contender in turn and (cases is None or key[1] in cases)
-        }
+    def runs(self, contender: C) -> dict[tuple[int, K], R]:
+        """The runs of a contender in complete turns."""
+        return {key: turn[contender] for key, turn in self.complete.items() if contender in turn}
 
 
 T = TypeVar("T")

@@ -31,15 +31,13 @@ class Figure:
     """One figure of every row.
 
     Attributes:
-        name: its field in JSON; "" for a figure that only the table has.
         of: computes it from whatever a row is made of; None for a figure that only the table has.
-        heading: of its column, which may have several lines; None for a figure that only JSON has.
-        show: its text in the table: a format of the value, or a function of the row's `Record`.
+        show: its text in the table: a format of the value, such as ".1f" or "{:.1f} ms", or a function of the `Record`.
     """
 
-    name: str = ""
+    name: str = ""  # its field in JSON; "" for a figure that only the table has
     of: Callable[[Any], Any] | None = None
-    heading: str | None = None
+    heading: str | None = None  # of its column; None for a figure that only JSON has
     show: str | Callable[[Any], str] = ""
 
     def cell(self, row: Record) -> str:
@@ -47,7 +45,9 @@ class Figure:
         if callable(self.show):
             return self.show(row)
         value = getattr(row, self.name)
-        return "–" if value is None else format(value, self.show)
+        if value is None:
+            return "–"
+        return self.show.format(value) if "{" in self.show else format(value, self.show)
 
 
 def record_of(figures: Iterable[Figure], source: Any) -> Record:
@@ -65,11 +65,7 @@ def table_of(
 ) -> TextTable:
     """A table of the figures that have a heading.
 
-    Args:
-        figures, rows: the columns and the rows. A row whose `failure` is not None, or whose `median` is, says so after
-            its labels.
-        is_bold: whether a row is.
-        num_labels, is_grouped: see `TextTable`.
+    A row whose `failure` is not None, or whose `median` is, says so after its labels.
     """
     columns = [figure for figure in figures if figure.heading is not None]
 

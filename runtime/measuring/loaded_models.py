@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import attrs
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
@@ -50,7 +48,6 @@ class EventSwitch:
         self.listener: Callable[[Event], None] | None = None
 
     def __call__(self, event: Event) -> None:
-        """Pass on an event."""
         if self.listener is not None:
             self.listener(event)
 
@@ -61,10 +58,8 @@ class Circumstances:
 
     Attributes:
         target, draft: the models, by name; of several drafters all names.
-        drafts: these names.
-        dtypes: those of their weights, by role; or the name of a drafter, if there are several.
+        dtypes: of their weights, by role; or by the name of a drafter, if there are several.
         machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
-        num_ranks: that the target is sharded over.
     """
 
     target: str = ""
@@ -77,17 +72,14 @@ class Circumstances:
 
 @attrs.frozen
 class LoadedModels:
-    """A target with one drafter or several, and their workers.
+    """A target with one drafter or several, each on its worker's thread.
 
     Attributes:
-        models, workers: by name: `TARGET`, `ONLY_DRAFT`, or the drafter's if there are several. Each model was made on
-            its worker's thread. A drafter that is missing here drafts by prompt lookup.
-        events: receives the spans of the workers.
-        tokenizer: the target's; None without one.
-        cache_options: options of the runtime's caches; mlx-lm's caches follow those about quantisation.
+        models, workers: by name: `TARGET`, `ONLY_DRAFT`, or the drafter's if there are several. A drafter that is
+            missing here drafts by prompt lookup.
+        cache_options: of the runtime's caches; mlx-lm's caches follow those about quantisation.
         drafts: where they come from, by name. The first one is the drafter without a name.
         group: the ranks that the target is sharded over; None for one machine. mlx-lm cannot decode with it there.
-        target_source: what the target was loaded from.
     """
 
     models: dict[str, AnyModel]
@@ -155,7 +147,6 @@ class LoadedModels:
             stack: closes the runtime on exit.
             draft: the drafter's name; "" for the first.
             events: where the runtime announces what happens; the workers announce it through `self.events`.
-            max_batch: most streams that share a pass, if the target's can.
             options: of `running`.
         """
         self.events.listener = events
@@ -205,19 +196,14 @@ async def load_models(
     group: RankGroup | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModels:
-    """Load a target and its drafters onto threads of their own.
+    """Load a target and its drafters onto threads of their own, which end with `stack`.
 
     Args:
-        stack: ends the threads on exit.
-        target: as for `runtime.open`.
-        drafts: likewise, by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
-        options: of the caches.
+        drafts: by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
         dtype: the models are cast to it; None leaves them as they are.
         group: the ranks that the target is sharded over; None for one machine.
-        on_progress: called with a description of each step before it starts.
 
-    Raises: SettingsError, ModelError, VocabularyMismatchError, RankError: see
-        `runtime.bench.one_stream.OneStream.measure`.
+    Raises: SettingsError, ModelError, VocabularyMismatchError, RankError.
     """
     options = options or CacheOptions()
     target = check_source("target", target)
@@ -262,17 +248,17 @@ async def load_models(
 
 
 async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
-    if dtype is not None:
-        await worker.run(Job("load", partial(_cast, model.module, getattr(mx, dtype))))
+    if dtype is None:
+        return
 
+    def cast() -> None:
+        model.module.set_dtype(getattr(mx, dtype))
+        mx.eval(model.module)
 
-def _cast(module: Module, dtype: mx.Dtype) -> None:
-    module.set_dtype(dtype)
-    mx.eval(module)
+    await worker.run(Job("load", cast))
 
 
 def _machine() -> dict[str, str]:
-    """The machine, MLX's device and BLAS."""
     found = {"device": mx.default_device().type.name, **machine()}
     if (library := blas.blas_in_use()) is not None:
         found["linear algebra"] = library

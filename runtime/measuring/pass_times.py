@@ -24,15 +24,10 @@ MAX_WIDTH = 64
 
 @attrs.frozen
 class Passes:
-    """Measured forward passes.
+    """Measured forward passes."""
 
-    Attributes:
-        times: in seconds, by width in tokens, or in texts of one token each.
-        building: the part in which Python builds the graph of the pass, and holds its lock.
-    """
-
-    times: Mapping[int, Spread]
-    building: Mapping[int, Spread] = {}
+    times: Mapping[int, Spread]  # in seconds, by width in tokens, or in texts of one token each
+    building: Mapping[int, Spread] = {}  # the part in which Python builds the graph of the pass, and holds its lock
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -69,14 +64,9 @@ def time_passes(
     repeats: int = REPEATS,
     num_context: int = CONTEXT_TOKENS,
 ) -> Passes:
-    """Time forward passes of several widths over the same text, in turn. The last part, until MLX has computed it,
-    leaves Python's lock to others.
+    """Time forward passes of several widths, each in [1, 64], over the same text, in turn.
 
-    Args:
-        model: the model.
-        widths: numbers of tokens, each in [1, 64].
-        repeats: passes of each width, >= 1.
-        num_context: tokens in the cache when a pass is timed, >= 1.
+    `num_context` tokens are in the cache when a pass is timed.
     """
     sequence = _filled_sequence(model, num_context)
     contest: Contest[int, int, tuple[float, float]] = Contest(widths, [num_context], repeats, warm_up=[num_context])
@@ -100,14 +90,7 @@ def time_passes(
 def time_shared_passes(
     model: MLXModel, numbers: Sequence[int], *, repeats: int = REPEATS, num_context: int = CONTEXT_TOKENS
 ) -> Passes:
-    """Time forward passes that several texts share, one token each. Texts of the model must be able to share passes.
-
-    Args:
-        model: the model.
-        numbers: of texts.
-        repeats: passes of each number, >= 1.
-        num_context: tokens of each text before the first of them.
-    """
+    """Time forward passes that several texts share, one token each. They must be able to share passes."""
     times, building = {}, {}
     for number in numbers:
         feeds = [Feed(_filled_sequence(model, num_context), (1,), 1) for _ in range(number)]

@@ -40,17 +40,13 @@ class PriceTable:
     """Median times of forward passes, as `tests/protocol/device_prices/` has them.
 
     Attributes:
-        device: its name, and the number format of the weights.
-        source: where the figures come from, and of which model.
-        widths: numbers of tokens, or of texts of one token each.
-        text_lengths: tokens in the cache of each text.
         seconds: by model ("target", "draft") and text length, one for each width.
     """
 
-    device: str
-    source: str
-    widths: Sequence[int]
-    text_lengths: Sequence[int]
+    device: str  # its name, and the number format of the weights
+    source: str  # where the figures come from, and of which model
+    widths: Sequence[int]  # numbers of tokens, or of texts of one token each
+    text_lengths: Sequence[int]  # tokens in the cache of each text
     seconds: Mapping[str, Mapping[str, Sequence[float]]]
 
     def table(self) -> TextTable:
@@ -65,17 +61,7 @@ class PriceTable:
 
 @attrs.frozen
 class DeviceReport:
-    """What a report's JSON has.
-
-    Attributes:
-        kind: the command that made it.
-        machine: see `runtime.measuring.machine`.
-        results: what the command found, by name.
-        versions: of the packages that matter, by name.
-        price_tables: of the device.
-        contents: what is in the report, and what is not.
-        date: the day, in UTC.
-    """
+    """What a report's JSON has. `results` is what the command found, by name."""
 
     kind: Literal["selftest", "bench"]
     machine: Mapping[str, str]
@@ -99,12 +85,7 @@ class DeviceReport:
         tables: Sequence[tuple[str, TextTable]],
         secrets: Sequence[str] = (),
     ) -> None:
-        """Write `path` with the suffixes .json and .md.
-
-        Args:
-            path: where; see `check_report`.
-            title, sections, tables: of the page: its heading, lists of (name, value), and tables with headings.
-            secrets: see `without_private`.
+        """Write `path` with the suffixes .json and .md: a page of sections, lists of (name, value), and of tables.
 
         Raises: OutputError: a file cannot be written.
         """
@@ -151,12 +132,7 @@ def _cell(text: str) -> str:
 
 
 def without_private(value: Any, secrets: Sequence[str] = ()) -> Any:
-    """A value of JSON with every path in its texts taken out.
-
-    Args:
-        value: the value.
-        secrets: other texts to take out, such as the paths of models.
-    """
+    """A value of JSON with every path in its texts taken out, and other secrets, such as the paths of models."""
     home = os.path.expanduser("~")
     places = (home, os.getcwd(), sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(_PACKAGE))
     known = {*secrets, *places, *map(os.path.realpath, places)} - {"", "/", ".", "~"}

@@ -24,15 +24,7 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 
 @attrs.frozen
 class Report:
-    """What a command prints of its measurements.
-
-    Attributes:
-        table: the figures.
-        heading: a line above the table.
-        about: titled lists of (name, value) above it.
-        notes: paragraphs below it.
-        details: titled lists below those.
-    """
+    """What a command prints of its measurements: heading, titled lists of (name, value), table, paragraphs, lists."""
 
     table: TextTable
     heading: str = ""

@@ -22,13 +22,7 @@ from protocol.trace import Span
 
 @attrs.frozen
 class TimedToken:
-    """A generated token and its time.
-
-    Attributes:
-        token: its id.
-        from_draft: whether the draft proposed it.
-        at: when it was ready for use, in seconds on `time.perf_counter`.
-    """
+    """A generated token, whether the draft proposed it, and when it was ready, in seconds on `time.perf_counter`."""
 
     token: int
     from_draft: bool
@@ -60,11 +54,6 @@ def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: 
 
     A round ends with a token of the target's own or with the text. It proposes `num_draft_tokens` tokens, or as many
     as `max_tokens` leaves.
-
-    Args:
-        from_draft: by token, whether the draft proposed it.
-        num_draft_tokens: most tokens in a proposal.
-        max_tokens: most tokens in the text.
     """
     rounds = proposed = 0
     is_new_round = True
@@ -79,30 +68,20 @@ def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: 
 # --- on a worker's thread -------------------------------------------------------------------------
 
 
-class _StopFlag:
-    """A flag that a job checks between two tokens."""
-
-    is_set = False
-
-
 async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[tuple[int, bool]]]) -> list[TimedToken]:
-    """All tokens of a generator with their times; the generator runs and is closed on a worker's thread.
-
-    Args:
-        worker: the worker.
-        generate: makes the generator, which yields (token, from_draft); called on the worker's thread.
+    """All tokens of a generator with their times; the generator is made, runs and is closed on a worker's thread.
 
     Raises: JobError: the generator raised.
 
     Cancellation: takes effect after the next token.
     """
-    stop = _StopFlag()
+    stop = trio.Event()
 
     async def stop_when_cancelled() -> None:
         try:
             await trio.sleep_forever()
         finally:
-            stop.is_set = True
+            stop.set()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stop_when_cancelled)
@@ -112,12 +91,12 @@ async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[t
     return taken.unwrap()
 
 
-def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: _StopFlag) -> list[TimedToken]:
+def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: trio.Event) -> list[TimedToken]:
     tokens = []
     # Closed on this thread: mlx-lm's generators hold a stream of the thread that ran them.
     with closing(cast(Any, generate())) as steps:
         for token, from_draft in steps:
             tokens.append(TimedToken(token, from_draft, time.perf_counter()))
-            if stop.is_set:
+            if stop.is_set():
                 break
     return tokens

@@ -21,23 +21,18 @@ EXACT = {"MLX_ENABLE_TF32": "0"}
 
 @attrs.frozen
 class Check:
-    """One check.
+    """One check: the function `name` of a module.
 
     Attributes:
-        name: of the function, in `module`.
-        module: full name of the module.
         meaning: what it means for a user if the check fails. (If it crashes or hangs, nothing was found out.)
-        timeout_s: seconds after which its process counts as hung, beyond the time that the check is given.
-        environment: variables of its process.
-        of_bundled_pair: whether it is of the bundled pair although the user has given another.
     """
 
     name: str
     module: str
     meaning: str
-    timeout_s: float = 600.0
-    environment: dict[str, str] = attrs.field(factory=dict)
-    of_bundled_pair: bool = False
+    timeout_s: float = 600.0  # seconds after which its process counts as hung, beyond the time that the check is given
+    environment: dict[str, str] = attrs.field(factory=dict)  # variables of its process
+    of_bundled_pair: bool = False  # whether it is of the bundled pair although the user has given another
 
     @property
     def label(self) -> str:
@@ -53,13 +48,7 @@ class Check:
 
 @attrs.frozen
 class Finding:
-    """The result of one check.
-
-    Attributes:
-        status: how it ended.
-        summary: one sentence, without paths and prompts.
-        figures: what was measured, by name, as JSON has it.
-    """
+    """The result of one check: one sentence, without paths and prompts, and what was measured, as JSON has it."""
 
     status: Status
     summary: str

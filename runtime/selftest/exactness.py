@@ -104,7 +104,6 @@ def concurrent_logits(subject: Subject) -> Finding:
     mx.eval(inputs)
 
     def logits_of(role: str) -> list[bytes]:
-        """The logits of a prefill and of a few decoding steps, as bytes."""
         model, found = models[role], []
         for _ in range(NUM_CONCURRENT_PASSES):
             first, second = prefill_and_step(model, inputs)
@@ -228,10 +227,7 @@ def rows(subject: Subject) -> Finding:
 async def _texts_at_once(
     target: Module, draft: Module, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> tuple[list[dict[str, Any]], float]:
-    """Compare texts that share passes with what each is alone.
-
-    Returns: what differs, and the mean number of texts in a pass.
-    """
+    """Compare texts that share passes with what each is alone. Returns: differences, and mean texts in a pass."""
     texts: dict[int, dict[float, list[Completion]]] = {}
     rows_per_pass = 0.0
     for max_batch in (1, len(prompts)):

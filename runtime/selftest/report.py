@@ -20,16 +20,10 @@ MIN_GAIN = 1.05
 
 @attrs.define
 class SelfTestReport:
-    """What a self-test has found so far.
-
-    Attributes:
-        with_own_models: whether the models were the user's, and not the bundled pair.
-        secrets: texts that the report must not have, such as the paths of the models.
-        runs: the checks that have run.
-    """
+    """What a self-test has found so far."""
 
     with_own_models: bool
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()  # texts that the report must not have, such as the paths of the models
     runs: list[CheckRun] = attrs.field(factory=list)
 
     @property
@@ -63,14 +57,9 @@ class SelfTestReport:
         return self.device_report.as_json(self.secrets)
 
     def write(self, path: Path) -> None:
-        """Write the report for an issue.
-
-        Raises: OutputError: a file cannot be written.
-        """
         self.device_report.write(path, "outrider selftest", self.sections(), self._speeds(), self.secrets)
 
     def _speeds(self) -> list[tuple[str, TextTable]]:
-        """The speeds that the checks have measured, as tables."""
         tables = []
         for run in self.runs:
             if speeds := run.finding.figures.get("tokens_per_second"):
@@ -80,7 +69,10 @@ class SelfTestReport:
 
     def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """Titled tables of (name, value): the machine, every check, what failures mean, and the best settings."""
-        checks = [(run.check.label, f"{_mark(run)}{run.finding.summary} ({run.seconds:.0f} s)") for run in self.runs]
+        checks = []
+        for run in self.runs:
+            mark = "" if run.finding.status == "passed" else f"{run.finding.status.upper()}: "
+            checks.append((run.check.label, f"{mark}{run.finding.summary} ({run.seconds:.0f} s)"))
         sections = [("machine", list(machine().items())), ("checks", checks)]
         if self.failures:
             sections.append(("what that means", [(run.check.label, _meaning(run)) for run in self.failures]))
@@ -120,10 +112,6 @@ class SelfTestReport:
 
 def _meaning(run: CheckRun) -> str:
     return run.check.meaning if run.finding.status == "failed" else "this could not be checked"
-
-
-def _mark(run: CheckRun) -> str:
-    return "" if run.finding.status == "passed" else f"{run.finding.status.upper()}: "
 
 
 def summary(runs: Sequence[CheckRun]) -> str:

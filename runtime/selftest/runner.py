@@ -28,13 +28,7 @@ GRACE_S = 5.0
 
 @attrs.frozen
 class CheckRun:
-    """A check that has run.
-
-    Attributes:
-        check: the check.
-        finding: what it found.
-        seconds: how long it took.
-    """
+    """A check that has run, and for how many seconds."""
 
     check: Check
     finding: Finding
@@ -51,7 +45,6 @@ async def run_checks(
     """Run checks in order.
 
     Args:
-        checks: which.
         subject: fields of `Subject`, and "device"; as JSON has them.
         on_progress: called with a description of each check before it starts.
         on_finding: called after each check.
@@ -69,12 +62,7 @@ async def run_checks(
 
 
 async def run_check(check: Check, subject: dict[str, Any]) -> Finding:
-    """Run one check in a process of its own; that it crashes or hangs is its finding then.
-
-    Args: as `run_checks`.
-
-    Cancellation: kills the process.
-    """
+    """Run one check in a process of its own; that it crashes or hangs is its finding then. Cancelled, it is killed."""
     limit_s = check.timeout_s + float(subject.get("seconds", 0.0))
     process = await trio.lowlevel.open_process(
         # Without the current directory on the path, which may have modules of the same names.
@@ -138,13 +126,7 @@ async def _hand_over(stdin: trio.abc.SendStream | None, data: bytes) -> None:
 
 
 def finding_of(status: int, stdout: str, stderr: list[str]) -> Finding:
-    """The finding of a process that has ended.
-
-    Args:
-        status: its exit status; negative for a signal.
-        stdout: what it wrote.
-        stderr: the last lines that it wrote there.
-    """
+    """The finding of a process that has ended, from its status, stdout and the last lines of stderr."""
     last = stdout.strip().rpartition("\n")[2]
     try:
         finding = Finding(**json.loads(last))

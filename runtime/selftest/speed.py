@@ -114,7 +114,6 @@ def _price_table(
 
 
 def _device_name() -> str:
-    """The name of MLX's device."""
     return str(mx.device_info().get("device_name") or processor_name())
 
 

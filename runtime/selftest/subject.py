@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import cast
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.memory import recommended_working_set
 from actors.mlx.model import load
 from protocol.trace import Actor
+from runtime.bench.small_models import weights_of
 from runtime.engine.runtime import Runtime
 from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
@@ -23,24 +22,20 @@ from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
 
 @attrs.frozen
 class Subject:
-    """The models under test.
+    """The models under test, and how much time a check has.
 
     Attributes:
         target, draft: paths or hub ids; by default the demo pair.
-        seconds: how long a check that can go on for any time goes on, > 0.
-        max_tokens: length of a text, >= 1.
         shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
-        is_quick: whether less is measured.
-        cooldown: seconds of rest before each timed run, >= 0.
     """
 
     target: str = str(DEMO_TARGET)
     draft: str = str(DEMO_DRAFT)
-    seconds: float = 10.0
-    max_tokens: int = 64
+    seconds: float = 10.0  # how long a check that can go on for any time goes on, > 0
+    max_tokens: int = 64  # length of a text, >= 1
     shape: str | None = None
-    is_quick: bool = False
-    cooldown: float = 0.0
+    is_quick: bool = False  # whether less is measured
+    cooldown: float = 0.0  # seconds of rest before each timed run
 
     @property
     def pair_name(self) -> str:
@@ -57,8 +52,7 @@ class Subject:
         """Load target and draft model, cast to float32; None if that is more than the device recommends to use."""
         pair = self.load("target"), self.load("draft")
         limit = recommended_working_set()
-        trees = [cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())) for model, _ in pair]
-        sizes = [weight.size for tree in trees for _, weight in tree]
+        sizes = [weight.size for model, _ in pair for _, weight in weights_of(model)]
         if limit is not None and 4 * sum(sizes) > limit:
             return None
         for model, _ in pair:
@@ -82,10 +76,6 @@ async def running_pair(
     """A runtime over loaded models, as `runtime.open` makes it, but that chaining of draft steps can be chosen.
 
     It keeps no prefixes: the memory that they take would hide what is lost.
-
-    Args:
-        target, draft: each model and its tokenizer.
-        chains: see `DraftActor`.
     """
     async with AsyncExitStack() as stack:
         loaded = await load_models(stack, target, {ONLY_DRAFT: draft})

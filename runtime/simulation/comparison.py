@@ -6,7 +6,6 @@ Nothing here imports mlx before something is compared, so that arguments can be 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
@@ -32,15 +31,7 @@ Progress = Callable[[str], None]
 
 @attrs.frozen
 class Simulated:
-    """What a row's figures are computed from: a contender of a simulation, and its result.
-
-    Attributes:
-        scenario: what was simulated.
-        decoding: its name.
-        lookahead: most tokens in a proposal, or "auto".
-        result: a `SimulatedRun`, or `SimulatedStreams`.
-        plain: that of plain decoding.
-    """
+    """A contender of a simulation, from which a row's figures are computed, and its result beside plain decoding's."""
 
     scenario: Scenario
     decoding: str
@@ -54,22 +45,17 @@ class Comparison:
     """Ways of decoding in one scenario.
 
     Attributes:
-        scenario: what was simulated.
-        num_tokens: length of each text.
         rows: the figures of each way. Plain decoding comes first, and "auto", of which it is all about, last.
-        figures: what they are.
-        fixed: the decoding with fixed lookaheads.
-        speed: the figure that is compared.
         x_label, y_label: of its plot.
     """
 
     scenario: Scenario
-    num_tokens: int
+    num_tokens: int  # length of each text
     rows: Sequence[Record]
 
     figures: ClassVar[Sequence[Figure]]
-    fixed: ClassVar[str]
-    speed: ClassVar[str] = "speed"
+    fixed: ClassVar[str]  # the decoding with fixed lookaheads
+    speed: ClassVar[str] = "speed"  # the figure that is compared
     x_label: ClassVar[str]
     y_label: ClassVar[str]
 
@@ -122,18 +108,15 @@ def _hit_rate(simulated: Simulated) -> float:
 
 
 def _tokens_per_second(simulated: Simulated) -> float | None:
-    """None where the scenario says no time of a pass."""
     sharding = simulated.scenario.sharding
     return None if sharding is None else float(simulated.result.speed * 1000.0 / sharding.pass_time)
 
 
 def _counted(name: str, heading: str | None = None, show: str | Callable[[Record], str] = "") -> Figure:
-    """A figure that is an attribute of the stream's statistics."""
     return Figure(name, lambda simulated: getattr(simulated.result.statistics, name), heading, show)
 
 
 def _found(name: str, heading: str | None = None, show: str | Callable[[Record], str] = "") -> Figure:
-    """A figure that is an attribute of the result."""
     return Figure(name, lambda simulated: getattr(simulated.result, name), heading, show)
 
 
@@ -164,7 +147,7 @@ class TextComparison(Comparison):
     figures = (
         *_LABELS,
         # Tokens per second, relative to plain decoding.
-        Figure("speed", lambda s: s.result.speed / s.plain.speed, "speed", lambda row: f"{row.speed:.2f}×"),
+        Figure("speed", lambda s: s.result.speed / s.plain.speed, "speed", "{:.2f}×"),
         Figure("tokens_per_second", _tokens_per_second, "tokens/s", ".1f"),
         _counted("tokens_per_round", "tokens\na round", ".2f"),
         _counted("acceptance_rate", "accepted", ".0%"),
@@ -197,13 +180,7 @@ def compare(
     lookaheads: Sequence[int] = LOOKAHEADS,
     on_progress: Progress = lambda _: None,
 ) -> TextComparison:
-    """Decode one text in each way.
-
-    Args:
-        num_tokens: length of the text, >= 1.
-        lookaheads: those of the sequential contenders, each in [1, 64]; at least one.
-        on_progress: called with a description of each run before it starts.
-    """
+    """Decode one text of so many tokens in each way; `lookaheads` are those of the sequential contenders."""
     from actors.drafters.drafter import policy_by_settings
     from protocol.auto_policy import AutoPolicy
     from protocol.lookahead_policy import ChainPolicy
@@ -231,7 +208,6 @@ def compare(
 
 
 def _relative(name: str) -> Callable[[Simulated], float]:
-    """A speed relative to plain decoding of one text alone."""
     return lambda simulated: getattr(simulated.result, name) * simulated.scenario.verify_seconds(1)
 
 
@@ -241,9 +217,6 @@ class StreamsComparison(Comparison):
 
     "plain batches" have no drafter, and a token of every text in each pass; "in turns" gives each text passes of its
     own; "shared" verifies proposals of several texts in one pass.
-
-    Attributes:
-        num_streams: number of texts.
     """
 
     num_streams: int = 1
@@ -254,8 +227,8 @@ class StreamsComparison(Comparison):
     figures = (
         *_LABELS,
         # Tokens of all texts, from the call to the last token of all; and up to the end of the text that ends first.
-        Figure("speed", _relative("speed"), "speed", lambda row: f"{row.speed:.2f}×"),
-        Figure("steady_speed", _relative("steady_speed"), "steady\nspeed", lambda row: f"{row.steady_speed:.2f}×"),
+        Figure("speed", _relative("speed"), "speed", "{:.2f}×"),
+        Figure("steady_speed", _relative("steady_speed"), "steady\nspeed", "{:.2f}×"),
         _found("texts_per_pass", "texts\na pass", ".1f"),
         _found("rows_per_pass", "rows\na pass", ".1f"),
         # In decoding steps of one text alone.
@@ -294,13 +267,7 @@ def compare_streams(
     lookaheads: Sequence[int] = STREAM_LOOKAHEADS,
     on_progress: Progress = lambda _: None,
 ) -> StreamsComparison:
-    """Decode several texts at once in each way.
-
-    Args:
-        num_streams: number of texts, in [1, 64].
-        num_tokens: length of each text, >= 1.
-        lookaheads: those of the shared passes, each in [1, 64]; at least one.
-        on_progress: called with a description of each run before it starts.
+    """Decode several texts at once in each way; `lookaheads` are those of the shared passes.
 
     Raises: SettingsError: an argument is out of its range.
     """
@@ -323,7 +290,6 @@ Way = tuple[str, int | Literal["auto"], Mapping[str, Any]]
 def _rows(
     kind: type[Comparison], scenario: Scenario, ways: Sequence[Way], run: Callable[..., Any], on_progress: Progress
 ) -> list[Record]:
-    """Simulate each way. The first one is plain decoding."""
     results: list[Any] = []
     for number, (decoding, lookahead, options) in enumerate(ways, start=1):
         with_lookahead = f", lookahead {lookahead}" if lookahead else ""
@@ -340,36 +306,20 @@ def _rows(
 
 @attrs.frozen
 class RanksComparison:
-    """Several numbers of ranks, in otherwise the same scenario.
-
-    Attributes:
-        comparisons: the ways of decoding one text with each number, in order.
-    """
+    """Several numbers of ranks, in otherwise the same scenario, and the ways of decoding one text with each."""
 
     comparisons: Sequence[TextComparison]
 
     figures = (
         Figure("ranks", lambda compared: _sharding(compared).ranks, "ranks", "d"),
-        Figure(
-            "pass_ms", lambda compared: _pass_ms(compared, 1), "pass of\n1 token", lambda row: f"{row.pass_ms:.1f} ms"
-        ),
-        Figure(
-            "exchange_ms",
-            lambda compared: _sharding(compared).exchange_ms(1),
-            "of it\nlinks",
-            lambda row: f"{row.exchange_ms:.1f} ms",
-        ),
-        Figure(
-            "pass_ms_of_8_tokens",
-            lambda compared: _pass_ms(compared, 8),
-            "pass of\n8 tokens",
-            lambda row: f"{row.pass_ms_of_8_tokens:.1f} ms",
-        ),
+        Figure("pass_ms", lambda compared: _pass_ms(compared, 1), "pass of\n1 token", "{:.1f} ms"),
+        Figure("exchange_ms", lambda compared: _sharding(compared).exchange_ms(1), "of it\nlinks", "{:.1f} ms"),
+        Figure("pass_ms_of_8_tokens", lambda compared: _pass_ms(compared, 8), "pass of\n8 tokens", "{:.1f} ms"),
         Figure("plain", lambda compared: compared.rows[0].tokens_per_second, "plain\ntokens/s", ".1f"),
         Figure("best_lookahead", lambda compared: compared.best.lookahead, "best\nlookahead", "d"),
         Figure("best", lambda compared: compared.best.tokens_per_second, "with it\ntokens/s", ".1f"),
         Figure("auto", lambda compared: compared.rows[-1].tokens_per_second, "auto\ntokens/s", ".1f"),
-        Figure("gain", lambda compared: compared.rows[-1].speed, "gain", lambda row: f"{row.gain:.2f}×"),
+        Figure("gain", lambda compared: compared.rows[-1].speed, "gain", "{:.2f}×"),
     )
 
     @property
@@ -404,7 +354,6 @@ def _sharding(compared: Comparison) -> Sharding:
 
 
 def _pass_ms(compared: Comparison, num_tokens: int) -> float:
-    """Milliseconds of a target pass over so many tokens."""
     return compared.scenario.verify_seconds(num_tokens) * _sharding(compared).pass_time
 
 
@@ -415,21 +364,14 @@ def compare_ranks(
     lookaheads: Sequence[int] = LOOKAHEADS,
     on_progress: Progress = lambda _: None,
 ) -> RanksComparison:
-    """Decode one text in each way with each number of ranks.
-
-    Args:
-        scenario: what to simulate; it has a sharding, whose ranks do not matter.
-        ranks: each in [1, 1024].
-        num_tokens, lookaheads, on_progress: see `compare`.
-    """
+    """Decode one text in each way with each number of ranks; those of the scenario's sharding do not matter."""
     assert scenario.sharding is not None
     sharding, comparisons = scenario.sharding, []
     for number in ranks:
         sharded = attrs.evolve(scenario, sharding=attrs.evolve(sharding, ranks=number))
-        announce = partial(_announce, on_progress, f"{number} ranks: ")
+
+        def announce(text: str, number: int = number) -> None:
+            on_progress(f"{number} ranks: {text}")
+
         comparisons.append(compare(sharded, num_tokens, lookaheads, announce))
     return RanksComparison(comparisons)
-
-
-def _announce(on_progress: Progress, where: str, text: str) -> None:
-    on_progress(where + text)

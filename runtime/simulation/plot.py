@@ -26,15 +26,7 @@ _MIN_LABEL_DISTANCE = 0.055
 
 @attrs.frozen
 class Chart:
-    """What a plot shows: a curve of speed over the fixed lookaheads, and lines for the contenders without one.
-
-    Attributes:
-        title: what was simulated.
-        x_label, y_label: of the axes.
-        curve_name: what the fixed lookaheads are.
-        curve: speed by lookahead, at least one.
-        lines: speed by name; the most important one last.
-    """
+    """What a plot shows: speed by fixed lookahead as a curve, and lines for the others, the most important last."""
 
     title: str
     x_label: str
@@ -59,16 +51,13 @@ def chart_of(comparison: Comparison) -> Chart:
     about = f"{described(comparison.scenario)}\n"
     length = f"{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}"
     speeds = {(row.decoding, row.lookahead): getattr(row, comparison.speed) for row in comparison.rows}
-    fixed = {lookahead: speeds.pop((comparison.fixed, lookahead)) for lookahead in _fixed_lookaheads(comparison)}
+    lookaheads = [row.lookahead for row in comparison.of(comparison.fixed) if row.lookahead != "auto"]
+    fixed = {lookahead: speeds.pop((comparison.fixed, lookahead)) for lookahead in lookaheads}
     lines = {
         decoding if lookahead == 0 else f"{decoding}, auto": speed for (decoding, lookahead), speed in speeds.items()
     }
     of_streams = f"streams: {comparison.num_streams}, each of " if isinstance(comparison, StreamsComparison) else ""
     return Chart(f"{about}{of_streams}{length}", comparison.x_label, comparison.y_label, comparison.fixed, fixed, lines)
-
-
-def _fixed_lookaheads(comparison: Comparison) -> list[int]:
-    return [row.lookahead for row in comparison.of(comparison.fixed) if row.lookahead != "auto"]
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -117,7 +106,6 @@ def _draw_on(axes: Axes, chart: Chart) -> None:
 
 
 def _spread(labels: list[tuple[float, str, str]], min_distance: float) -> list[tuple[float, str, str]]:
-    """Labels that do not overlap: each at its height, or as little above it as needed."""
     placed, lowest = [], 0.0
     for height, text, colour in sorted(labels):
         at = max(height, lowest)

@@ -26,11 +26,6 @@ STALENESS_KEEPS = 0.75
 
 
 def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
-    """Check pairs of a whole number that rises from 1 on, and of something else.
-
-    Args:
-        key, meaning: what the two of a pair are, for the message.
-    """
     previous = 0
     for pair in value:
         if not isinstance(pair, tuple) or len(pair) != 2 or not is_integer(pair[0]) or pair[0] <= previous:
@@ -144,7 +139,6 @@ class Scenario:
 
 
 def _relative_time(table: tuple[tuple[int, float], ...], slope: float, width: int) -> float:
-    """The time of a pass over `width` tokens, relative to a pass over one."""
     if not table:
         return 1.0 + slope * (width - 1)
     if len(table) == 1 or width == 1:
@@ -177,7 +171,6 @@ def described(scenario: Scenario) -> str:
 
 
 def _described_table(role: str, table: tuple[tuple[int, float], ...]) -> str:
-    """A table of times in a few words; "" for none."""
     if not table:
         return ""
     widths = "1 width" if len(table) == 1 else f"{len(table)} widths up to {table[-1][0]}"

@@ -44,7 +44,6 @@ def _draw(history: int, purpose: int) -> int:
 
 
 def _truth(history: int) -> int:
-    """The target's token after a history."""
     return _draw(history, _TEXT) % VOCAB_SIZE
 
 
@@ -58,14 +57,7 @@ def _beta_draws(mean: float, spread: float) -> tuple[float, ...]:
 
 
 class _Sequence(ScriptedSequence):
-    """One text in a scripted model, with a hash for each of its prefixes."""
-
     def __init__(self, row: Callable[[int, int, int], Sequence[float]], seed: int) -> None:
-        """Make an empty text.
-
-        Args:
-            row: (hash of the text so far, its length, staleness) → logits.
-        """
         super().__init__()
         self._row = row
         self._histories = [_after(0, seed)]  # by number of tokens

@@ -21,9 +21,6 @@ class ScriptedSequence(ReusableSequence):
     """One text of a scripted model: the tokens that it was fed, and nothing else. Any of them can be dropped.
 
     Subclasses say what the model says, in `row`.
-
-    Attributes:
-        tokens: those of the text.
     """
 
     num_bytes = 0  # a list of tokens does not count
@@ -111,7 +108,7 @@ class RecordsEmptyFeatures(ScriptedSequence):
         return EmptyFeatures()
 
     def forget(self) -> None:
-        """See `CachedSequence.forget`. The text is read again, and all features are handed over again."""
+        """The text is read again, and all features are handed over again."""
         super().forget()
         self.features.num_taken = 0
 

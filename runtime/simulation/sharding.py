@@ -79,24 +79,16 @@ class Sharding:
         return self.layers * _ALL_REDUCES_PER_LAYER * (steps * self.link_latency + sending_us) / 1e3
 
     def pass_seconds(self, alone: float, rows: int) -> float:
-        """Time of a pass, in units of T_v(1).
-
-        Args:
-            alone: the time of the pass on one machine, in the same unit.
-            rows: rows of the pass, >= 1.
-        """
+        """Time of a pass over so many rows that takes `alone` on one machine, in units of T_v(1)."""
         return alone / self.ranks + self.exchange_ms(rows) / self.pass_time
 
 
 def links_of(all_reduce: str, ranks: int, small: float, large: float, num_bytes: int) -> tuple[float, float]:
-    """The links with which all-reduces take the time that they were measured to take.
+    """The links with which all-reduces of `ranks` take the time that they were measured to take.
 
     Args:
-        all_reduce: one of `ALL_REDUCES`.
-        ranks: that took part, >= 2.
         small: seconds of an all-reduce of a few bytes, > 0.
         large: seconds of one of `num_bytes`.
-        num_bytes: > 0.
 
     Returns: `Sharding.link_latency` in microseconds, and `Sharding.link_bandwidth` in gigabits per second.
     """

@@ -12,7 +12,6 @@ of the target, whose time is that of all its rows: padding is computed, too.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
 from protocol.settings import Settings
 from protocol.statistics import Statistics
-from protocol.trace import Actor, Event, Span
+from protocol.trace import Event, Span
 from protocol.validation import check_integer
 from runtime.engine.events import Events
 from runtime.engine.opening import running
@@ -57,12 +56,7 @@ async def simulated_runtime(
     make_policy: MakePolicy = policy_by_settings,
     max_batch: int = MAX_BATCH,
 ) -> AsyncIterator[Runtime]:
-    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock.
-
-    Args:
-        make_policy: makes the policy that decides how far to draft ahead.
-        max_batch: most streams that share one pass of the target, in [1, 32].
-    """
+    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock."""
     contention = Contention(scenario.contention)
 
     def verify_price(job: Job[Any]) -> float:
@@ -96,16 +90,10 @@ def rows_of(job: Job[Any] | Span) -> int:
 
 @attrs.frozen
 class SimulatedRun:
-    """The result of one stream in a scenario.
+    """The result of one stream in a scenario."""
 
-    Attributes:
-        speed: tokens per T_v(1); plain decoding without overhead has 1.
-        seconds: simulated time from the call to the last token, in units of T_v(1).
-        statistics: those of the stream.
-    """
-
-    speed: float
-    seconds: float
+    speed: float  # tokens per T_v(1); plain decoding without overhead has 1
+    seconds: float  # simulated time from the call to the last token, in units of T_v(1)
     statistics: Statistics
 
 
@@ -116,14 +104,9 @@ def run_simulation(
     lookahead: int | Literal["auto"] = "auto",
     make_policy: MakePolicy = policy_by_settings,
 ) -> SimulatedRun:
-    """Generate one text in simulated time, in a trio event loop of its own.
+    """Generate one text of `num_tokens` in simulated time, in a trio event loop of its own.
 
-    The result depends on the arguments alone.
-
-    Args:
-        num_tokens: length of the text, >= 1.
-        lookahead: as in `Settings`; 0 is plain decoding.
-        make_policy: makes the policy that decides how far to draft ahead.
+    The result depends on the arguments alone. A lookahead of 0 is plain decoding.
 
     Raises: SettingsError: a setting is out of its range.
     """
@@ -145,29 +128,21 @@ def run_simulation(
 
 @attrs.frozen
 class SimulatedStreams:
-    """The result of several streams in one scenario.
+    """The result of several streams in one scenario. Times are in units of T_v(1).
 
     Attributes:
-        speed: tokens of all streams per T_v(1), from the call to the last token of all.
-        steady_speed: the same up to the end of the stream that ends first: while all are at work.
-        seconds: simulated time from the call to the last token of all, in units of T_v(1).
-        longest_wait: longest time between two tokens of a stream, in units of T_v(1).
-        texts_per_pass: mean number of streams in a pass of the target.
-        rows_per_pass: mean number of rows that a pass of the target computes: tokens of all its streams, padding
-            included.
         target_busy, draft_busy: fraction of that time in which the model was at work.
-        statistics: those of the streams, in the order in which they ended.
     """
 
-    speed: float
-    steady_speed: float
-    seconds: float
-    longest_wait: float
-    texts_per_pass: float
-    rows_per_pass: float
+    speed: float  # tokens of all streams per T_v(1), from the call to the last token of all
+    steady_speed: float  # the same up to the end of the stream that ends first: while all are at work
+    seconds: float  # simulated time from the call to the last token of all
+    longest_wait: float  # longest time between two tokens of a stream
+    texts_per_pass: float  # mean number of streams in a pass of the target
+    rows_per_pass: float  # mean number of rows that a pass of the target computes, padding included
     target_busy: float
     draft_busy: float
-    statistics: tuple[Statistics, ...]
+    statistics: tuple[Statistics, ...]  # those of the streams, in the order in which they ended
 
     @property
     def proposal(self) -> float:
@@ -197,8 +172,6 @@ def simulate_streams(
 
     Args:
         num_streams: number of texts, in [1, 64].
-        num_tokens: length of each text, >= 1.
-        lookahead: as in `Settings`; 0 is plain decoding.
         max_batch: most streams that share one pass of the target, in [1, 32]; 1 has them take turns.
         at_once: True starts all streams together; False starts each when the one before has ended.
 
@@ -206,23 +179,49 @@ def simulate_streams(
     """
     check_integer("num_streams", num_streams, 1, MAX_STREAMS)
     check_integer("max_batch", max_batch, 1, MAX_BATCH)
-    events, played = Events(), _Played(Settings(max_tokens=num_tokens, lookahead=lookahead))
+    events, heard, settings = Events(), list[Event](), Settings(max_tokens=num_tokens, lookahead=lookahead)
+    token_times: list[list[float]] = [[] for _ in range(num_streams)]
+    statistics: list[Statistics] = []
 
-    async def main() -> SimulatedStreams:
+    async def read(runtime: Runtime, first_token: int) -> None:
+        stream = runtime.stream((first_token,), settings)
+        async with stream:
+            async for _ in stream:
+                token_times[first_token].append(trio.current_time())
+        statistics.append(stream.statistics())
+
+    async def main() -> tuple[float, float]:
         async with simulated_runtime(scenario, events, max_batch=max_batch) as runtime:
-            events.listen(played.hear)
+            events.listen(heard.append, only_spans=True)
             began = trio.current_time()
             async with trio.open_nursery() as nursery:
                 for first_token in range(num_streams):
                     if at_once:
-                        nursery.start_soon(played.read, runtime, first_token)
+                        nursery.start_soon(read, runtime, first_token)
                     else:
-                        await played.read(runtime, first_token)
-            ended = trio.current_time()
-        return played.result(began, ended)
+                        await read(runtime, first_token)
+            return began, trio.current_time()
 
     with _seeded_scheduler():
-        return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+        began, ended = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    spans = [event for event in heard if isinstance(event, Span)]
+    passes = [span for span in spans if span.kind in ("verify", "decode")]
+    busy_seconds = {
+        actor: sum(span.ended - span.began for span in spans if span.actor == actor) for actor in ("target", "draft")
+    }
+    seconds, first_end = ended - began, min(times[-1] for times in token_times)
+    waits = (b - a for times in token_times for a, b in itertools.pairwise(times))
+    return SimulatedStreams(
+        speed=sum(map(len, token_times)) / seconds,
+        steady_speed=sum(at <= first_end for times in token_times for at in times) / (first_end - began),
+        seconds=seconds,
+        longest_wait=max(waits, default=0.0),
+        texts_per_pass=sum(max(1, len(span.shares)) for span in passes) / len(passes),
+        rows_per_pass=sum(map(rows_of, passes)) / len(passes),
+        target_busy=busy_seconds["target"] / seconds,
+        draft_busy=busy_seconds["draft"] / seconds,
+        statistics=tuple(statistics),
+    )
 
 
 @contextmanager
@@ -239,62 +238,3 @@ def _seeded_scheduler() -> Iterator[None]:
         yield
     finally:
         dice.setstate(before)
-
-
-@attrs.define
-class _Played:
-    """What is counted while streams are read.
-
-    Attributes:
-        settings: of each stream.
-        token_times: when the tokens of each stream were read.
-        statistics: of the streams that have ended.
-        num_passes, num_texts, num_rows: passes of the target so far, and the sums of their streams and rows.
-        busy_seconds: of each model.
-    """
-
-    settings: Settings
-    token_times: list[list[float]] = attrs.field(factory=list)
-    statistics: list[Statistics] = attrs.field(factory=list)
-    num_passes: int = 0
-    num_texts: int = 0
-    num_rows: int = 0
-    busy_seconds: defaultdict[Actor, float] = attrs.field(factory=lambda: defaultdict(float))
-
-    async def read(self, runtime: Runtime, first_token: int) -> None:
-        """Read a stream to its end."""
-        times: list[float] = []
-        self.token_times.append(times)
-        stream = runtime.stream((first_token,), self.settings)
-        async with stream:
-            async for _ in stream:
-                times.append(trio.current_time())
-        self.statistics.append(stream.statistics())
-
-    def hear(self, event: Event) -> None:
-        """Count a job of either model, and a pass of the target."""
-        if not isinstance(event, Span):
-            return
-        self.busy_seconds[event.actor] += event.ended - event.began
-        if event.kind in ("verify", "decode"):
-            self.num_passes += 1
-            self.num_texts += max(1, len(event.shares))
-            self.num_rows += rows_of(event)
-
-    def result(self, began: float, ended: float) -> SimulatedStreams:
-        """The result, once all streams have ended."""
-        seconds = ended - began
-        first_end = min(times[-1] for times in self.token_times)
-        num_until_then = sum(at <= first_end for times in self.token_times for at in times)
-        waits = (b - a for times in self.token_times for a, b in itertools.pairwise(times))
-        return SimulatedStreams(
-            speed=sum(map(len, self.token_times)) / seconds,
-            steady_speed=num_until_then / (first_end - began),
-            seconds=seconds,
-            longest_wait=max(waits, default=0.0),
-            texts_per_pass=self.num_texts / self.num_passes,
-            rows_per_pass=self.num_rows / self.num_passes,
-            target_busy=self.busy_seconds["target"] / seconds,
-            draft_busy=self.busy_seconds["draft"] / seconds,
-            statistics=tuple(self.statistics),
-        )

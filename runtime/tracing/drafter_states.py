@@ -28,9 +28,7 @@ def drafter_state(before: DrafterState | None, instant: Instant) -> DrafterState
 def periods_away(instants: Sequence[Instant], ended: float) -> list[tuple[float, float, DrafterState]]:
     """The periods in which the drafter left a session to the target: begin, end, and the drafter's state.
 
-    Args:
-        instants: of the session, in order.
-        ended: end of the session. Times are in seconds on the clock of the instants.
+    Times are in seconds on the clock of the session's instants, which are in order.
     """
     changes: list[tuple[float, DrafterState | None]] = []
     state: DrafterState | None = None

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from protocol.session_state import Commit
-    from protocol.statistics import Statistics
 
 logger = logging.getLogger("outrider")
 
@@ -40,7 +39,6 @@ class Texts:
     """The decoded texts of a trace's tokens.
 
     Attributes:
-        prompts: text of the prompt, by session.
         committed: by session, one piece of text for each committed token, possibly empty; together they are the
             generated text.
         alone: text of a token decoded by itself, by id.
@@ -67,8 +65,6 @@ async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) 
 
 
 class _Ids:
-    """Stands in for a tokenizer: shows ids."""
-
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f"⟨{token}⟩" for token in ids)
 
@@ -106,13 +102,7 @@ async def _texts(events: Sequence[Event], tokenizer: Any) -> Texts:
 
 
 def render(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> str:
-    """The page, as HTML.
-
-    Args:
-        events: in the order in which they came.
-        texts: of their tokens.
-        num_lost: further events that were not recorded.
-    """
+    """The page, as HTML, of events in the order in which they came, and of how many were not recorded."""
     page = resources.files("runtime.tracing").joinpath("timeline.html").read_text(encoding="utf-8")
     before, _, after = page.partition(DATA_PLACEHOLDER)
     return before + _escaped(json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))) + after
@@ -133,8 +123,6 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
     or None, begin, end, number of tokens, round or None. A span of the drafter has one more item, the fraction of it in
     which the target worked. A span that several sessions share has one more item, a list of session, round and number
     of tokens for each. An instant is a list of actor, kind, session, time, round and number of tokens.
-
-    Args: as `render`.
     """
     spans = sorted((e for e in events if isinstance(e, Span)), key=lambda span: (span.actor != "target", span.began))
     instants = sorted((e for e in events if isinstance(e, Instant)), key=lambda instant: instant.at)
@@ -198,13 +186,11 @@ class _Overlap:
         self._ends = [span.ended for span in others]
 
     def fraction(self, span: Span) -> float:
-        """The overlapping part, in [0, 1]; 1 for a span that took no time."""
         if span.ended <= span.began:
             return 1.0
         return self.seconds(span) / (span.ended - span.began)
 
     def seconds(self, span: Span) -> float:
-        """The overlapping part, in seconds."""
         overlap_s = 0.0
         for i in range(bisect.bisect_right(self._ends, span.began), len(self._others)):
             if self._others[i].began >= span.ended:
@@ -244,18 +230,19 @@ def _session(
 def _rounds(
     session: int, spans: Sequence[Span], instants: Sequence[Instant], texts: Texts, us: Callable[[float], int]
 ) -> list[dict[str, Any]]:
-    rounds: dict[int, dict[str, Any]] = {}
+    rounds: dict[int, dict[str, Any]] = defaultdict(dict)
     pieces = iter(texts.committed.get(session, ()))
     for instant in instants:
         if instant.kind == "proposal":
             proposed = [texts.alone.get(token, "") for token in instant.tokens]
-            rounds.setdefault(instant.round, {}).update(proposedAt=us(instant.at), proposed=proposed)
+            rounds[instant.round].update(proposedAt=us(instant.at), proposed=proposed)
         elif instant.kind in ("hit", "miss"):
-            rounds.setdefault(instant.round, {}).update(hit=instant.kind == "hit", answeredAt=us(instant.at))
+            rounds[instant.round].update(hit=instant.kind == "hit", answeredAt=us(instant.at))
         elif (commit := instant.commit) is not None:
             by_whom = [commit.drafted_by(index) for index in range(commit.num_from_draft)]
-            origins = [*("copied" if each == "copy" else "accepted" for each in by_whom), _last_origin(commit)]
-            rounds.setdefault(instant.round, {}).update(
+            last = "bonus" if commit.bonus else "recovered" if commit.num_rejected else "plain"
+            origins = [*("copied" if each == "copy" else "accepted" for each in by_whom), last]
+            rounds[instant.round].update(
                 committedAt=us(instant.at),
                 tokens=[
                     # The text that the token makes readable, its origin, and its text alone.
@@ -271,13 +258,8 @@ def _rounds(
     for span in spans:
         if span.kind in ("verify", "decode") and (number := span.round_of(session)) is not None:
             others = [other for other in span.sessions if other != session]
-            rounds.setdefault(number, {}).update(work=[span.kind, us(span.began), us(span.ended), others])
+            rounds[number].update(work=[span.kind, us(span.began), us(span.ended), others])
     return [{"round": number, **rounds[number]} for number in sorted(rounds)]
-
-
-def _last_origin(commit: Commit) -> str:
-    """The origin of a commit's last token, where the drafter did not propose it."""
-    return "bonus" if commit.bonus else "recovered" if commit.num_rejected else "plain"
 
 
 def _summary(
@@ -289,8 +271,37 @@ def _summary(
     target_work: _Overlap,
 ) -> dict[str, Any]:
     """The session's figures. Times end with the last commit: the trace does not say when the consumer took a token."""
+    # Imported late: both import mlx, and the command line imports this module at its top.
+    from protocol.prices import Prices
+    from protocol.statistics import Counts
+
     first_s, last_s = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
-    statistics = _statistics(session, opened, spans, instants, commits, first_s, last_s)
+
+    def busy_s(actor: str) -> float:
+        worked = [span for span in spans if span.actor == actor]
+        return sum(s.fractions[session] * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
+
+    counts = Counts(
+        prompt_tokens=len(opened.tokens),
+        lookahead_hits=sum(instant.kind == "hit" for instant in instants),
+        lookahead_misses=sum(instant.kind == "miss" for instant in instants),
+        target_seconds=busy_s("target"),
+        draft_seconds=busy_s("draft"),
+    )
+    for _, commit in commits:
+        for index in range(len(commit.tokens)):
+            counts.give(commit, index)
+    for span in spans:
+        if span.kind in ("verify", "decode"):
+            counts.take_part(len(span.sessions), is_first=span.sessions[0] == session)
+    statistics = counts.snapshot(
+        elapsed=last_s - opened.at,
+        generation_seconds=last_s - first_s,
+        num_untimed=len(commits[0][1].tokens) if commits else 0,
+        time_to_first_token=first_s - opened.at if commits else None,
+        # Not in a trace, and the page does not show it.
+        estimates=Prices().estimates(),
+    )
     drafts = [span for span in spans if span.kind == "draft" and span.began < last_s]
     drafting_s = sum(span.ended - span.began for span in drafts)
     return {
@@ -312,44 +323,3 @@ def _summary(
         # The fraction of the drafting time that cost nothing, since the target worked meanwhile.
         "draftUnder": sum(target_work.seconds(span) for span in drafts) / drafting_s if drafting_s > 0 else 0.0,
     }
-
-
-def _statistics(
-    session: int,
-    opened: Instant,
-    spans: Sequence[Span],
-    instants: Sequence[Instant],
-    commits: Sequence[tuple[float, Commit]],
-    first_s: float,
-    last_s: float,
-) -> Statistics:
-    """The counts and rates of a session, from its first to its last commit (`first_s` to `last_s`)."""
-    # Imported late: both import mlx, and the command line imports this module at its top.
-    from protocol.prices import Prices
-    from protocol.statistics import Counts
-
-    def busy_s(actor: str) -> float:
-        worked = [span for span in spans if span.actor == actor]
-        return sum(s.fractions[session] * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
-
-    counts = Counts(
-        prompt_tokens=len(opened.tokens),
-        lookahead_hits=sum(instant.kind == "hit" for instant in instants),
-        lookahead_misses=sum(instant.kind == "miss" for instant in instants),
-        target_seconds=busy_s("target"),
-        draft_seconds=busy_s("draft"),
-    )
-    for _, commit in commits:
-        for index in range(len(commit.tokens)):
-            counts.give(commit, index)
-    for span in spans:
-        if span.kind in ("verify", "decode"):
-            counts.take_part(len(span.sessions), is_first=span.sessions[0] == session)
-    return counts.snapshot(
-        elapsed=last_s - opened.at,
-        generation_seconds=last_s - first_s,
-        num_untimed=len(commits[0][1].tokens) if commits else 0,
-        time_to_first_token=first_s - opened.at if commits else None,
-        # Not in a trace, and the page does not show it.
-        estimates=Prices().estimates(),
-    )

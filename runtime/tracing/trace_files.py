@@ -61,16 +61,11 @@ class Recorder(ABC):
     Entering opens the file, so that a file which cannot be written is an error at once. Leaving writes the remaining
     events and closes the file, also under cancellation and after a Ctrl-C. An error in between is logged as a warning:
     a full disk is no reason to end a generation.
-
-    Attributes:
-        path: of the file.
-        max_events: how many may wait to be written; further ones are dropped and counted.
     """
 
-    max_events: ClassVar[int]
+    max_events: ClassVar[int]  # that may wait to be written; further ones are dropped and counted
 
     def __init__(self, path: TracePath) -> None:
-        """Does not open the file yet."""
         self.path = path
         self._file: IO[str] | None = None
         self._events: list[Event] = []
@@ -165,9 +160,9 @@ class Recorder(ABC):
     def _open(self) -> IO[str]:
         return Path(os.path.expanduser(self.path)).open("w", encoding="utf-8")
 
-    @abstractmethod
     def _has_enough(self) -> bool:
         """Whether enough events have come to write some now."""
+        return False
 
     @abstractmethod
     async def _write_waiting(self) -> None:
@@ -372,9 +367,6 @@ class TimelineFile(Recorder):
     def __init__(self, path: TracePath) -> None:
         super().__init__(path)
         self.tokenizer: TokenizerWrapper | None = None
-
-    def _has_enough(self) -> bool:
-        return False
 
     async def _write_waiting(self) -> None:
         return

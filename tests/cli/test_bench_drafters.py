@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 import pytest
+from command_line import json_of, ran
 from models import llama, near
 from sweeps import sweep
 
 import runtime
 from runtime.bench.contenders import Contender
 from runtime.bench.one_stream import OneStream, OneStreamPlan, named_drafts
-from runtime.cli import main as cli
 
 SMALL = {"max_tokens": 16, "repeats": 1, "num_draft_tokens": (2,), "lookaheads": (0, 2, "auto")}
 
@@ -61,8 +59,6 @@ async def test_draft_models_and_lookup_are_compared_with_the_same_plain_decoding
     assert result.dtypes == {"target": ("float32",), "Model": ("float32",)}
     for row in result.rows:
         assert (row.failure, row.same_texts, row.num_texts) == (None, 1, 1)
-        assert row.median is not None
-        assert result.rows[0].median is not None
         assert row.vs_plain == row.median / result.rows[0].median
         assert row.stale_acceptance is None
 
@@ -78,20 +74,9 @@ async def test_one_drafter_in_a_list_is_the_only_one():
 
 @pytest.mark.slow
 def test_the_command_compares_a_trained_drafter_with_lookup(capsys):
-    small = [
-        "--prompt",
-        "def quicksort(items):\n    if len(items)",
-        "-m",
-        "16",
-        "--repeats",
-        "1",
-        "--num-draft-tokens",
-        "none",
-        "--lookahead",
-        "2",
-    ]
-    assert cli.main(["bench", "--draft", str(runtime.DEMO_TRAINED_DRAFT), "--draft", "ngram", *small, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    small = ["--prompt", "def quicksort(items):\n    if len(items)", "-m", "16", "--repeats", "1"]
+    small += ["--num-draft-tokens", "none", "--lookahead", "2"]
+    said = json_of(capsys, "bench", "--draft", str(runtime.DEMO_TRAINED_DRAFT), "--draft", "ngram", *small, "--json")
     assert [row["draft"] for row in said["rows"]] == [None, "trained_draft", "ngram"]
     assert said["draft"] == f"{runtime.DEMO_TRAINED_DRAFT}, ngram"
     plain, trained, lookup = said["rows"]
@@ -108,5 +93,4 @@ def test_the_command_compares_a_trained_drafter_with_lookup(capsys):
     ],
 )
 def test_drafters_that_cannot_be_compared_are_refused(arguments, said, capsys):
-    assert cli.main(["bench", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert said in ran(capsys, "bench", *arguments, status=2).err

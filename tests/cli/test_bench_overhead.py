@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import trio
+from command_line import json_of, ran
 
 import runtime
 from runtime.bench.contenders import Contender, Run
@@ -80,10 +81,8 @@ def test_every_run_is_measured() -> None:
 @pytest.mark.slow
 def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--overhead", "--streams", "2", "--max-tokens", "16", "--repeats", "1"]
-    assert cli.main(command) == 0
-    assert "BatchGenerator" in capsys.readouterr().out
-    assert cli.main([*command, "--json"]) == 0
-    assert [row["way"] for row in json.loads(capsys.readouterr().out)["rows"]][1:] == OURS
+    assert "BatchGenerator" in ran(capsys, *command).out
+    assert [row["way"] for row in json_of(capsys, *command, "--json")["rows"]][1:] == OURS
 
 
 def test_without_numbers_of_streams_the_command_measures_its_defaults(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import mlx.core as mx
 import pytest
+from command_line import json_of, ran
 from mlx.utils import tree_flatten
 from models import greedy
 from sweeps import sweep
 
 import runtime
 from runtime.bench.shapes import DRAFTER, MAX_PART_OF_MEMORY, SHAPES, STRIDE, shaped_pair
-from runtime.cli import main as cli
 
 # Billions of parameters that the published models have. Gemma's output layer is its embedding, which is here twice.
 BILLIONS = {"8b": 8.03, "30b-a3b": 30.53, "hybrid": 4.21, "sliding": 3.88 + 0.67}
@@ -65,8 +63,7 @@ def test_a_target_that_does_not_fit_has_fewer_layers_and_says_so():
 @pytest.mark.slow
 def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_that_was_asked_for(capsys):
     asked = ["--shape", "tiny", "--acceptance", "0.8", "--quantize", "4", "--repeats", "1"]
-    assert cli.main(["bench", *asked, "--num-draft-tokens", "1", "--lookahead", "1,auto", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = json_of(capsys, "bench", *asked, "--num-draft-tokens", "1", "--lookahead", "1,auto", "--json")
     assert result["target"] == "tiny (4 bits, random weights)"
     assert result["draft"] == "tiny (bfloat16, random weights, guesses right with probability 0.8)"
     for row in result["rows"]:
@@ -74,8 +71,10 @@ def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_th
     acceptance = {row["name"]: row["acceptance"] for row in result["rows"]}
     assert acceptance["mlx-lm speculative 1"] == pytest.approx(0.8, abs=0.15)
     assert acceptance["outrider lookahead 1"] == pytest.approx(0.8, abs=0.15)
-    assert cli.main(["bench", *asked, "--streams", "2", "--max-tokens", "16", "--json"]) == 0
-    assert {(row["same_texts"], row["failure"]) for row in json.loads(capsys.readouterr().out)["rows"]} == {(2, None)}
+    assert {
+        (row["same_texts"], row["failure"])
+        for row in json_of(capsys, "bench", *asked, "--streams", "2", "--max-tokens", "16", "--json")["rows"]
+    } == {(2, None)}
 
 
 @sweep(
@@ -91,5 +90,4 @@ def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_th
     ],
 )
 def test_what_does_not_go_with_a_shape_is_refused(more, complaint, capsys):
-    assert cli.main(["bench", *more]) == 2
-    assert complaint in capsys.readouterr().err
+    assert complaint in ran(capsys, "bench", *more, status=2).err

@@ -156,14 +156,6 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
     assert err.count("\n") == 1
 
 
-def test_help_names_every_option(capfd: Any) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["chat", "--help-all"])
-    text = capfd.readouterr().out
-    for option in ("target", "draft", "system", "thinking", "max-tokens", "temperature", "top-p", "stats", "blas"):
-        assert f"--{option}" in text
-
-
 @pytest.mark.slow
 async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str) -> None:
     for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from command_line import broken_weights, outrider, read_all, save_model, terminal
+from command_line import broken_weights, json_of, outrider, ran, read_all, refusal, save_model, terminal
 from sweeps import sweep
 
 import runtime
@@ -28,7 +28,6 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
-from runtime.cli.main import _COMMON
 from runtime.terminal.signals import ECHO_S, SignalScope
 from runtime.terminal.statistics_table import print_statistics, rows_of
 
@@ -45,8 +44,16 @@ async def read_until(stream: Any, wanted: str) -> str:
     return parts.decode()
 
 
-def run_here(*arguments: str) -> int:
-    return cli.main(["generate", *arguments])
+def run_here(capture: Any, *arguments: str, status: int = 0) -> Any:
+    return ran(capture, "generate", *arguments, status=status)
+
+
+def json_here(capture: Any, *arguments: str) -> Any:
+    return json_of(capture, "generate", *arguments)
+
+
+def refused_here(capture: Any, *arguments: str, status: int = 2) -> str:
+    return refusal(capture, "generate", *arguments, status=status)
 
 
 async def text_of(target: str, prompt: str, num_tokens: int) -> str:
@@ -59,8 +66,7 @@ async def text_of(target: str, prompt: str, num_tokens: int) -> str:
 
 def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, capfd):
     expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text
-    assert run_here(PROMPT, "--target", endless, "--max-tokens", "20") == 0
-    assert capfd.readouterr() == (expected, "")
+    assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "20") == (expected, "")
     assert len(expected.split()) == 20
 
 
@@ -81,17 +87,14 @@ async def test_the_demo_pair_is_the_default():
 def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     schema = {"type": "object", "properties": {"größe": {"enum": [1, 2]}}, "additionalProperties": False}
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["größe"]}), encoding="utf-8")
-    assert run_here("x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")) == 0
-    assert json.loads(capfd.readouterr().out) in ({"größe": 1}, {"größe": 2})
+    asked = ["x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")]
+    assert json_here(capfd, *asked) in ({"größe": 1}, {"größe": 2})
     # The text is cut off and no JSON.
-    cut_off = ["x = json.dumps(", "--json-schema", str(tmp_path / "schema.json"), "--max-tokens", "3"]
-    assert run_here(*cut_off) == 1
+    cut_off = [*asked, "--max-tokens", "3"]
     said = "outrider: error: the JSON is incomplete, cut off at 3 tokens; raise --max-tokens\n"
-    assert capfd.readouterr().err == said
-    assert run_here(*cut_off, "--json") == 1
-    out, err = capfd.readouterr()
-    assert json.loads(out)["finish_reason"] == "length"
-    assert err == said
+    assert run_here(capfd, *cut_off, status=1).err == said
+    out, err = run_here(capfd, *cut_off, "--json", status=1)
+    assert (json.loads(out)["finish_reason"], err) == ("length", said)
 
 
 @sweep(
@@ -101,34 +104,29 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
         (b"\xff", "the JSON schema in {} is not valid text"),
         (b"{", "the JSON schema { is not JSON: "),
         (b'{"not": {}}', "cannot be followed: Unimplemented keys"),
+        (b'{"type": "nothing"}', "outrider: error: --json-schema {}: "),
     ],
 )
 def test_a_schema_that_is_none_is_refused_before_a_model_is_loaded(content, complaint, tmp_path, capfd):
     file = tmp_path / "schema.json"
     if content is not None:
         file.write_bytes(content)
-    assert run_here("x", "--json-schema", str(file), "--target", "./no/such/model") == 2
-    out, error = capfd.readouterr()
-    assert out == ""
+    error = refused_here(capfd, "x", "--json-schema", str(file), "--target", "./no/such/model")
     assert complaint.replace("{}", str(file), 1 if content != b"{" else 0) in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--draft", "none"], ["--target", str(runtime.DEMO_TARGET)]])
 def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
-    assert run_here("def f(x):", *arguments, "--max-tokens", "4", "--json") == 0
-    statistics = json.loads(capfd.readouterr().out)["statistics"]
+    statistics = json_here(capfd, "def f(x):", *arguments, "--max-tokens", "4", "--json")["statistics"]
     assert (statistics["proposed"], statistics["generated_tokens"]) == (0, 4)
 
 
 def test_lookahead_reaches_the_drafter(endless, capfd):
     # A drafter equal to the target is always right, so a round commits its proposal and one more token.
     arguments = [PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "12", "--json"]
-    assert run_here(*arguments, "--lookahead", "3") == 0
-    statistics = json.loads(capfd.readouterr().out)["statistics"]
+    statistics = json_here(capfd, *arguments, "--lookahead", "3")["statistics"]
     assert (statistics["rounds"], statistics["tokens_per_round"]) == (3, 4)
-    assert run_here(*arguments, "--lookahead", "0") == 0
-    assert json.loads(capfd.readouterr().out)["statistics"]["proposed"] == 0
+    assert json_here(capfd, *arguments, "--lookahead", "0")["statistics"]["proposed"] == 0
 
 
 def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
@@ -136,17 +134,14 @@ def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
     arguments = [prompt, "--target", endless, "--max-tokens", "24", "--json"]
     said = []
     for draft in ("none", "ngram"):
-        assert run_here(*arguments, "--draft", draft, "--lookahead", "3") == 0
-        said.append(json.loads(capfd.readouterr().out))
+        said.append(json_here(capfd, *arguments, "--draft", draft, "--lookahead", "3"))
     assert said[0]["tokens"] == said[1]["tokens"]
     assert said[0]["statistics"]["proposed"] == 0 < said[1]["statistics"]["proposed"]
 
 
 def test_there_is_no_model_in_looking_up_that_could_be_a_target_or_examined(capfd):
-    assert run_here(PROMPT, "--target", "ngram") == 2
-    assert "target must be a model here" in capfd.readouterr().err
-    assert cli.main(["doctor", "--draft", "ngram"]) == 2
-    assert "draft must be a model here" in capfd.readouterr().err
+    assert "target must be a model here" in run_here(capfd, PROMPT, "--target", "ngram", status=2).err
+    assert "draft must be a model here" in ran(capfd, "doctor", "--draft", "ngram", status=2).err
 
 
 def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
@@ -154,30 +149,22 @@ def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
     nth = next(n for n in range(3, 20) if words[n] not in words[:n])
     before, stop = " ".join(words[: nth - 1]), f"{words[nth - 1]} {words[nth]}"
     arguments = [PROMPT, "--target", endless, "--max-tokens", "20", "--stop", "nothing like it", "--stop", stop]
-    assert run_here(*arguments) == 0
-    assert capfd.readouterr() == (before + " ", "")
-    assert run_here(*arguments, "--json") == 0
-    said = json.loads(capfd.readouterr().out)
+    assert run_here(capfd, *arguments) == (before + " ", "")
+    said = json_here(capfd, *arguments, "--json")
     assert (said["finish_reason"], said["stop_reason"], said["text"]) == ("stop", stop, before + " ")
     assert len(said["tokens"]) == nth + 1
-
-
-def test_a_text_that_meets_no_stop_string_has_no_stop_reason(endless, capfd):
-    assert run_here(PROMPT, "--target", endless, "--max-tokens", "4", "--stop", "nothing like it", "--json") == 0
-    said = json.loads(capfd.readouterr().out)
+    said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "4", "--stop", "nothing like it", "--json")
     assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
 
 
 def test_an_empty_stop_string_is_refused_before_a_model_is_loaded(capfd):
-    assert run_here(PROMPT, "--target", "no/such/model", "--stop", "") == 2
-    assert "stop must have 1 to" in capfd.readouterr().err
+    assert "stop must have 1 to" in run_here(capfd, PROMPT, "--target", "no/such/model", "--stop", "", status=2).err
 
 
 def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
     def text(seed: int) -> str:
         settings = ["--seed", str(seed), "--temperature", "1.5", "--max-tokens", "30"]
-        assert run_here(PROMPT, "--target", endless, *settings) == 0
-        return capfd.readouterr().out
+        return run_here(capfd, PROMPT, "--target", endless, *settings).out
 
     assert text(1) == text(1) != text(2)
 
@@ -186,22 +173,19 @@ def test_acceptance_reaches_the_runtime(endless, capfd):
     # Under the match rule, a seed alone determines the text. Under rejection, the drafter matters too.
     def text(*arguments: str) -> str:
         settings = ["--seed", "5", "--temperature", "1.5", "--max-tokens", "30", "--lookahead", "3"]
-        assert run_here(PROMPT, "--target", endless, "--draft", endless, *settings, *arguments) == 0
-        return capfd.readouterr().out
+        return run_here(capfd, PROMPT, "--target", endless, "--draft", endless, *settings, *arguments).out
 
     assert text() == text("--acceptance", "match") != text("--acceptance", "rejection")
 
 
 def test_no_limit_goes_on_to_the_end_of_the_context(short, capfd):
-    assert run_here(PROMPT, "--target", short, "--max-tokens", "none", "--json") == 0
-    said = json.loads(capfd.readouterr().out)
+    said = json_here(capfd, PROMPT, "--target", short, "--max-tokens", "none", "--json")
     assert said["finish_reason"] == "length"
     assert len(said["tokens"]) in (29, 30)  # the last token may never be fed
 
 
 def test_json_is_one_object_with_everything_in_it(endless, capfd):
-    assert run_here(PROMPT, "--target", endless, "--max-tokens", "5", "--json") == 0
-    out, err = capfd.readouterr()
+    out, err = run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5", "--json")
     said = json.loads(out)
     expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5)
     assert list(said) == ["text", "tokens", "finish_reason", "stop_reason", "interrupted", "statistics"]
@@ -216,14 +200,12 @@ def test_json_is_one_object_with_everything_in_it(endless, capfd):
 
 def test_settings_on_the_command_line_are_those_of_python(endless, capfd):
     options = ["--logit-bias", "3=-inf,4=1.5", "--repetition-penalty", "1.3", "--stop-tokens", "7,9", "--ignore-eos"]
-    assert run_here(PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options) == 0
-    said = json.loads(capfd.readouterr().out)
+    said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options)
     settings = {"logit_bias": {3: -math.inf, 4: 1.5}, "repetition_penalty": 1.3, "stop_tokens": [7, 9]}
     expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, ignore_eos=True, **settings)
     assert said["tokens"] == [token.id for token in expected.tokens]
     options = ["--temperature", "1.2", "--seed", "3", "--top-p", "0.9", "--top-k", "30", "--min-p", "0.01"]
-    assert run_here(PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options) == 0
-    said = json.loads(capfd.readouterr().out)
+    said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "12", "--json", *options)
     settings = {"temperature": 1.2, "seed": 3, "top_p": 0.9, "top_k": 30, "min_p": 0.01}
     expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=12, **settings)
     assert said["tokens"] == [token.id for token in expected.tokens]
@@ -231,8 +213,10 @@ def test_settings_on_the_command_line_are_those_of_python(endless, capfd):
 
 def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
     options = ["--logprobs", "128", "--logit-bias", "3=-inf"]
-    assert run_here(PROMPT, "--target", endless, "--max-tokens", "2", "--json", *options) == 0
-    said = json.loads(capfd.readouterr().out, parse_constant=pytest.fail)
+    said = json.loads(
+        run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "2", "--json", *options).out,
+        parse_constant=pytest.fail,
+    )
     assert [of_token["logprob"] for of_token in said["logprobs"]] == [
         max(top["logprob"] for top in of_token["top_logprobs"] if top["logprob"] is not None)
         for of_token in said["logprobs"]
@@ -240,10 +224,8 @@ def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
     assert {top["logprob"] for of_token in said["logprobs"] for top in of_token["top_logprobs"] if top["id"] == 3} == {
         None
     }
-    assert run_here(PROMPT, "--target", endless, "--logprobs", "2") == 2
-    assert (
-        capfd.readouterr().err == "outrider: error: --logprobs needs --json, since a text cannot show them; give both\n"
-    )
+    refused = refused_here(capfd, PROMPT, "--target", endless, "--logprobs", "2")
+    assert refused == "outrider: error: --logprobs needs --json, since a text cannot show them; give both\n"
 
 
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
@@ -285,20 +267,17 @@ def undecodable() -> io.TextIOWrapper:
 def test_a_prompt_that_is_none_gets_one_line(prompt, stdin, complaint, short, monkeypatch, capfd):
     if stdin is not None:
         monkeypatch.setattr(sys, "stdin", stdin())
-    assert run_here(prompt, "--target", short) == 2
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("outrider: error: ")
-    assert complaint in err
-    assert err.count("\n") == 1
+    assert complaint in refused_here(capfd, prompt, "--target", short)
 
 
 @pytest.mark.parametrize(("prompt", "stdin"), [("", None), ("-", io.StringIO)])
 def test_an_empty_prompt_is_refused_before_a_model_is_loaded(prompt, stdin, monkeypatch, capfd):
     if stdin is not None:
         monkeypatch.setattr(sys, "stdin", stdin())
-    assert run_here(prompt, "--target", "./no/such/model") == 2
-    assert capfd.readouterr() == ("", "outrider: error: the prompt is empty; give a text to continue or a question\n")
+    assert run_here(capfd, prompt, "--target", "./no/such/model", status=2) == (
+        "",
+        "outrider: error: the prompt is empty; give a text to continue or a question\n",
+    )
 
 
 @pytest.mark.slow
@@ -316,8 +295,7 @@ async def test_only_the_runtime_speaks_of_a_prompt_that_is_too_long():
 
 def test_stats_end_with_a_table_on_stderr(endless, capfd):
     arguments = [PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "12", "--lookahead", "3"]
-    assert run_here(*arguments, "--stats") == 0
-    out, err = capfd.readouterr()
+    out, err = run_here(capfd, *arguments, "--stats")
     assert len(out.split()) == 12
     rows = {line[:16].strip(): line[16:].strip() for line in err.splitlines()}
     assert rows["tokens"] == "12 after a prompt of 3"
@@ -445,14 +423,13 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
 def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked_for(
     option, text, setting, value, capfd
 ):
-    with pytest.raises(runtime.SettingsError) as refusal:
+    with pytest.raises(runtime.SettingsError) as refused:
         runtime.Settings(**{setting: value})
-    assert run_here(PROMPT, option, text, "--target", "/no/such/model") == 2
-    said = str(refusal.value)
+    said = str(refused.value)
     assert said.startswith(setting) or setting == "stop"
     # With the option's name, and "none" for Python's None.
     typed = said.replace(setting, option, 1).replace("None", '"none"')
-    assert capfd.readouterr() == ("", f"outrider: error: {typed}\n")
+    assert refused_here(capfd, PROMPT, option, text, "--target", "/no/such/model") == f"outrider: error: {typed}\n"
 
 
 @sweep(
@@ -467,10 +444,7 @@ def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked
     ],
 )
 def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, usage, message, capfd):
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    assert left.value.code == 2
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, *arguments, status=2)
     assert out == ""
     assert err.startswith(f"usage: {usage}")
     assert message in err
@@ -478,17 +452,9 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
 
 @pytest.mark.parametrize("name", ["ngrm", "NGRAM", "n-gram"])
 def test_a_misspelt_lookup_is_not_looked_for_on_the_hub(name, capfd):
-    assert run_here(PROMPT, "--draft", name) == 2
-    assert capfd.readouterr().err == (
+    assert run_here(capfd, PROMPT, "--draft", name, status=2).err == (
         f'outrider: error: draft {name!r} is no model; did you mean "ngram", which looks up without one?\n'
     )
-
-
-def test_a_schema_that_cannot_be_followed_is_named_by_its_file(tmp_path, capfd):
-    file = tmp_path / "schema.json"
-    file.write_text('{"type": "nothing"}')
-    assert run_here(PROMPT, "--json-schema", str(file)) == 2
-    assert capfd.readouterr().err.startswith(f"outrider: error: --json-schema {file}: ")
 
 
 def broken_config(model: Path) -> None:
@@ -505,30 +471,22 @@ def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_
     damaged = save_model(tmp_path / "damaged", context=32)
     damage(damaged)
     models = {"target": endless, "draft": endless} | {role: str(damaged)}
-    assert run_here(PROMPT, "--target", models["target"], "--draft", models["draft"], "--stats", "--json") == 1
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("outrider: error: ")
+    err = refused_here(
+        capfd, PROMPT, "--target", models["target"], "--draft", models["draft"], "--stats", "--json", status=1
+    )
     assert role in err
     assert str(damaged) in err
-    assert err.count("\n") == 1
 
 
-def test_a_missing_path_is_named(capfd):
-    assert run_here(PROMPT, "--target", "/no/such/model") == 1
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err == (
-        "outrider: error: target '/no/such/model' does not exist; give a directory with a model, or a hub id\n"
-    )
-
-
-def test_a_path_that_cannot_even_be_looked_for_gets_one_line(capfd):
-    assert run_here(PROMPT, "--target", "/" + "x" * 5000) == 1
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.startswith("outrider: error: target '/xxx")
-    assert err.count("\n") == 1
+@sweep(
+    ("path", "said"),
+    [
+        ("/no/such/model", "'/no/such/model' does not exist; give a directory with a model, or a hub id\n"),
+        ("/" + "x" * 5000, "'/xxx"),
+    ],
+)
+def test_a_path_where_no_model_can_be_is_named(path, said, capfd):
+    assert refused_here(capfd, PROMPT, "--target", path, status=1).startswith(f"outrider: error: target {said}")
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):
@@ -540,14 +498,11 @@ def test_a_stdout_that_takes_nothing_is_an_error(endless, monkeypatch, capfd):
     for arguments in ([], ["--json"]):
         with Path(os.devnull).open() as read_only:
             monkeypatch.setattr(sys, "stdout", read_only)
-            assert run_here(PROMPT, "--target", endless, *arguments) == 1
-        assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
-
-
-def test_a_closed_stdout_is_an_error(endless, monkeypatch, capfd):
+            found = run_here(capfd, PROMPT, "--target", endless, *arguments, status=1)
+        assert found.err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
     monkeypatch.setattr(sys, "stdout", None)
-    assert run_here(PROMPT, "--target", endless) == 1
-    assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
+    found = run_here(capfd, PROMPT, "--target", endless, status=1)
+    assert found.err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
 
 
 def test_warnings_come_after_the_text_without_their_tracebacks(capfd):
@@ -565,28 +520,20 @@ def test_a_stdout_that_takes_no_help_is_an_error(arguments, monkeypatch, capfd):
     with Path(os.devnull).open("w") as stdout, Path(os.devnull).open() as read_only:
         os.dup2(read_only.fileno(), stdout.fileno())
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert cli.main(arguments) == 1
-        assert capfd.readouterr().err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
+        assert ran(capfd, *arguments, status=1).err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
     monkeypatch.setattr(sys, "stdout", None)
-    assert cli.main(arguments) == 1
-    assert capfd.readouterr().err == "outrider: error: cannot write to stdout: it is closed\n"
+    assert ran(capfd, *arguments, status=1).err == "outrider: error: cannot write to stdout: it is closed\n"
 
 
 @sweep("arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]])
 def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
-    assert exit.value.code == 2
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, *arguments, status=2)
     assert out == ""
     assert err.startswith("usage: outrider")
 
 
 def test_help_names_every_option_and_its_default(capfd):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["generate", "--help-all"])
-    assert exit.value.code == 0
-    text = " ".join(capfd.readouterr().out.split())
+    text = " ".join(ran(capfd, "generate", "--help-all").out.split())
     # Functions and long lists exist only in Python; and a single generation has nothing to reuse.
     beyond = {"logits_processors", "prediction", "reuse_prefix", "sampler"}
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
@@ -599,23 +546,17 @@ def test_help_names_every_option_and_its_default(capfd):
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
     shown = []
     for flag in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as exit:
-            cli.main([command, flag])
-        assert exit.value.code == 0
-        shown.append(re.findall(r"^  (-.*?)(?:   |$)", capfd.readouterr().out, re.MULTILINE))
+        shown.append(re.findall(r"^  (-.*?)(?:   |$)", ran(capfd, command, flag).out, re.MULTILINE))
     short, full = shown
     named = {word for each in short for word in re.findall(r"--[\w-]+", each)}
-    assert named >= {"--help-all", *_COMMON[command].split()}
+    assert named >= {"--help-all", *cli.COMMANDS[command].common.split()}
     assert len(short) <= 12
     assert len(full) >= 2 * len(short) - 2
 
 
 def test_version(monkeypatch, capfd):
     monkeypatch.setattr(importlib.metadata, "version", {"outrider": "1.2.3"}.__getitem__)
-    with pytest.raises(SystemExit) as exit:
-        cli.main(["--version"])
-    assert exit.value.code == 0
-    assert capfd.readouterr() == ("outrider 1.2.3\n", "")
+    assert ran(capfd, "--version") == ("outrider 1.2.3\n", "")
 
 
 # --- interrupted ----------------------------------------------------------------------------------
@@ -658,8 +599,7 @@ def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, en
     monkeypatch.setattr(generate_command, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
     # Not "auto", which may let so slow a drafter rest as long as the machine is busy.
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
-    assert run_here(PROMPT, *models, "--max-tokens", "none", "--json", "--stats") == status
-    out, err = capfd.readouterr()
+    out, err = run_here(capfd, PROMPT, *models, "--max-tokens", "none", "--json", "--stats", status=status)
     said = json.loads(out)
     assert (said["finish_reason"], said["interrupted"]) == (None, True)
     if kind == "load":
@@ -692,8 +632,7 @@ def test_a_signal_while_the_prompt_is_typed_ends_it(monkeypatch, capfd):
             raise AssertionError("the signal was not heard")
 
     monkeypatch.setattr(sys, "stdin", Typing())
-    assert run_here("-") == 130
-    assert capfd.readouterr() == ("", "")
+    assert run_here(capfd, "-", status=130) == ("", "")
 
 
 async def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tmp_path):
@@ -744,19 +683,11 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
 
 
 @pytest.mark.slow
-async def test_a_reader_that_leaves_ends_it_quietly(endless):
-    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "none"]
-    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
-        assert await process.stdout.receive_some(10)
-        await process.stdout.aclose()
-        assert await read_all(process.stderr) == ""
-    assert process.returncode == 141
-
-
-@pytest.mark.slow
-async def test_a_reader_that_has_left_before_the_json_comes_ends_it_quietly(endless):
-    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "3", "--json"]
-    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+@sweep("arguments", [("--max-tokens", "none"), ("--max-tokens", "3", "--json")])
+async def test_a_reader_that_leaves_ends_it_quietly(arguments, endless):
+    async with outrider("generate", PROMPT, "--target", endless, *arguments, stdout=-1, stderr=-1) as process:
+        if "--json" not in arguments:
+            assert await process.stdout.receive_some(10)
         await process.stdout.aclose()
         assert await read_all(process.stderr) == ""
     assert process.returncode == 141
@@ -856,5 +787,7 @@ def test_a_long_activity_is_logged_where_stderr_is_no_terminal(monkeypatch, capf
 
 def test_distill_trains_for_the_demo_target_by_default(tmp_path, capfd):
     missing = str(tmp_path / "missing.txt")
-    assert cli.main(["distill", "--data", missing, "--out", str(tmp_path / "out")]) == 2
-    assert capfd.readouterr().err == f"outrider: error: '{missing}' cannot be read: No such file or directory\n"
+    assert (
+        ran(capfd, "distill", "--data", missing, "--out", str(tmp_path / "out"), status=2).err
+        == f"outrider: error: '{missing}' cannot be read: No such file or directory\n"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from command_line import save_model
+from command_line import ran, save_model
 from sweeps import sweep
 
 import runtime
@@ -51,8 +51,7 @@ def instruct(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def generated(capfd: Any, *arguments: str) -> tuple[list[int], int, str]:
     """The tokens that `generate` writes, the length of the prompt, and its stderr."""
-    assert cli.main(["generate", *arguments, "--max-tokens", "6", "--json"]) == 0
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, "generate", *arguments, "--max-tokens", "6", "--json")
     said = json.loads(out)
     return said["tokens"], said["statistics"]["prompt_tokens"], err
 
@@ -85,22 +84,21 @@ def test_without_a_chat_template_a_prompt_is_continued_and_nothing_is_said_of_it
 
 @pytest.mark.parametrize("flags", [["--chat"], ["--system", "w4"]])
 def test_what_needs_a_chat_template_is_refused_where_there_is_none(flags: list[str], base: str, capfd: Any) -> None:
-    assert cli.main(["generate", PROMPT, "--target", base, *flags]) == 2
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, "generate", PROMPT, "--target", base, *flags, status=2)
     assert (out, err.count("\n")) == ("", 1)
     assert f"error: {flags[0]} needs a chat template, and the target's tokenizer has none" in err
 
 
 def test_a_system_message_and_no_template_contradict_each_other(capfd: Any) -> None:
-    assert cli.main(["generate", PROMPT, "--target", "/no/such/model", "--raw", "--system", "w4"]) == 2
-    assert "--system needs the chat template, which --raw leaves out" in capfd.readouterr().err
+    assert (
+        "--system needs the chat template, which --raw leaves out"
+        in ran(capfd, "generate", PROMPT, "--target", "/no/such/model", "--raw", "--system", "w4", status=2).err
+    )
 
 
 def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> None:
     assert generated(capfd, "-p", PROMPT, "--target", base)[0] == expected(base, PROMPT)
-    with pytest.raises(SystemExit):
-        cli.main(["generate", PROMPT, "--prompt", PROMPT])
-    assert "not allowed with argument PROMPT" in capfd.readouterr().err
+    assert "not allowed with argument PROMPT" in ran(capfd, "generate", PROMPT, "--prompt", PROMPT, status=2).err
 
 
 # --- options of open ------------------------------------------------------------------------------
@@ -165,12 +163,13 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
 
 @sweep("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
 def test_a_bad_option_is_refused_in_flags_before_a_model_is_loaded(command: list[str], capfd: Any) -> None:
-    assert cli.main([*command, "--rewind", "never"]) == 2
-    assert capfd.readouterr().err == (
+    assert ran(capfd, *command, "--rewind", "never", status=2).err == (
         "outrider: error: --rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'\n"
     )
-    assert cli.main([*command, "--device", "tpu"]) == 2
-    assert capfd.readouterr().err == 'outrider: error: --device must be "cpu" or "gpu", got \'tpu\'\n'
+    assert (
+        ran(capfd, *command, "--device", "tpu", status=2).err
+        == 'outrider: error: --device must be "cpu" or "gpu", got \'tpu\'\n'
+    )
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"]])
@@ -188,13 +187,17 @@ def test_a_device_becomes_the_default_of_mlx_before_the_models_are_loaded(
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(mx, "is_available", lambda device: device.type == mx.DeviceType.cpu)
-    assert cli.main(["generate", "hi", "--device", "gpu"]) == 2
-    assert "--device gpu is not available in this MLX; leave it out for its default" in capfd.readouterr().err
+    assert (
+        "--device gpu is not available in this MLX; leave it out for its default"
+        in ran(capfd, "generate", "hi", "--device", "gpu", status=2).err
+    )
 
 
 def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> None:
-    assert cli.main(["generate", PROMPT, "--target", base, "--kv-bits", "2"]) == 1
-    assert "error: --kv-bits 2 with --kv-group-size 64 does not fit this model: " in capfd.readouterr().err
+    assert (
+        "error: --kv-bits 2 with --kv-group-size 64 does not fit this model: "
+        in ran(capfd, "generate", PROMPT, "--target", base, "--kv-bits", "2", status=1).err
+    )
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -256,9 +259,7 @@ def test_the_error_of_a_value_has_its_fields() -> None:
 @sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
 def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help-all"])
-    text = capfd.readouterr().out
+    text = ran(capfd, command, "--help-all").out
     assert max(map(len, text.splitlines())) <= 80
     examples = text.partition("examples:\n")[2].replace("\\\n", " ")
     lines = [line.strip() for line in examples.splitlines() if line.startswith("  ")]

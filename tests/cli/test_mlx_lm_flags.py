@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
+from command_line import ran
 from mlx_lm import cache_prompt
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import llama, save
@@ -65,8 +66,7 @@ def of_mlx_lm(command: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any, *argume
 
 
 def ours(capfd: Any, *arguments: str) -> str:
-    assert cli.main(["generate", *arguments]) == 0
-    return str(capfd.readouterr().out).strip()
+    return str(ran(capfd, "generate", *arguments).out).strip()
 
 
 CASES = {
@@ -131,8 +131,10 @@ def test_another_model_than_that_of_the_file_is_refused(
 ) -> None:
     file = str(tmp_path / "prompt.safetensors")
     of_mlx_lm(cache_prompt, monkeypatch, capfd, "--model", model, "--prompt", "w2", "--prompt-cache-file", file)
-    assert cli.main(["generate", PROMPT, "--prompt-cache-file", file, "--target", "/another"]) == 2
-    assert f"--prompt-cache-file was made with {model}, got --target /another" in capfd.readouterr().err
+    assert (
+        f"--prompt-cache-file was made with {model}, got --target /another"
+        in ran(capfd, "generate", PROMPT, "--prompt-cache-file", file, "--target", "/another", status=2).err
+    )
 
 
 # --- what reaches `open` --------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import attrs
 import matplotlib.image
 import numpy as np
 import pytest
+from command_line import ran, refusal
 from sweeps import sweep
 
 from actors.drafters.drafter import policy_by_settings
@@ -47,19 +48,13 @@ QUICK = ("--tokens", "60", "--lookahead", "1,3")
 
 def simulate(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The output; asserts success."""
-    assert cli.main(["simulate", *SCENARIO, *QUICK, *arguments]) == 0
-    printed = capfd.readouterr()
-    assert printed.err == ""
-    return printed.out
+    out, err = ran(capfd, "simulate", *SCENARIO, *QUICK, *arguments)
+    assert err == ""
+    return str(out)
 
 
-def refusal(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = cli.MISUSED) -> str:
-    """The one line on stderr when an argument is rejected."""
-    assert cli.main(["simulate", *SCENARIO, *arguments]) == status
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
-    return line
+def refused(capfd: pytest.CaptureFixture[str], *arguments: str, status: int = cli.MISUSED) -> str:
+    return refusal(capfd, "simulate", *SCENARIO, *arguments, status=status)
 
 
 def table(printed: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -319,24 +314,18 @@ def test_an_argument_that_cannot_be_is_refused_with_its_bound(capfd, tmp_path, m
     monkeypatch.chdir(tmp_path)
     for compares in ("compare", "compare_streams"):
         monkeypatch.setattr(simulate_command, compares, None)  # nothing is simulated
-    assert says in refusal(capfd, *arguments)
+    assert says in refused(capfd, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [["--tokens", "1.5"], ["--no-such-option"]])
 def test_what_is_no_number_and_no_option_is_refused(capfd, arguments):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["simulate", *SCENARIO, *arguments])
-    assert caught.value.code == cli.MISUSED
-    assert arguments[0] in capfd.readouterr().err
+    assert arguments[0] in ran(capfd, "simulate", *SCENARIO, *arguments, status=cli.MISUSED).err
 
 
 @pytest.mark.parametrize("missing", ["--acceptance", "--cost-ratio"])
 def test_a_scenario_needs_an_acceptance_and_a_cost_ratio(capfd, missing):
     given = [part for part in (SCENARIO[:2], SCENARIO[2:]) if part[0] != missing]
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["simulate", *given[0]])
-    assert caught.value.code == cli.MISUSED
-    assert missing in capfd.readouterr().err
+    assert missing in ran(capfd, "simulate", *given[0], status=cli.MISUSED).err
 
 
 def test_lookaheads_are_sorted_and_each_is_played_once(capfd):
@@ -346,9 +335,7 @@ def test_lookaheads_are_sorted_and_each_is_played_once(capfd):
 
 def test_the_help_names_the_defaults_that_hold(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit):
-        cli.main(["simulate", "--help-all"])
-    printed = capfd.readouterr().out
+    printed = ran(capfd, "simulate", "--help-all").out
     for field in attrs.fields(Scenario):
         option = f"--{field.name.replace('_', '-')} "
         if field.name in ("acceptance_changes", "sharding"):
@@ -433,15 +420,15 @@ def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert table(simulate(capfd))
     monkeypatch.setattr(simulate_command, "compare", None)  # nothing is simulated
-    assert 'pip install "outrider[plot]"' in refusal(capfd, "--plot", str(tmp_path / "plot.svg"))
+    assert 'pip install "outrider[plot]"' in refused(capfd, "--plot", str(tmp_path / "plot.svg"))
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
     (tmp_path / "plot.svg").symlink_to("plot.svg")
-    said = refusal(capfd, *QUICK, "--plot", str(tmp_path / "plot.svg"), status=cli.FAILED)
+    said = refused(capfd, *QUICK, "--plot", str(tmp_path / "plot.svg"), status=cli.FAILED)
     assert "cannot write the plot" in said
     (tmp_path / "folder.svg").mkdir()
-    assert "is a directory; name a file in it" in refusal(capfd, "--plot", str(tmp_path / "folder.svg"))
+    assert "is a directory; name a file in it" in refused(capfd, "--plot", str(tmp_path / "folder.svg"))
 
 
 # --- as a process ---------------------------------------------------------------------------------

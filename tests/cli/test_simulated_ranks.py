@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from command_line import ran
 from sweeps import sweep
 
 from runtime.cli import main as cli
@@ -120,9 +121,8 @@ SHARDED = (*LINKS, "--layers", "500", "--hidden-size", "1000")
 
 
 def said(capfd: Any, *arguments: str, status: int = 0) -> str:
-    assert cli.main([*QUICK, *arguments]) == status
-    printed = capfd.readouterr()
-    return str(printed.out if status == 0 else printed.err)
+    out, err = ran(capfd, *QUICK, *arguments, status=status)
+    return str(err if status else out)
 
 
 def test_one_number_of_ranks_has_the_usual_table_with_tokens_per_second(capfd: Any) -> None:

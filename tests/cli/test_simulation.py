@@ -257,12 +257,8 @@ def test_a_table_of_times_is_interpolated_and_goes_on_as_it_ends():
 @sweep(
     ("field", "value", "bound"),
     [
-        ("acceptance", 1.1, "between 0 and 1"),
-        ("acceptance", math.nan, "between 0 and 1"),
         ("acceptance", "0.5", "between 0 and 1"),
-        ("cost_ratio", 0.0, "above 0"),
         ("cost_ratio", math.inf, "above 0"),
-        ("contention", -0.1, "between 0 and 1"),
         ("verify_slope", -1.0, "of at least 0"),
         ("draft_slope", -1.0, "of at least 0"),
         ("overhead", -1.0, "of at least 0"),
@@ -277,7 +273,6 @@ def test_a_table_of_times_is_interpolated_and_goes_on_as_it_ends():
         ("verify_table", ((2, 1.0), (4, 2.0)), "begin with width 1"),
         ("verify_table", ((1, 0.0),), "above 0"),
         ("draft_table", (5,), "pairs"),
-        ("seed", -1, "between 0 and 18446744073709551615"),
         ("seed", 0.5, "whole number"),
     ],
 )

@@ -20,7 +20,8 @@ from actors.trained.kinds.eagle3 import load_eagle3
 from protocol.errors import ModelError, SettingsError
 from runtime.distill import distillation, run, training
 from runtime.distill.continuations import PROMPT_SHARE, Continuations, continue_windows
-from runtime.distill.distillation import DistillOptions, Evaluation
+from runtime.distill.distillation import Evaluation
+from runtime.distill.options import DistillOptions
 
 
 class Tokens:

@@ -178,7 +178,7 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ranks.follow(
-            argparse.Namespace(command=generate_command.generate),
+            argparse.Namespace(command=generate_command.COMMAND),
             SimpleNamespace(use_device=lambda: None, target="owner/name", draft=None, options={"group": None}),
         )
     finally:

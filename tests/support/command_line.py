@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import sys
@@ -12,6 +13,8 @@ from typing import Any
 
 import trio
 from models import llama, save
+
+from runtime.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,3 +87,27 @@ async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
         await process.stdin.aclose()
         out, err = await read_all(process.stdout), await read_all(process.stderr)
     return process.returncode, out, err
+
+
+def ran(capture: Any, *arguments: str, status: int = 0) -> Any:
+    """What a command prints here, as (out, err); asserts its status, also where argparse ends it."""
+    try:
+        found: Any = cli.main(list(arguments))
+    except SystemExit as left:
+        found = left.code
+    assert found == status
+    return capture.readouterr()
+
+
+def json_of(capture: Any, *arguments: str, status: int = 0) -> Any:
+    """The JSON that a command prints."""
+    return json.loads(ran(capture, *arguments, status=status).out)
+
+
+def refusal(capture: Any, *arguments: str, status: int = 2) -> str:
+    """The line with which a command fails that prints nothing else."""
+    out, err = ran(capture, *arguments, status=status)
+    assert out == ""
+    assert err.startswith("outrider: error: ")
+    assert err.count("\n") == 1
+    return str(err)

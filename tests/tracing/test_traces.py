@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 import trio
+from command_line import ran
 from models import greedy, llama, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, priced, run, simulated, text_of, truthful
 from sweeps import sweep
@@ -355,30 +357,26 @@ async def after(num_tokens: int, rt: runtime.Runtime, do: Callable[[], object]) 
             do()
 
 
-async def test_a_runtime_that_is_cancelled_leaves_a_whole_trace(tmp_path):
-    with trio.CancelScope() as scope:
-        async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
-            await after(20, rt, scope.cancel)
-    assert scope.cancelled_caught
-    assert len(of(whole(tmp_path / "trace.json"), "X", "verify")) > 2
-
-
-async def test_a_runtime_that_is_left_by_an_error_leaves_a_whole_trace(tmp_path):
-    def strike() -> None:
-        raise Striking
-
-    with pytest.raises(Striking):
-        async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
-            await after(20, rt, strike)
-    assert len(of(whole(tmp_path / "trace.json"), "X", "verify")) > 2
-
-
-def test_a_runtime_that_is_interrupted_leaves_a_whole_trace(tmp_path):
+@sweep(
+    ("strikes", "raises"),
+    [("cancellation", None), ("error", Striking), ("interrupt", KeyboardInterrupt)],
+)
+def test_however_a_runtime_is_left_its_trace_is_whole(strikes, raises, tmp_path):
     async def main() -> None:
-        async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
-            await after(20, rt, lambda: signal.raise_signal(signal.SIGINT))
+        def strike() -> None:
+            if strikes == "cancellation":
+                scope.cancel()
+            elif strikes == "error":
+                raise Striking
+            else:
+                signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
+        with trio.CancelScope() as scope:
+            async with runtime.open((target(), None), (drafter(), None), trace=tmp_path / "trace.json") as rt:
+                await after(20, rt, strike)
+        assert scope.cancelled_caught
+
+    with pytest.raises(raises) if raises else contextlib.nullcontext():
         trio.run(main)
     assert len(of(whole(tmp_path / "trace.json"), "X", "verify")) > 2
 
@@ -650,8 +648,7 @@ async def test_a_page_goes_only_so_far(tmp_path, monkeypatch, caplog):
 @pytest.mark.slow
 def test_the_command_line_writes_both_files(tmp_path, capfd):
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    assert cli.main(["generate", "def f(x):", "--max-tokens", "6", "--trace", str(trace), "--timeline", str(page)]) == 0
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, "generate", "def f(x):", "--max-tokens", "6", "--trace", str(trace), "--timeline", str(page))
     assert err == ""
     verdicts = of(whole(trace), "i", "verdict")
     assert sum(len(verdict["args"]["committed"]) for verdict in verdicts) == 6
@@ -661,8 +658,7 @@ def test_the_command_line_writes_both_files(tmp_path, capfd):
 @pytest.mark.parametrize("option", ["--trace", "--timeline"])
 def test_a_file_that_cannot_be_written_gets_one_line_before_any_model_is_looked_for(option, capfd):
     arguments = ["generate", "a", "--target", "/no/such/model", option, "/no/such/directory/file"]
-    assert cli.main(arguments) == 2
-    assert capfd.readouterr() == (
+    assert ran(capfd, *arguments, status=2) == (
         "",
         "outrider: error: the trace cannot be written to '/no/such/directory/file': No such file or directory; name a "
         "file in a directory that exists and can be written\n",
@@ -688,7 +684,6 @@ def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
 
 @needs_dev_full
 def test_a_full_disk_is_a_warning_after_the_text(capfd):
-    assert cli.main(["generate", "def f(x):", "--max-tokens", "3", "--trace", "/dev/full"]) == 0
-    out, err = capfd.readouterr()
+    out, err = ran(capfd, "generate", "def f(x):", "--max-tokens", "3", "--trace", "/dev/full")
     assert out
     assert err == "outrider: warning: the trace in /dev/full is not whole: No space left on device\n"

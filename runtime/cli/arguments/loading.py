@@ -9,7 +9,8 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.reprs import shown
-from runtime.cli.arguments.settings import parse_value
+from runtime.cli.arguments.settings import add_flags, parse_value
+from runtime.cli.flags import flag
 from runtime.loading.model_spec import ModelSpec
 
 # Flags of one model: what they set, placeholder, help. The draft model's have "draft-" in front.
@@ -27,28 +28,19 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loading")
     for prefix, whose in (("", "the target"), ("draft_", "the draft model")):
         for name, metavar, text in _OF_EACH:
-            flag = f"--{prefix}{name}".replace("_", "-")
-            group.add_argument(flag, metavar=metavar, help=f"of {whose}: {text}")
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="run code that comes with the models, such as a tokenizer's"
-    )
-    group.add_argument(
-        "--tokenizer-config",
-        metavar="JSON",
-        help='options of the target\'s tokenizer, such as {"eos_token": "<|im_end|>"}',
-    )
-    group.add_argument(
-        "--chat-template", metavar="TEXT", help="chat template in place of the tokenizer's, or the path of a file"
+            group.add_argument(flag(prefix + name), metavar=metavar, help=f"of {whose}: {text}")
+    add_flags(
+        group,
+        ("--trust-remote-code", "run code that comes with the models, such as a tokenizer's"),
+        ("--tokenizer-config JSON", 'options of the target\'s tokenizer, such as {"eos_token": "<|im_end|>"}'),
+        ("--chat-template TEXT", "chat template in place of the tokenizer's, or the path of a file"),
     )
     # A flag of mlx-lm, for a value of the configuration.
     group.add_argument("-qa", "--quantize-activations", action="store_true", help=argparse.SUPPRESS)
 
 
 def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
-    """The target with what the flags say of it.
-
-    Raises: SettingsError: a flag's value is not of its form, or out of its range.
-    """
+    """The target with what the flags say of it."""
     tokenizer_config = _json(arguments, "tokenizer_config")
     if arguments.chat_template is not None:
         tokenizer_config["chat_template"] = _text_or_file(arguments.chat_template)
@@ -66,7 +58,7 @@ def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | Mo
 def names_of_draft(arguments: argparse.Namespace) -> list[str]:
     """The flags of the draft model that were given."""
     names = [f"draft_{name}" for name, *_ in _OF_EACH]
-    return [f"--{name}".replace("_", "-") for name in names if getattr(arguments, name) is not None]
+    return [flag(name) for name in names if getattr(arguments, name) is not None]
 
 
 def _spec(
@@ -94,20 +86,17 @@ def _quantize(given: str | None) -> int | dict[str, Any] | None:
 
 def _json(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     given: str | None = getattr(arguments, name)
-    return {} if given is None else parse_object(f"--{name.replace('_', '-')}", given)
+    return {} if given is None else parse_object(name, given)
 
 
-def parse_object(flag: str, given: str) -> dict[str, Any]:
-    """The mapping in a flag's value.
-
-    Raises: SettingsError: it is not a JSON object.
-    """
+def parse_object(name: str, given: str) -> dict[str, Any]:
+    """The mapping in the value of an argument's flag, a JSON object."""
     try:
         value = json.loads(given)
     except ValueError as error:
-        raise SettingsError(f"{flag} must be a JSON object, got {shown(given)}: {error}") from error
+        raise SettingsError(f"{flag(name)} must be a JSON object, got {shown(given)}: {error}") from error
     if not isinstance(value, dict):
-        raise SettingsError(f'{flag} must be a JSON object, such as {{"name": 1}}, got {shown(given)}')
+        raise SettingsError(f'{flag(name)} must be a JSON object, such as {{"name": 1}}, got {shown(given)}')
     return value
 
 

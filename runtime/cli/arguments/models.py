@@ -15,7 +15,7 @@ from protocol.options import options_of
 from protocol.reprs import shown
 from protocol.settings import AUTO_DRAFT, DRAFT_WORDS, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
-from runtime.cli.arguments.settings import add_option
+from runtime.cli.arguments.settings import HIDDEN, add_option
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.device import use_device
 from runtime.loading.model_spec import ModelSpec
@@ -35,18 +35,14 @@ class Models:
     """The models of a command.
 
     Attributes:
-        target: a path or hub id, with how it is loaded.
         draft: likewise, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
-        more_drafts: further drafters, for a command that compares several.
-        options: the options of `runtime.open` that were given.
-        device: on which both compute, "cpu" or "gpu"; None for MLX's default.
     """
 
-    target: str | Path | ModelSpec
+    target: str | Path | ModelSpec  # a path or hub id, with how it is loaded
     draft: str | Path | ModelSpec | None
-    options: dict[str, Any] = attrs.field(factory=dict)
-    device: str | None = None
-    more_drafts: tuple[str | Path | ModelSpec, ...] = ()
+    options: dict[str, Any] = attrs.field(factory=dict)  # of `runtime.open`, as far as they were given
+    device: str | None = None  # on which both compute, "cpu" or "gpu"; None for MLX's default
+    more_drafts: tuple[str | Path | ModelSpec, ...] = ()  # further drafters, for a command that compares several
 
     @property
     def loaded(self) -> list[str | Path | ModelSpec]:
@@ -59,10 +55,7 @@ class Models:
         return (self.draft, *self.more_drafts)
 
     def use_device(self) -> None:
-        """Make `device` the default of MLX, and so of this process. Imports mlx.
-
-        Raises: SettingsError: the device is not available.
-        """
+        """Make `device` the default of MLX, and so of this process. Imports mlx."""
         use_device(self.device)
 
 
@@ -89,7 +82,7 @@ def add_models(
     if target_first:
         target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
     target.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
-    target.add_argument("--model", dest="target", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    target.add_argument("--model", dest="target", **HIDDEN)
     action = "append" if several_drafts else "store"
     group.add_argument(
         "--draft",
@@ -100,7 +93,7 @@ def add_models(
         'without a model; "none" decodes plainly (default: the demo draft model with the demo target, else none)',
     )
     # The flag of mlx-lm.
-    group.add_argument("--draft-model", action=action, dest="draft", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    group.add_argument("--draft-model", action=action, dest="draft", **HIDDEN)
     if not as_they_are:
         add_loading(parser)
     group = parser.add_argument_group("caches and devices")
@@ -119,7 +112,7 @@ def models_of(arguments: argparse.Namespace) -> Models:
         raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
     options = {name: given for name, given in vars(arguments).items() if name in OPTIONS}
     if "chat_template_args" in options:
-        options["chat_template_args"] = parse_object("--chat-template-args", options["chat_template_args"])
+        options["chat_template_args"] = parse_object("chat_template_args", options["chat_template_args"])
     if hasattr(arguments, "group"):
         options["group"] = arguments.group
     first: str | None = getattr(arguments, "target_here", None)
@@ -129,16 +122,16 @@ def models_of(arguments: argparse.Namespace) -> Models:
         raise SettingsError("--draft none is for plain decoding, and does not go with another drafter")
     by_default = DEMO_DRAFT if target is None else None
     draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
+    path: str | Path = DEMO_TARGET if target is None else target
     if not hasattr(arguments, "adapter_path"):
-        return Models(DEMO_TARGET if target is None else target, draft, options, arguments.device, tuple(drafts[1:]))
+        return Models(path, draft, options, arguments.device, tuple(drafts[1:]))
     if draft in _NOT_NAMED and (given := names_of_draft(arguments)):
         raise SettingsError(
             f"{given[0]} is of a draft model, and none is named; give one with --draft, or leave it out"
         )
-    return Models(
-        target_of(arguments, DEMO_TARGET if target is None else target),
-        draft if draft in _NOT_NAMED else draft_of(arguments, draft),
-        options,
-        arguments.device,
-        tuple(more if more in _NOT_NAMED else draft_of(arguments, more) for more in drafts[1:]),
-    )
+
+    def loaded(drafter: Any) -> Any:
+        return drafter if drafter in _NOT_NAMED else draft_of(arguments, drafter)
+
+    more = tuple(map(loaded, drafts[1:]))
+    return Models(target_of(arguments, path), loaded(draft), options, arguments.device, more)

@@ -16,6 +16,8 @@ from protocol.settings import Settings, settings_from
 from runtime.cli.flags import flag
 
 Value = int | float | str | None
+# Keywords of a further spelling of a flag, which is accepted and not shown.
+HIDDEN: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
 def parse_value(text: str) -> Value:
@@ -80,7 +82,38 @@ def add_option(
     text = in_help(option.about) + _default(option, default)
     group.add_argument(*short, flag(name), dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
     if hidden:
-        group.add_argument(*hidden, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **shape)
+        group.add_argument(*hidden, dest=name, **HIDDEN, **shape)
+
+
+def add_options(
+    group: argparse._ArgumentGroup,
+    declaration: type[attrs.AttrsInstance],
+    of_group: str = "",
+    *,
+    required: bool = False,
+) -> None:
+    """Add the options of a group that a class declares; with `required`, those without a default are."""
+    for name, option in options_of(declaration).items():
+        if option.group == of_group:
+            default: Any = attrs.fields_dict(declaration)[name].default
+            made = None if hasattr(default, "factory") else default  # factories make empty ones
+            add_option(group, name, option, made, required=required and default is attrs.NOTHING)
+
+
+def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str] | tuple[str, str, dict[str, Any]]) -> None:
+    """Add flags, each as help shows it, its help, and what else argparse is to know.
+
+    A flag looks like "--stats", "-p --prompt TEXT", or "--allow-host NAME ..." if it may be given more than once.
+    """
+    for shown_as, text, *more in flags:
+        names = [word for word in shown_as.split() if word.startswith("-")]
+        form = shown_as.partition(names[-1])[2].strip()
+        shape: dict[str, Any] = {"metavar": form} if form else {"action": "store_true"}
+        if form.endswith(" ..."):
+            shape = {"metavar": form.removesuffix(" ..."), "action": "append", "default": []}
+        for keywords in more:
+            shape |= keywords
+        group.add_argument(*names, help=text, **shape)
 
 
 def in_help(about: str) -> str:
@@ -101,19 +134,12 @@ def _default(option: Option, default: object) -> str:
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the settings to a command's arguments; `settings_of` reads them."""
-    options, defaults = options_of(Settings), Settings()
-    for title in dict.fromkeys(option.group for option in options.values() if option.group):
-        group = parser.add_argument_group(title)
-        for name, option in options.items():
-            if option.group == title:
-                add_option(group, name, option, getattr(defaults, name))
+    for title in dict.fromkeys(option.group for option in options_of(Settings).values() if option.group):
+        add_options(parser.add_argument_group(title), Settings, title)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given.
-
-    Raises: SettingsError: one is out of its range.
-    """
+    """The settings that were given, checked."""
     settings = {name: given for name, given in vars(arguments).items() if name in options_of(Settings)}
     settings_from(settings)
     return settings
@@ -138,11 +164,8 @@ def defaults_of(arguments: argparse.Namespace) -> dict[str, Any]:
 def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: Sequence[str] = ()) -> dict[str, Any]:
     """The settings, completed by ids of the tokenizer, as mlx-lm's commands do.
 
-    Args:
-        settings: that were given. XTC spares line breaks and ends of text, if they do not say what it spares.
-        extra_eos_tokens: of `--extra-eos-token`: tokens or ids that end the text, beside `stop_tokens`.
-
-    Raises: SettingsError: a token is not in the vocabulary.
+    XTC spares line breaks and ends of text, if the settings do not say what it spares. `extra_eos_tokens` are tokens
+    or ids that end the text, beside `stop_tokens`.
     """
     completed = dict(settings)
     if settings.get("xtc_probability") and "xtc_special_tokens" not in settings and tokenizer is not None:

@@ -1,0 +1,81 @@
+"""What `outrider distill` trains, and how. Imports nothing that needs mlx."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from protocol.errors import SettingsError
+from protocol.options import option
+from protocol.validation import check_integer, check_number, must_be, validator
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_integer, _number, _optional = (
+    partial(validator, check_integer),
+    partial(validator, check_number),
+    attrs.validators.optional,
+)
+WHAT, HOW = "what to train", "how to train"
+
+
+def _check_dtype(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value not in DTYPES:
+        raise must_be(attribute.name, f"one of {', '.join(DTYPES)}", value)
+
+
+@attrs.frozen
+class DistillOptions:
+    """What is trained, and how.
+
+    Attributes:
+        target: path or hub id of the model that the drafter is for.
+        data: files of text; see `read_texts`.
+        out: folder of the drafter; the state of the training is in its subfolder `training`.
+        init: folder of an EAGLE-3 drafter to begin with; None for a new one.
+        draft_vocab_size: tokens that the drafter can propose, the most frequent ones of the texts; None for all, at
+            most 32,768.
+        intermediate_size: width of its feed-forward part; None for the target's.
+        dtype: of its weights: float32, bfloat16 or float16.
+        window: tokens of a window of text, >= 8.
+        continuations: windows that the target itself writes, to learn from as well; acceptance is measured on what it
+            writes, so they help.
+        batch_tokens: tokens of a batch at most.
+        learning_rate: to begin with.
+        max_minutes: stop after so many minutes of learning and evaluating in all; the learning rate falls in the last
+            third; None to learn until it brings nothing more.
+        seed: of the weights and of the order of texts.
+    """
+
+    target: str
+    data: tuple[Path, ...] = attrs.field(converter=tuple)
+    out: Path
+    init: Path | None = None
+    draft_vocab_size: int | None = attrs.field(
+        default=None, validator=_optional(_integer(1)), metadata=option("N", WHAT)
+    )
+    intermediate_size: int | None = attrs.field(
+        default=None, validator=_optional(_integer(1)), metadata=option("N", WHAT)
+    )
+    dtype: str = attrs.field(default="bfloat16", validator=_check_dtype, metadata=option("TYPE", WHAT))
+    window: int = attrs.field(default=256, validator=_integer(8), metadata=option("N", HOW))
+    continuations: int = attrs.field(default=0, validator=_integer(0), metadata=option("N", HOW))
+    batch_tokens: int = attrs.field(default=4096, metadata=option("N", HOW))
+    learning_rate: float = attrs.field(default=1e-3, validator=_number(above=0), metadata=option("R", HOW))
+    max_minutes: float | None = attrs.field(
+        default=None, validator=_optional(_number(above=0)), metadata=option("N", HOW)
+    )
+    seed: int = attrs.field(default=0, validator=_integer(0), metadata=option("N", HOW))
+
+    def __attrs_post_init__(self) -> None:
+        check_integer("batch_tokens", self.batch_tokens, self.window)
+        for name in ("draft_vocab_size", "intermediate_size"):
+            if self.init is not None and getattr(self, name) is not None:
+                raise SettingsError.of(
+                    "{option} is that of the drafter that {init} names; leave one of them out", option=name
+                )
+        if not self.data:
+            raise SettingsError.of("{data} is missing; give files of text to learn from")
