@@ -129,6 +129,8 @@ SHAPES = {
 # Qwen2.5 0.5B, with the target's vocabulary.
 DRAFTER = _shape("qwen2", 24, 896, 4864, 14, 2, 151_936, tie_word_embeddings=True)
 TINY_DRAFTER = _shape("qwen2", 1, 64, 64, 2, 1, 512, tie_word_embeddings=True)
+# What a drafter may be: that one, or one layer of the target with its embeddings, as in MTP and EAGLE.
+DRAFTERS = ("0.5b", "layer")
 
 
 class ShapedModel(WrappedModel):
@@ -151,6 +153,7 @@ def shaped_pair(
     quantization: Mapping[str, Any] | None = None,
     draft_quantization: Mapping[str, Any] | None = None,
     *,
+    drafter: str = DRAFTERS[0],
     memory_bytes: int | None = None,
 ) -> tuple[ShapedModel, ShapedModel]:
     """A target and its drafter, evaluated on this thread.
@@ -159,14 +162,20 @@ def shaped_pair(
         name: of the target's shape, in `SHAPES`.
         acceptance: how often a guess of the drafter is right, in [0, 1].
         quantization, draft_quantization: `bits`, `group_size` and `mode` of the weights; None leaves them.
+        drafter: what it is, of `DRAFTERS`.
         memory_bytes: of the device; None asks it. Where both models do not fit, the target has fewer layers.
 
     Raises: ModelError: no layer of the target fits.
     """
     shape = SHAPES[name]
     vocab_size = shape.arguments["vocab_size"]
-    drafter = TINY_DRAFTER if name == "tiny" else DRAFTER
-    draft = drafter.lazy_model(1, dtype, draft_quantization, vocab_size=vocab_size)
+    if drafter == "layer":
+        # A hybrid's MTP layer has full attention.
+        layers = {"num_hidden_layers": 1} | dict.fromkeys({"full_attention_interval"} & shape.arguments.keys(), 1)
+        draft = shape.lazy_model(1, dtype, draft_quantization, **layers)
+    else:
+        of_its_own = TINY_DRAFTER if name == "tiny" else DRAFTER
+        draft = of_its_own.lazy_model(1, dtype, draft_quantization, vocab_size=vocab_size)
     room = MAX_PART_OF_MEMORY * (device_memory() if memory_bytes is None else memory_bytes) - _num_bytes(draft)
     target, num_layers = shape.lazy_model(0, dtype, quantization), shape.num_layers
     while _num_bytes(target) > room:
@@ -181,12 +190,13 @@ def shaped_pair(
     is_wrong = mx.random.uniform(shape=(vocab_size,), key=mx.random.key(2)) >= acceptance
     guesses = (successors + is_wrong) % vocab_size
     cut = "" if num_layers == shape.num_layers else f", {num_layers} of {shape.num_layers} layers, for lack of memory"
+    drafter_name = "one layer" if drafter == "layer" else "tiny" if name == "tiny" else drafter
     pair = (
         ShapedModel(target, successors, f"{name} ({_in_words(dtype, quantization)}, random weights{cut})"),
         ShapedModel(
             draft,
             guesses,
-            f"{'tiny' if name == 'tiny' else '0.5b'} ({_in_words(dtype, draft_quantization)}, random weights, guesses "
+            f"{drafter_name} ({_in_words(dtype, draft_quantization)}, random weights, guesses "
             f"right with probability {acceptance:g})",
         ),
     )

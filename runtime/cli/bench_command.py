@@ -85,7 +85,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         (
             "--shape SHAPE",
             "measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
-            "hybrid or sliding (a 4B each), with a drafter like a 0.5B; --quantize and --draft-quantize go with it",
+            "hybrid or sliding (a 4B each); --quantize and --draft-quantize go with it",
+        ),
+        (
+            "--draft-shape {0.5b,layer}",
+            "with --shape: the drafter; like a 0.5B, or like one trained layer of the target (default: 0.5b)",
         ),
         (
             "--acceptance P",
@@ -157,10 +161,12 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
 
 def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple[Source, Source]]:
     from runtime.bench.benchmark import DTYPES
-    from runtime.bench.shapes import SHAPES, shaped_pair
+    from runtime.bench.shapes import DRAFTERS, SHAPES, shaped_pair
 
     if arguments.shape not in SHAPES:
         raise must_be("--shape", f"one of {', '.join(SHAPES)}", arguments.shape)
+    if (drafter := arguments.draft_shape or DRAFTERS[0]) not in DRAFTERS:
+        raise must_be("--draft-shape", f"one of {', '.join(DRAFTERS)}", drafter)
     for name in ("target", "draft", "prompt", "prompts", "overhead"):
         if getattr(arguments, name):
             raise SettingsError(
@@ -178,7 +184,7 @@ def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple
         raise must_be("--dtype", f"one of {', '.join(DTYPES)}", dtype)
 
     def pair() -> tuple[Source, Source]:
-        target, draft = shaped_pair(arguments.shape, acceptance, dtype, *quantizations)
+        target, draft = shaped_pair(arguments.shape, acceptance, dtype, *quantizations, drafter=drafter)
         return (target, None), (draft, None)
 
     return pair
@@ -210,8 +216,9 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
         raise SettingsError(
             f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
         )
-    if arguments.acceptance is not None and arguments.shape is None:
-        raise SettingsError("--acceptance is of the drafter that --shape makes; add --shape, or leave it out")
+    for name in ("acceptance", "draft_shape"):
+        if getattr(arguments, name) is not None and arguments.shape is None:
+            raise SettingsError(f"{flag(name)} is of the drafter that --shape makes; add --shape, or leave it out")
     draft = models.draft
     pair = (lambda: (models.target, draft)) if arguments.shape is None else _shaped(arguments, models)
     benchmark, measure = _benchmark(arguments, models)

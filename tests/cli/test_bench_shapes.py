@@ -81,6 +81,8 @@ def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_th
     ("more", "complaint"),
     [
         (["--shape", "9b"], "--shape must be one of 8b, 30b-a3b, hybrid, sliding, tiny, got '9b'"),
+        (["--shape", "tiny", "--draft-shape", "head"], "--draft-shape must be one of 0.5b, layer, got 'head'"),
+        (["--draft-shape", "layer"], "--draft-shape is of the drafter that --shape makes; add --shape"),
         (["--shape", "tiny", "--acceptance", "1.5"], "--acceptance must be a number between 0 and 1, got 1.5"),
         (["--acceptance", "0.5"], "--acceptance is of the drafter that --shape makes; add --shape"),
         (["--shape", "tiny", "--draft", "ngram"], "--draft does not go with --shape"),
@@ -91,3 +93,16 @@ def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_th
 )
 def test_what_does_not_go_with_a_shape_is_refused(more, complaint, capsys):
     assert complaint in ran(capsys, "bench", *more, status=2).err
+
+
+def test_a_drafter_may_be_one_layer_of_its_target():
+    for name, shape in SHAPES.items():
+        layers = {"num_hidden_layers": 1} | ({"full_attention_interval": 1} if name == "hybrid" else {})
+        assert num_bytes(shape.lazy_model(1, "bfloat16", None, **layers)) < num_bytes(
+            shape.lazy_model(0, "bfloat16", None)
+        )
+    target, draft = shaped_pair("tiny", 1.0, drafter="layer")
+    assert (len(draft.layers), len(target.layers)) == (1, 2)
+    assert draft.source_name.startswith("one layer (")
+    text = greedy(draft, [3, 5], 9)
+    assert text == greedy(target, [3, 5], 9)
