@@ -117,27 +117,18 @@ async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_let
     assert all(verifies[0].began <= draft.began for draft in drafts[first:])
 
 
-async def test_by_itself_a_drafter_rests_once_it_is_far_enough_ahead(autojump_clock: Any) -> None:
+@sweep("lookahead", [1, 2, 3, 5, 8, "auto"])
+async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: Any, autojump_clock: Any) -> None:
+    # A whole proposal, the token after it, and another whole proposal are the most that can be needed next.
+    horizon = 2 * (MAX_LOOKAHEAD if lookahead == "auto" else lookahead) + 1
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=1000)
+        stream = simulation.runtime.stream(PROMPT, max_tokens=1000, lookahead=lookahead)
         await trio.sleep(500)
-        # A whole proposal, the token after it, and another whole proposal are the most that can be needed next.
         num_drafts = len(simulation.spans("draft", "draft"))
-        assert 8 < num_drafts <= 2 * MAX_LOOKAHEAD + 1
+        assert 8 < num_drafts <= horizon if lookahead == "auto" else num_drafts == horizon
         await trio.sleep(500)
         assert len(simulation.spans("draft", "draft")) == num_drafts
-        await stream.aclose()
-
-
-@sweep("lookahead", [1, 2, 3, 5, 8])
-async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: int, autojump_clock: Any) -> None:
-    price = priced(draft=1.0, verify=1024.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=lookahead)
-        await trio.sleep(1000)
-        horizon = 2 * lookahead + 1
-        assert len(simulation.spans("draft", "draft")) == horizon
         await stream.aclose()
 
 
