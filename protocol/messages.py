@@ -143,26 +143,15 @@ class Proposal:
 
     def cut(self, num_tokens: int) -> Proposal:
         """The first tokens of the proposal."""
-        return attrs.evolve(
-            self,
-            tokens=self.tokens[:num_tokens],
-            probs=self.probs[:num_tokens],
-            reach=self.reach[:num_tokens],
-            num_stale=min(self.num_stale, num_tokens),
-            copied=self.copied[:num_tokens],
-        )
+        return self._part(slice(num_tokens), num_stale=min(self.num_stale, num_tokens))
 
     def without_first(self) -> Proposal:
         """The proposal without its first token."""
-        return attrs.evolve(
-            self,
-            start=self.start + 1,
-            tokens=self.tokens[1:],
-            probs=self.probs[1:],
-            reach=self.reach[1:],
-            num_stale=max(0, self.num_stale - 1),
-            copied=self.copied[1:],
-        )
+        return self._part(slice(1, None), start=self.start + 1, num_stale=max(0, self.num_stale - 1))
+
+    def _part(self, part: slice, **changes: int) -> Proposal:
+        values = {name: getattr(self, name)[part] for name in ("tokens", "probs", "reach", "copied")}
+        return attrs.evolve(self, **values, **changes)
 
 
 @attrs.frozen

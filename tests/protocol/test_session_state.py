@@ -225,20 +225,6 @@ def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
     assert of.committed == list(PROMPT)
 
 
-@pytest.mark.parametrize("num_rounds", [1, 2, 5])
-def test_messages_of_rounds_that_are_over_are_dropped_and_counted(num_rounds):
-    of = new_state()
-    said = []
-    for _ in range(num_rounds):
-        said += [(of.propose, proposal(of, 4, 5)), (of.apply, verdict(of, 1, 6))]
-        a_round(of, (4, 5), 1, 6)
-    before = snapshot(of)
-    for handle, message in said:
-        assert not handle(message)
-    assert snapshot(of) == before
-    assert of.num_stale == 2 * num_rounds
-
-
 # --- sessions, from the beginning -----------------------------------------------------------------
 
 
@@ -307,14 +293,6 @@ def test_a_rest_may_be_prolonged_while_it_lasts():
     assert states == [SessionPhase.RESTING, SessionPhase.RESTING, SessionPhase.PROPOSING]
 
 
-@sweep("until", [1, 2, 3])
-def test_a_rest_is_never_cut_short(until):
-    of = resting(num_rounds=3)
-    before = snapshot(of)
-    assert not of.rest(Rest(SESSION, until))
-    assert snapshot(of) == before
-
-
 @sweep("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
 @sweep("rounds_ago", [0, 1])
 def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
@@ -322,32 +300,6 @@ def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
     before = snapshot(of)
     assert not of.rest(Rest(SESSION, of.round - rounds_ago or 1))
     assert snapshot(of) == before
-
-
-@pytest.mark.parametrize("num_rounds", [2, 3, 9])
-def test_a_text_may_end_in_a_rest_or_with_its_last_round(num_rounds):
-    for bounds, finish_reason in (({"stop_tokens": {5}}, "stop"), ({"max_tokens": 2}, "length")):
-        of = resting(num_rounds=num_rounds, **bounds)
-        of.apply(verdict(of, 0, 4))
-        commit = of.apply(verdict(of, 0, 5))
-        assert commit is not None
-        assert commit.finish_reason == of.finish_reason == finish_reason
-        assert of.phase is SessionPhase.CLOSED
-
-
-# --- the drafter leaves ---------------------------------------------------------------------------
-
-
-def test_what_is_on_the_table_when_the_drafter_leaves_is_still_judged():
-    of = in_state(SessionPhase.VERIFYING)
-    of.withdraw(Withdraw(SESSION))
-    assert of.outstanding is not None
-    commit = of.apply(verdict(of, 2, 5))
-    assert commit is not None
-    assert commit.tokens == (8, 9, 5)
-    assert commit.num_from_draft == 2
-    assert of.phase is SessionPhase.UNDRAFTED
-    assert of.apply(verdict(of, 0, 4)) is not None
 
 
 # --- the end of the text --------------------------------------------------------------------------
