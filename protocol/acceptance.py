@@ -145,7 +145,7 @@ class LazyLikelihoods:
 
     @classmethod
     def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> LazyLikelihoods:
-        """Of tokens (m,) and logits (m, V) after processors, with the `num_top` likeliest, >= 1; V if that is fewer."""
+        """Of tokens (m,) by logits (m, V) after processors, and of the `num_top` likeliest, >= 1, or of all V."""
         rows = logits.astype(mx.float32)
         total = mx.logsumexp(rows, axis=-1, keepdims=True)
         own = mx.take_along_axis(rows, tokens[:, None], axis=-1) - total

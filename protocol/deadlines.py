@@ -23,8 +23,8 @@ ROUNDS_ALONE = 2
 def prompt_wait_s(prices: Prices) -> float:
     """Seconds, > 0, that a target which has read the prompt waits for a drafter that is still reading it.
 
-    It is the most that waiting can save: a round that commits one token where a speculative one commits more. So it
-    costs at most twice what the better choice in hindsight would have cost (the ski rental argument).
+    It is the most that waiting can save, which is what a pass alone commits less than a speculative round. So it costs
+    at most twice what the better choice in hindsight would have cost (the ski rental argument).
     """
     if prices.plain_rate <= 0.0:
         return MIN_PROMPT_WAIT_S
