@@ -32,7 +32,7 @@ class Backoff:
 
 @attrs.define
 class SharingLimit:
-    """How many sessions may share a job (`value`, >= 1): fewer after one that was too much although no part of it was."""
+    """How many sessions may share a job (`value`, >= 1): fewer after one that was too much though no part of it was."""
 
     value: int = sys.maxsize
     _halved: int = attrs.field(default=1, init=False)
