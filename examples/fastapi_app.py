@@ -9,12 +9,10 @@
 The runtime lives as long as the application. Errors have statuses: 422 for an invalid request or setting, 400 for a
 prompt that cannot be used, 503 if the models are lost or being closed.
 
-A server tells of a disconnected client by the message `http.disconnect` only, and cancels no handler. FastAPI lets a
-handler that returns JSON run to its end. What `StreamingResponse` does before anything was sent depends on the server:
-with ASGI 2.3, as in uvicorn, it listens for that message; with 2.4 it waits for a `send` to fail. (Calling
-`request.is_disconnected()` would be polling.) So `unless_gone` waits for both the work and that message, in both
-endpoints, until something was sent. For a stream that is the first token; later on tokens are sent all the time, and
-`StreamingResponse` suffices. Waiting for the first token also gives an early error a status of its own.
+A server tells of a disconnected client by the message `http.disconnect` only, and cancels no handler: FastAPI lets one
+that returns JSON run to its end, and before anything was sent, `StreamingResponse` notices only with ASGI 2.3. So
+`unless_gone` waits for both the work and that message until something was sent: for a stream, the first token. Waiting
+for that also gives an early error a status of its own. (Calling `request.is_disconnected()` would be polling.)
 """
 
 from __future__ import annotations
@@ -60,12 +58,7 @@ class ClientGoneError(Exception):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await some work, and cancel it if the client disconnects.
-
-    Raises: ClientGoneError: the client disconnected. Errors of the work are raised, too.
-
-    Cancellation: cancels the work.
-    """
+    """Await some work, and cancel it if the client disconnects, which raises `ClientGoneError`."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -105,10 +98,7 @@ async def stream(asked: Asked, request: Request) -> StreamingResponse:
 
 
 async def lines(tokens: runtime.aio.TokenStream, first: runtime.Token) -> AsyncIterator[str]:
-    """The lines of a streaming answer.
-
-    Cancellation: ends the generation, as do closing and dropping the generator.
-    """
+    """The lines of a streaming answer. Cancelling, closing or dropping them ends the generation."""
     async with tokens:
         try:
             yield line(text=first.text)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import runtime
 
@@ -29,15 +30,9 @@ async def ticks(seconds: float) -> list[float]:
     return sorted(late)
 
 
-async def decode(rt: runtime.aio.Runtime, prompt: str) -> None:
+async def stream_on(rt: runtime.aio.Runtime, prompt: str, **settings: Any) -> None:
     while True:
-        async for _ in rt.stream(prompt, **ENDLESS):
-            pass
-
-
-async def prefill(rt: runtime.aio.Runtime) -> None:
-    while True:
-        async for _ in rt.stream(LONG_PROMPT, max_tokens=1):
+        async for _ in rt.stream(prompt, **settings):
             pass
 
 
@@ -56,12 +51,15 @@ async def main(seconds: float) -> None:
     print(f"{'':>28}  ticks   median      99 %  longest   [ms late]")
     async with runtime.aio.open(runtime.DEMO_TARGET, draft=runtime.DEMO_DRAFT) as rt:
         await rt.generate(PROMPTS[0], max_tokens=32)
-        for what, coroutines in {
+        for what, streams in {
             "nothing beside it": [],
-            "4 streams decode": [decode(rt, prompt) for prompt in PROMPTS],
-            "2 decode, long prompts come": [*(decode(rt, prompt) for prompt in PROMPTS[:2]), prefill(rt)],
+            "4 streams decode": [stream_on(rt, prompt, **ENDLESS) for prompt in PROMPTS],
+            "2 decode, long prompts come": [
+                *(stream_on(rt, prompt, **ENDLESS) for prompt in PROMPTS[:2]),
+                stream_on(rt, LONG_PROMPT, max_tokens=1),
+            ],
         }.items():
-            async with beside(*coroutines):
+            async with beside(*streams):
                 late = await ticks(seconds)
             middle, high = late[len(late) // 2], late[len(late) * 99 // 100]
             print(f"{what:>28} {len(late):6} {middle:8.2f}  {high:8.2f} {late[-1]:8.2f}")
@@ -73,8 +71,5 @@ parser.add_argument("--uvloop", action="store_true", help="run on uvloop")
 arguments = parser.parse_args()
 if arguments.uvloop:
     import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(arguments.seconds))
-else:
-    asyncio.run(main(arguments.seconds))
+with asyncio.Runner(loop_factory=uvloop.new_event_loop if arguments.uvloop else None) as runner:
+    runner.run(main(arguments.seconds))

@@ -111,36 +111,25 @@ async def rounds(model: llama.Model, width: int, num_rounds: int, group: object)
     return [after.ended - after.began for _, after in pairs], [after.ended - before.ended for before, after in pairs]
 
 
-def measured(alone: list[float], in_pass: list[float], in_round: list[float]) -> Times:
-    return Times(*(1000 * statistics.median(seconds) for seconds in (alone, in_pass, in_round)))
-
-
-def one_process(arguments: argparse.Namespace) -> Times:
-    model = small_model(arguments.hidden_size, arguments.layers)
-    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+def times_of(arguments: argparse.Namespace, group: runtime.RankGroup | None = None) -> Times | None:
+    """The times on one process, or on the ranks of a group; None on ranks other than 0."""
+    alone, model = (small_model(arguments.hidden_size, arguments.layers) for _ in range(2))
+    if group is not None:
+        alone.shard(group.mlx)
+    in_alone: list[float] = []
+    in_pass: list[float] = []
+    in_round: list[float] = []
     for _ in range(arguments.repeats):
-        times[0].extend(passes_alone(model, arguments.width, arguments.rounds))
-        for one, found in zip(times[1:], trio.run(rounds, model, arguments.width, arguments.rounds, None), strict=True):
-            one.extend(found)
-    return measured(*times)
-
-
-def several_ranks(arguments: argparse.Namespace, group: runtime.RankGroup) -> Times | None:
-    """None on ranks other than 0."""
-    alone = small_model(arguments.hidden_size, arguments.layers)
-    alone.shard(group.mlx)
-    model = small_model(arguments.hidden_size, arguments.layers)
-    times: tuple[list[float], list[float], list[float]] = ([], [], [])
-    for _ in range(arguments.repeats):
-        times[0].extend(passes_alone(alone, arguments.width, arguments.rounds))
-        if group.rank > 0:
+        in_alone += passes_alone(alone, arguments.width, arguments.rounds)
+        if group is not None and group.rank > 0:
             runtime.follow((model, None), group)
             continue
-        for one, found in zip(
-            times[1:], trio.run(rounds, model, arguments.width, arguments.rounds, group), strict=True
-        ):
-            one.extend(found)
-    return measured(*times) if group.rank == 0 else None
+        passes, found = trio.run(rounds, model, arguments.width, arguments.rounds, group)
+        in_pass += passes
+        in_round += found
+    if group is not None and group.rank > 0:
+        return None
+    return Times(*(1000 * statistics.median(seconds) for seconds in (in_alone, in_pass, in_round)))
 
 
 def start_two() -> int:
@@ -156,13 +145,13 @@ def start_two() -> int:
         for rank in range(2):
             kernels = Path(folder, f"rank-{rank}")
             kernels.mkdir()
-            environment = {
+            environment = os.environ | {
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hostfile),
                 "OUTRIDER_CONTROL": f"127.0.0.1:{ports[2]}",
                 "TMPDIR": str(kernels),
             }
-            processes.append(subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, **environment}))
+            processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
         return max(process.wait() for process in processes)
 
 
@@ -171,8 +160,8 @@ def main(arguments: argparse.Namespace) -> None:
     if address is None:
         raise SystemExit(start_two())
     # Before the others have something to do.
-    one = one_process(arguments) if address.rank == 0 else None
-    several = several_ranks(arguments, runtime.join_ranks(timeout_s=600.0))
+    one = times_of(arguments) if address.rank == 0 else None
+    several = times_of(arguments, runtime.join_ranks(timeout_s=600.0))
     if one is None or several is None:
         return
     print(f"{'milliseconds':>14}  pass alone    pass   round  beyond the pass alone")

@@ -47,13 +47,7 @@ HINT_MEANWHILE = "Esc stops; Enter begins something new"
 
 @attrs.define(eq=False)
 class Answer:
-    """A text that streams, or has ended.
-
-    Attributes:
-        scope: cancelled to stop the text.
-        stream: the stream, once it has started.
-        end: how the text ended; None while it streams.
-    """
+    """A text that streams, or has ended; then `end` says how. Cancelling `scope` stops it."""
 
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     stream: runtime.TokenStream | None = None
@@ -65,8 +59,7 @@ class Interface:
 
     Attributes:
         page: the text of all prompts and answers.
-        signal: number of the signal that ended the program, if any.
-        failure: the error that ended the program, if any.
+        signal, failure: number of the signal, or error, that ended the program, if any.
     """
 
     def __init__(
@@ -81,10 +74,8 @@ class Interface:
         """An interface that shows nothing yet.
 
         Args:
-            terminal: the terminal.
             begin: starts a stream for a prompt; raises an `OutriderError` for a prompt that cannot be used.
             is_chat: whether prompts are answered, and not continued.
-            max_tokens: most tokens of a text.
             greeting: shown until the page has text.
         """
         self.page = Page()
@@ -238,7 +229,6 @@ class Interface:
     # --- screen -----------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Request another frame."""
         self._changed.set()
 
     async def _keep_drawn(self) -> None:

@@ -2,29 +2,22 @@
 
 *p* is the target's distribution at a position, *q* the draft's, *d* the drafted token.
 
-**match**: target and draft each choose a token, and *d* is accepted if it is the target's choice. At temperature 0 the
-choice is the argmax, and the output is the target's greedy output, token for token. Above 0, both take
-`argmax(log p + g)` with the same Gumbel noise g, which depends on (seed, position) alone (the Gumbel coupling of
-Daliri, Musco and Suresh 2024, arXiv 2408.07978). So each token is an exact sample of p, the text does not depend on the
-drafter at all, and similar distributions choose the same token with probability at least (1 - TV) / (1 + TV). A user's
-sampler may make the choice instead. The committed token is always the target's choice, so it is what the sampler makes
-of p.
+**match**: *d* is accepted if it is the target's choice: at temperature 0 the argmax; above 0, `argmax(log p + g)`,
+where the Gumbel noise g is the same for target and draft, and depends on (seed, position) alone (Daliri, Musco and
+Suresh 2024, arXiv 2408.07978). So the text does not depend on the drafter, and similar distributions choose the same
+token with probability at least (1 - TV) / (1 + TV). A user's sampler may make the choice instead.
 
 **rejection** (Leviathan, Kalman and Matias 2023, arXiv 2211.17192, algorithm 1): *d* is accepted with probability
 min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual max(0, p - q), normalised; after a
-full acceptance a *bonus* token is drawn from p. Each token is an exact sample of p, whatever q is, if d was really
-drawn from q. The acceptance rate is 1 - TV.
+full acceptance a *bonus* token is drawn from p. Exact whatever q is, if d was really drawn from q.
 
-**block** (Sun et al. 2024, arXiv 2403.10444, algorithm 2): the drafted tokens are judged jointly. Whether a prefix is
-accepted depends on the tokens after it, too, and no fewer are accepted on average than under the rejection rule. Each
-token is an exact sample of p under the same condition. The recovered token never is the drafted one: a drafted token to
-which the residual gives anything has a weight of 1 (`prefix_weights`), with which it is accepted. So what was drafted
-beyond it is not proposed again, as it must not be, since it has been looked at.
+**block** (Sun et al. 2024, arXiv 2403.10444, algorithm 2): the drafted tokens are judged jointly: whether a prefix is
+accepted depends on the tokens after it, too, and no fewer are accepted on average. Exact under the same condition. A
+recovered token never is the drafted one: a drafted token to which the residual gives anything has a weight of 1
+(`prefix_weights`), with which it is accepted. So what was drafted beyond it, and was looked at, is not proposed again.
 
-Logits come here after processors and filters, which remove a token by -inf, and before the temperature.
-
-A judgement is lazy until it is read. So the judgements of all texts of a pass are evaluated together, in one
-synchronisation; log-probabilities, if they are asked for, take a second one.
+Logits come here after processors and filters, which remove a token by -inf, and before the temperature. A judgement is
+lazy, so that those of all texts of a pass are evaluated together, in one synchronisation.
 """
 
 from __future__ import annotations
@@ -62,16 +55,15 @@ class Judgement:
 
 @attrs.frozen
 class ProposedRows:
-    """What one text has to be judged: its proposal, and how many rows of logits there are for it.
+    """A proposal to judge, and how many rows of logits there are for it.
 
     Attributes:
         seed: of the session, in [0, 2**64).
         start: absolute position of the first drafted token.
         num_rows: k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token.
         drafted: (k,) drafted tokens.
-        draft_probs: unless the rule is match, for each drafted token the distribution that it was drawn from: (W,) with
-            W <= V, entries beyond W being zero, or a `Sparse` one. None for a token that was not drawn but determined
-            by the text before it: then q is 1 at that token and 0 elsewhere.
+        draft_probs: unless the rule is match, what each token was drawn from: (W,) with W <= V, entries beyond W being
+            zero, or a `Sparse` one; or None for a token that the text before it determined (q is 1 there).
     """
 
     seed: int
@@ -103,14 +95,11 @@ class LazyJudgements:
 
     Attributes:
         arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
+        read: gives the judgement of each text, and evaluates the arrays if that was not done yet.
     """
 
     arrays: tuple[mx.array, ...]
-    _read: Callable[[], list[Judgement]]
-
-    def read(self) -> list[Judgement]:
-        """The judgement of each text. Evaluates the arrays if that was not done yet."""
-        return self._read()
+    read: Callable[[], list[Judgement]]
 
 
 def judge(
@@ -126,9 +115,7 @@ def judge(
 
     Args:
         logits: (R, V) the target's, of one text after the other.
-        proposed: the texts.
-        rule: of all of them.
-        temperature: of all of them, >= 0; > 0 under the rejection and block rules.
+        rule, temperature: of all texts; > 0 under the rejection and block rules.
         chosen: (R,) under the match rule, the target's choices, if a user's sampler has made them.
         sound: (R,) whether a token can be chosen from the row; None if it can from all. At most the tokens before a
             text's first unsound row are accepted under the block rule; under the others, it is the caller who cuts.
@@ -139,14 +126,13 @@ def judge(
         each.check(rule)
     if rule == "match":
         return _by_match(logits, proposed, temperature, chosen)
-    return _by_drawing(
-        logits, proposed, rule, temperature, mx.ones(logits.shape[:1], mx.bool_) if sound is None else sound
-    )
+    sound = mx.ones(logits.shape[:1], mx.bool_) if sound is None else sound
+    return _by_drawing(logits, proposed, rule, temperature, sound)
 
 
 @attrs.frozen
 class LazyLikelihoods:
-    """The log-probabilities of tokens, and of the likeliest tokens at their positions, which may not be computed yet.
+    """The log-probabilities of tokens, and of the likeliest tokens at their positions; may not be computed yet.
 
     Attributes:
         own: (m, 1) log-probabilities of the tokens.
@@ -159,13 +145,7 @@ class LazyLikelihoods:
 
     @classmethod
     def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> LazyLikelihoods:
-        """Of tokens that may not be computed yet, either.
-
-        Args:
-            logits: (m, V) the target's after processors, for the tokens' positions.
-            tokens: (m,) ids.
-            num_top: how many of the likeliest tokens to name, >= 1; V if that is fewer.
-        """
+        """Of tokens (m,) by logits (m, V) after processors, and of the `num_top` likeliest, >= 1, or of all V."""
         rows = logits.astype(mx.float32)
         total = mx.logsumexp(rows, axis=-1, keepdims=True)
         own = mx.take_along_axis(rows, tokens[:, None], axis=-1) - total
@@ -191,13 +171,7 @@ class LazyLikelihoods:
 
 
 def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[Likelihood, ...]:
-    """The likelihoods of tokens that are known; none if `num_top` is 0. Costs a synchronisation.
-
-    Args:
-        logits: (n, V) with n >= m, the target's after processors, for the tokens' positions.
-        tokens: (m,) ids.
-        num_top: see `LazyLikelihoods.of`.
-    """
+    """The likelihoods of known tokens (m,) by logits (n >= m, V); none if `num_top` is 0. Costs a synchronisation."""
     if not num_top or not tokens:
         return ()
     return LazyLikelihoods.of(logits[: len(tokens)], mx.array(tuple(tokens)), num_top).read()
@@ -206,7 +180,7 @@ def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[
 def _highest(rows: mx.array, num: int) -> mx.array:
     """(n, num) ids of the highest entries of each row, in any order; of equal ones, those with the lower ids.
 
-    Two partitions, since sorting rows as wide as a vocabulary takes five times as long.
+    Two partitions: sorting rows as wide as a vocabulary takes five times as long.
     """
     width = rows.shape[-1]
     begin = max(0, width - num)
@@ -219,26 +193,19 @@ def _highest(rows: mx.array, num: int) -> mx.array:
 
 
 def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The token that a model chooses at each position under the match rule.
+    """The token that a model chooses at each position under the match rule: (n,) ids, lazy.
 
     Args:
-        logits: (n, V) logits for positions start … start + n - 1.
+        logits: (n, V) for positions start … start + n - 1.
         temperature: >= 0; 0 takes the argmax and uses no noise.
-        seed: of the session, in [0, 2**64).
-        start: absolute position of the first row.
         noise_size: the width at which noise is made, >= V. It must be the same for both models, because MLX's noise
             for one entry depends on the size of the array.
-
-    Returns: (n,) token ids, lazy.
     """
     return mx.argmax(scores(logits, temperature, seed, start, noise_size), axis=-1)
 
 
 def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The scores whose argmax is a model's choice under the match rule: (n, V), lazy.
-
-    Args: see `choices`.
-    """
+    """The scores whose argmax is a model's choice under the match rule (see `choices`): (n, V), lazy."""
     return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
 
 
@@ -257,15 +224,13 @@ def _gumbel(keys: mx.array, size: int) -> mx.array:
 
 
 def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions: Decisions) -> mx.array:
-    """The tokens that several texts choose at each position, as one set of array operations.
+    """The tokens that texts choose, as one set of array operations: (n,) ids, lazy; each as for its text alone.
 
     Args:
         logits: (n, V) of any texts.
         rule: of all of them: `choices` under the match rule, bonus tokens under the others.
         temperature: of all of them, >= 0; > 0 under the rejection and block rules.
         decisions: of each row.
-
-    Returns: (n,) ids, lazy; each is what it is for its text alone.
     """
     if rule == "match":
         return mx.argmax(scores_together(logits, temperature, decisions, logits.shape[1]), axis=-1)
@@ -275,14 +240,7 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
 
 
 def likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The best tokens by score, best first, and the probability of each under a softmax of the scores.
-
-    Args:
-        scores: (n, V).
-        count: >= 1.
-
-    Returns: (n, count) token ids and (n, count) probabilities in [0, 1], lazy.
-    """
+    """The `count` best tokens by scores (n, V), best first, and their softmax probabilities; (n, count), lazy."""
     remaining = scores.astype(mx.float32)
     total = mx.logsumexp(remaining, axis=-1, keepdims=True)
     ids = mx.arange(remaining.shape[1])
@@ -297,14 +255,7 @@ def likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:
-    """Length of the prefix of the drafted tokens that agrees with the target's choices.
-
-    Args:
-        chosen: (k,) or (k + 1,) the target's choice at each position of the proposal, and after it.
-        drafted: (k,) drafted tokens.
-
-    Returns: int in [0, k].
-    """
+    """Length of the prefix of the drafted tokens (k,) that agrees with the target's choices, (k,) or (k + 1,)."""
     for i, (chosen_token, drafted_token) in enumerate(zip(chosen, drafted, strict=False)):
         if chosen_token != drafted_token:
             return i
@@ -345,9 +296,9 @@ def draw(probs: mx.array, key: mx.array) -> mx.array:
 
 
 def likeliest_only(logits: mx.array, count: int) -> tuple[mx.array, mx.array | None]:
-    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1, and the ids of these; lazy.
+    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1, and their ids; lazy.
 
-    A drafted token may be drawn from any distribution, so it may be drawn from few tokens.
+    A drafted token may be drawn from any distribution, so from few tokens, too.
 
     Returns: (n, V) logits and (n, count) ids in any order; None if these are all tokens.
     """
@@ -381,14 +332,9 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
 
 
 def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """The residual distribution, from which a recovered token is drawn: max(0, p - q), not normalised; lazy.
+    """The residual distribution, from which a recovered token is drawn: max(0, p - q), not normalised; (…, V), lazy.
 
-    Args:
-        target_probs: (…, V) p.
-        draft_probs: (…, V) q; with zeros the residual is p itself, which is how a bonus token is drawn.
-
-    Returns: (…, V). If rounding leaves nothing of p - q, which happens only if p and q are equal but for rounding, it
-        is p.
+    With zeros for q it is p, which is how a bonus token is drawn. If rounding leaves nothing, it is p, too.
     """
     return _unless_nothing(mx.maximum(target_probs - draft_probs, 0), target_probs)
 
@@ -434,7 +380,6 @@ def count_accepted_jointly(weights: mx.array, left: mx.array, uniforms: mx.array
 def _by_drawing(
     logits: mx.array, proposed: Sequence[ProposedRows], rule: Rule, temperature: float, sound: mx.array
 ) -> LazyJudgements:
-    """The judgements under the rejection rule, or the block rule."""
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
     num_accepted, q, weight, differences = mx.zeros((len(proposed),), mx.int32), None, None, None
@@ -488,13 +433,11 @@ def _judged_jointly(
 
 @attrs.frozen
 class _Padded:
-    """The drafted tokens of several texts, filled up to the longest proposal.
+    """The drafted tokens of several texts, filled up to the longest proposal: (texts, longest) each.
 
     Attributes:
-        proposed: the texts.
-        rows: (texts, longest) the row of logits that each token is judged by.
-        tokens: (texts, longest) ids.
-        exists: (texts, longest) False where a text has been filled up.
+        rows: the row of logits that each token is judged by.
+        exists: False where a text has been filled up.
     """
 
     proposed: Sequence[ProposedRows]

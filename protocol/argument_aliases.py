@@ -1,8 +1,4 @@
-"""Argument aliases: what Outrider's arguments are called in mlx-lm, vLLM, transformers, llama.cpp and their CLIs.
-
-One table serves every place where a user may give a name that does not exist here: options of `runtime.open`, settings
-of a stream, fields of a request, and flags.
-"""
+"""Argument aliases: what Outrider's arguments are called in mlx-lm, vLLM, transformers, llama.cpp and their CLIs."""
 
 from __future__ import annotations
 
@@ -52,14 +48,9 @@ INSTEAD = {
 
 
 def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The argument that a user may have meant by a name that does not exist.
+    """The argument that a user may have meant by a name that does not exist: what it is an alias of, or a similar one.
 
-    Args:
-        name: as the user gave it.
-        known: the names that exist.
-        cutoff: how similar a misspelt name must be to a known one, in [0, 1]; see `difflib.get_close_matches`.
-
-    Returns: the name that it is an alias of, if that is known; else the most similar known name; else None.
+    `cutoff` is how similar that must be; see `difflib.get_close_matches`.
     """
     known = tuple(known)
     if (here := ALIASES.get(name)) in known:

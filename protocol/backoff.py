@@ -1,7 +1,6 @@
 """Backoff: what has failed is left out, twice as often after each failure.
 
-A forward pass that fails empties caches, whose texts are then read again. So what may fail once more, because of too
-little memory for example, is tried less and less often.
+A forward pass that fails empties caches, whose texts are read again. So what may fail once more is tried less often.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ class Backoff:
 
 @attrs.define
 class SharingLimit:
-    """How many sessions may share a job, after jobs that were too much although each session's part was not.
-
-    Attributes:
-        value: the limit, >= 1.
-    """
+    """How many sessions may share a job (`value`, >= 1): fewer after one that was too much though no part of it was."""
 
     value: int = sys.maxsize
     _halved: int = attrs.field(default=1, init=False)

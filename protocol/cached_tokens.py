@@ -20,8 +20,8 @@ class FeedPlan:
 class CachedTokens:
     """The tokens that one cache has processed, in order: a ledger beside the cache itself.
 
-    There is one way to bring a cache in line with a text, whatever happened before: rewind to the longest common
-    prefix, then feed the missing tokens. "All accepted, so the drafter is one token behind" is no special case.
+    Whatever happened before, a cache is brought in line with a text by a rewind to the longest common prefix, and by
+    feeding the missing tokens. "All accepted, so the drafter is one token behind" is no special case.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,9 @@ class CachedTokens:
         """The shortest way to a cache that has processed exactly `committed + beyond`.
 
         Args:
-            committed: the session's committed text, prompt included, which only grows; also with tokens that will be
-                committed.
+            committed: the committed text, prompt included, which only grows; also with tokens that will be committed.
             beyond: drafted tokens after it.
-            num_logits: how many of the last tokens must be fed even if they are cached, because the logits after them
-                are needed; >= 0.
+            num_logits: how many of the last tokens to feed even if they are cached, for the logits after them; >= 0.
 
         Raises: ProtocolError: num_logits exceeds the length of the text.
         """

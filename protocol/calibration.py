@@ -29,8 +29,6 @@ MIN_CONFIDENCE, MAX_CONFIDENCE = 0.002, 0.9995
 
 @attrs.define
 class _Curve:
-    """The correction of the confidence of one kind of guess: an offset for each knot, and a shift of all of them."""
-
     _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_KNOTS)
     # Fisher information on each offset: p (1 - p), summed over the observations.
     _information: list[float] = attrs.field(factory=lambda: [0.25 * PRIOR_TOSSES] * NUM_KNOTS)
@@ -90,11 +88,9 @@ class MeanAcceptance:
 
 @attrs.define
 class Calibration(MeanAcceptance):
-    """What is known of one drafter's confidence under one acceptance rule: a curve for each rank of guess, and for each
-    class of staleness.
+    """What is known of one drafter's confidence under one acceptance rule: a curve by rank of guess and staleness.
 
     Attributes:
-        memory, mean_acceptance: see `MeanAcceptance`; of choices of any staleness.
         trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`;
             in [0, 1].
     """
@@ -113,10 +109,7 @@ class Calibration(MeanAcceptance):
         return self._curve(rank, staleness)(raw)
 
     def expected(self, staleness: int) -> float:
-        """Probability, in [0, 1], that the drafter's own choice is right, if only its staleness is known.
-
-        Of a class of staleness without observations as much is expected as of the next fresher one that has some.
-        """
+        """How likely the drafter's choice of this staleness, or of the next fresher one seen, is right, in [0, 1]."""
         for known in range(_staleness_class(staleness), -1, -1):
             if known in self._means:
                 return self._means[known].mean_acceptance
@@ -157,7 +150,6 @@ class Calibration(MeanAcceptance):
 
 
 def _staleness_class(staleness: int) -> int:
-    """The class of a staleness: guesses of one class are calibrated together."""
     return min(staleness.bit_length(), LAST_STALENESS_CLASS)
 
 

@@ -1,8 +1,7 @@
 """Copying: drafting without a model, by what followed the same tokens before.
 
-Much of a text that quotes itself (a summary, an edit, code with its names, a loop) has been written before. The longest
-suffix of the text that occurred before is looked up, and what followed it there most often is proposed. The idea is
-that of LLMA (Yang et al. 2023, arXiv 2304.04487) and of prompt lookup decoding (Saxena 2023,
+A text that quotes itself (a summary, an edit, code, a loop) has mostly been written before. The idea is that of LLMA
+(Yang et al. 2023, arXiv 2304.04487) and of prompt lookup decoding (Saxena 2023,
 github.com/apoorvumang/prompt-lookup-decoding); counting occurrences is that of SuffixDecoding (Oliaro et al. 2024,
 arXiv 2411.04975).
 
@@ -46,8 +45,7 @@ class Copied:
 
     Attributes:
         token: the one that followed most often.
-        match_length: how many tokens before it occurred there, too, in this order: at most `MAX_MATCH`, and one more
-            for each token that was copied.
+        match_length: tokens before it that occurred there, too: at most `MAX_MATCH`, and one more for each copied one.
         num_agreeing: after how many of these occurrences the token came, >= 1.
         num_occurrences: how many there were; at most `MAX_OCCURRENCES`.
     """
@@ -61,8 +59,7 @@ class Copied:
     def confidence(self) -> float:
         """The probability, in (0, 1), that the token is right if those before it are, before more is known of the text.
 
-        It depends on the text before the copy alone, and so does the token, so a policy may look at both under the
-        rejection rule.
+        It depends on the text before the copy alone, so a policy may look at it under the rejection rule.
         """
         if self.num_agreeing < self.num_occurrences:
             return _PRIOR_OF_DISAGREEING * self.num_agreeing / self.num_occurrences
@@ -83,8 +80,7 @@ FindCopy = Callable[[Sequence[int], int, int], Iterator[Copied]]
 class CopyIndex:
     """An index over one text, which grows with it. A reference may come before the text: tokens that it may quote.
 
-    A token takes constant time, and 36 to 56 bytes: 4 for itself, and for each n-gram that ends there 4 for the
-    position where an n-gram with the same hash ended before, and 4 to 8 for a slot that has the last such position.
+    A token takes constant time, and 36 to 56 bytes.
     """
 
     def __init__(self) -> None:
@@ -145,18 +141,15 @@ class CopyIndex:
             end += 1
 
     def lookup(self, num_tokens: int, *, shortest: int = 1, suffix: array[int] | None = None) -> Iterator[Copied]:
-        """What followed most often where the text's longest suffix occurred before, token by token.
+        """What followed most often, and of that last, where the text's longest suffix occurred before; token by token.
 
-        Of tokens that followed as often, the one that came last is taken. If a continuation reaches the end of the
-        text, it goes on with its own tokens, as a text does that repeats itself.
+        If a continuation reaches the end of the text, it goes on with its own tokens, as a text that repeats itself.
 
         Args:
             num_tokens: how many tokens are wanted.
             shortest: the fewest tokens that make a match, >= 1.
             suffix: the last `MAX_MATCH` tokens of another text, which is looked up in this one; None for this one's. A
                 continuation then ends with the text, or at a `SEPARATOR`.
-
-        Returns: as many tokens as are wanted; none if nothing was found.
         """
         text = self._tokens
         length, ends = self._occurrences(text[-MAX_MATCH:] if suffix is None else suffix, shortest)

@@ -1,7 +1,6 @@
-"""Deadlines: how long the target waits for its drafter before it decodes on alone.
+"""Deadlines: how long the target waits for its drafter, as long as that is worth, before it decodes on alone.
 
-Waiting never changes the text, only the speed. A target that goes on alone loses what speculating would have gained in
-a round or two, until the drafter has caught up. So it waits about as long as that is worth.
+Waiting never changes the text, only the speed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ ROUNDS_ALONE = 2
 def prompt_wait_s(prices: Prices) -> float:
     """Seconds, > 0, that a target which has read the prompt waits for a drafter that is still reading it.
 
-    If the drafter is ready just after the target has begun a pass alone, the pass commits one token where a
-    speculative round would have committed more. That loss is the most that waiting can save. Waiting exactly that
-    long costs at most twice what the better choice in hindsight would have cost (the ski rental argument).
+    It is the most that waiting can save, which is what a pass alone commits less than a speculative round. So it costs
+    at most twice what the better choice in hindsight would have cost (the ski rental argument).
     """
     if prices.plain_rate <= 0.0:
         return MIN_PROMPT_WAIT_S

@@ -1,12 +1,10 @@
 """A draft budget: the policy's decisions about the next draft steps, made in advance.
 
 Asking the policy after each step costs a trip from the model thread to the event loop and back, during which nobody
-drafts. Most of what the policy would say depends on one unknown: how confident the drafter will have been. So the
-policy hands out a budget, its decision as a function of that confidence, and the model thread applies it without
-asking. Where a decision cannot be told in advance, the budget ends, and the drafter asks.
+drafts. So the policy hands out its decision as a function of the drafter's confidence, and the model thread applies it.
+Where a decision cannot be told in advance, the budget ends, and the drafter asks.
 
-A budget sees of a step what a policy may see: how confident the drafter was, never which token it drew (see
-`protocol.lookahead_policy`).
+Of a step a budget sees how confident the drafter was, never which token it drew (see `protocol.lookahead_policy`).
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ class DraftBudget:
         best_other_reach: the greatest reach of every other node that could be drafted after, per step of width 1.
             While the target works, the next step must beat it.
         step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
-        calibrate: (rank, the drafter's own confidence, staleness) → modelled probability that the guess is right; None
-            where reach does not matter.
+        calibrate: (rank, raw confidence, staleness) → probability that the guess is right; None if reach is no matter.
         mean_acceptance: what to expect of a choice that is not known yet, in [0, 1].
     """
 
@@ -66,12 +63,7 @@ class DraftBudget:
     mean_acceptance: float = 1.0
 
     def after(self, guesses: Sequence[Guess], now_s: float) -> DraftBudget | None:
-        """The budget that is left after a step; None if the drafter must ask.
-
-        Args:
-            guesses: what the step brought, the drafter's own choice first.
-            now_s: seconds on the actors' clock.
-        """
+        """The budget that is left after a step, by its guesses, the choice first; None if the drafter must ask."""
         if self.calibrate is None:
             return self._after(1.0, (), now_s)
         choice, *others = (self.calibrate(guess.rank, guess.raw, guess.staleness) for guess in guesses)

@@ -11,8 +11,8 @@ import attrs
 class Need(enum.IntEnum):
     """What the drafter has to do for a text.
 
-    OPEN and CLOSE concern its cache and take next to no time; READ is a chunk of the text, or what else takes as long
-    at most; DRAFT is a draft step, the only job that texts share.
+    OPEN and CLOSE concern its cache and take next to no time; READ is a chunk of the text, or as long at most; DRAFT is
+    a draft step, the only job that texts share.
     """
 
     OPEN = 0
@@ -42,8 +42,7 @@ def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[
     """The texts of the next job, the one that has waited longest first; empty if there is nothing to do.
 
     Caches are opened and closed first. A text that is worth a step waits for the running job and for a chunk at most,
-    unless there are more texts than fit into a step; short prompts are read before it, since their texts will share
-    the step then.
+    unless there are more texts than fit into a step; short prompts are read before it, to share the step.
 
     Args:
         waiting: all that wait.

@@ -9,10 +9,9 @@ The messages of `protocol.messages` travel as they are, and beside them those of
                    <──  DraftNews, likewise
     CorpusCopy     ──>  before a message that begins a round, if the corpus of copies continues its text
 
-A session's settings travel as values. User code stays behind: the drafter drafts without it, which leaves texts as they
-are, because either rule is exact for any draft. Clocks differ, so moments travel as seconds that have passed since.
-
-All that arrives is checked. Whatever is no message of these is a `ProtocolError`, after which the link is not used.
+A session's settings travel without user code: the drafter drafts without it, which changes no text, because either rule
+is exact for any draft. Clocks differ, so moments travel as seconds that have passed since. Anything else that arrives
+is a `ProtocolError`, after which the link is not used.
 """
 
 from __future__ import annotations
@@ -56,11 +55,9 @@ class LoadDrafter:
     """The drafter to load at the other end.
 
     Attributes:
-        version: of this protocol.
         target, draft: what to load, as `runtime.remote.draft_process` says it; None where the other end knows.
         vocab_size: width of the target's logits.
-        cache_options: of the drafter's caches, by name.
-        options: of `open` that the drafter works by, by name.
+        cache_options, options: of the drafter's caches, and of `open` that the drafter works by; by name.
         traces: whether decisions are wanted for a trace.
     """
 
@@ -75,12 +72,10 @@ class LoadDrafter:
 
 @attrs.frozen
 class DrafterLoaded:
-    """The drafter is loaded and timed.
+    """The drafter is loaded and timed; see `Model` for its attributes.
 
     Attributes:
-        vocab_size: see `Model.vocab_size`.
-        context_length: see `Model.context_length`.
-        feature_layers: of the target, whose inputs the drafter reads; None if it reads none.
+        feature_layers: layers of the target whose inputs the drafter reads; None if it reads none.
     """
 
     vocab_size: int
@@ -90,12 +85,7 @@ class DrafterLoaded:
 
 @attrs.frozen
 class DrafterNotLoaded:
-    """The drafter cannot be loaded.
-
-    Attributes:
-        kind: name of the class of the error, one of `protocol.errors`.
-        reason: its message.
-    """
+    """The drafter cannot be loaded: `kind` is the name of a class of `protocol.errors`."""
 
     kind: str
     reason: str
@@ -116,12 +106,7 @@ class TargetNews:
 
 @attrs.frozen
 class CorpusCopy:
-    """What continues a session's text in the runtime's corpus of copies.
-
-    Attributes:
-        num_committed: tokens of that text.
-        copied: what followed its end there.
-    """
+    """What continues a session's text of `num_committed` tokens in the runtime's corpus of copies."""
 
     session: int
     num_committed: int

@@ -21,12 +21,11 @@ Sampler = Callable[["mx.array"], "mx.array"]
 class Checkpointed(Protocol):
     """A processor with a state that can be saved and restored, such as a grammar: it can be speculated with.
 
-    Plain decoding calls a processor once for each token, on a text that grows. Speculation calls it for two models, and
-    also on drafted texts, which may be dropped again. So before each call with n tokens, the state that was saved after
-    the call with the first n - 1 of them is restored; before the first call, the state that the object had when the
-    stream began. A call may be repeated. If a state is no longer at hand, earlier calls are repeated, with logits of
-    zeros, to obtain it again. After each call the object is put back into the state that it had when the stream began.
-    So one object serves many streams, one after the other or at once, and all of them begin in the same state.
+    Speculation calls a processor for two models, and also on drafted texts, which may be dropped again. So before each
+    call with n tokens, the state that was saved after the call with the first n - 1 of them is restored; before the
+    first call, the state that the object had when the stream began. A call may be repeated; if a state is no longer at
+    hand, so are earlier calls, with logits of zeros. After each call the object is put back into the state that it had
+    when the stream began. So one object serves many streams, also at once.
 
     It is called on the threads of both models, never on both at once. Saving and restoring should be cheap.
     """

@@ -1,10 +1,9 @@
 """The lookahead tree: the tokens that were drafted beyond the committed text.
 
-The root is the last committed token. Every other node is a token that may come after its parent, and its `reach` is the
-modelled probability that the committed text will pass through it. Running the draft model on a node *expands* it: the
-model's choice comes after it, and its runners-up as *corrections*, in case the choice is rejected. Tokens that were
-copied from earlier in the text may come after the root without any model. A verdict moves the root along the committed
-tokens and drops all other branches.
+The root is the last committed token. A node's `reach` is the modelled probability that the committed text will pass
+through it. Running the draft model on a node *expands* it: the model's choice comes after it, and its runners-up as
+*corrections*, in case the choice is rejected. Tokens that were copied may come after the root without any model. A
+verdict moves the root along the committed tokens and drops all other branches.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ class Guess:
     """A token that may come after a node.
 
     Attributes:
-        token: its id.
         confidence: modelled probability, in [0, 1], that the committed text has the token there.
-        probs: the distribution that it was drawn from, as in a `Proposal`; None under the match rule, for a correction,
-            and for a token that was copied.
+        probs: the distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
         rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `COPIED` or less for
             a token that was copied.
         raw: the drafter's own confidence, before calibration, in [0, 1].
@@ -61,11 +58,9 @@ class Node:
     Attributes:
         guess: the drafter's; None if the token was copied only, and at a root that was not drafted.
         copy: the same token as it was copied; None if it was not.
-        token: its id.
         position: absolute position of the token in the text.
         trail: a hash of the text up to and including this token (see `protocol.randomness.further`); another one after
             each `LookaheadTree.drop_ahead`.
-        parent: None at the root.
         children: by token.
         is_expanded: whether the draft model has been run on it.
         reach: modelled probability, in [0, 1], that the committed text passes through here.
@@ -120,15 +115,9 @@ class Node:
 
 
 class LookaheadTree:
-    """The tokens that were drafted beyond the committed text of one session."""
+    """The tokens that were drafted beyond the committed text of one session: at first, its last token alone."""
 
     def __init__(self, last_token: int, position: int) -> None:
-        """Make a tree of the root alone.
-
-        Args:
-            last_token: the last committed token.
-            position: its absolute position.
-        """
         self.root = Node(last_token, position, further(0, last_token), None)
 
     def expand(self, node: Node, *guesses: Guess) -> Node:
@@ -183,8 +172,7 @@ class LookaheadTree:
     def advance(self, tokens: Sequence[int]) -> bool:
         """Move the root along committed tokens.
 
-        Returns: True for a hit: the new root was in the tree, and keeps the nodes below it. False for a miss: the tree
-            is the new root alone.
+        Returns: True for a hit: the new root was in the tree, and keeps the nodes below it. False for a miss.
         Raises: ProtocolError: there are no tokens.
         """
         if not tokens:
@@ -207,12 +195,10 @@ class LookaheadTree:
         return node is not None
 
     def drop_ahead(self) -> tuple[Guess, ...]:
-        """Drop all nodes but the root, so that the drafter begins there anew, with other random numbers.
+        """Drop all nodes but the root, so that the drafter begins there anew; returns the guesses after the root.
 
-        With the same numbers, a token that is drawn anew would resemble the dropped one, and so depend on how long the
-        drafter is busy with what it had begun to draft after that.
-
-        Returns: the drafter's guesses at the token after the root.
+        It has other random numbers then: with the same ones, a token that is drawn anew would resemble the dropped one,
+        and so depend on how long the drafter is busy with what it had begun to draft after that.
         """
         guesses = tuple(child.guess for child in self.root.children.values() if child.guess is not None)
         for dropped in _below(self.root):
@@ -262,7 +248,6 @@ class LookaheadTree:
         return best is not None and best.staleness >= max(1, self.depth(node))
 
     def _rescale(self, top: Node) -> None:
-        """Compute the reach of a node and of all nodes below it again."""
         for node in _below(top):
             if node.parent is None:
                 node.reach = 1.0

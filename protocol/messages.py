@@ -111,12 +111,10 @@ class Proposal:
     """The drafter's guess at what comes next.
 
     Attributes:
-        session, round: what it belongs to.
         start: absolute position of the first drafted token; if nothing is proposed, of the token after the text.
         tokens: drafted ids; if empty, the target decodes one token by itself.
         probs: for each token the distribution that it was drawn from: a (W,) array, evaluated, or a `Sparse` one; or
-            None for a token that was not drawn but determined by the text before it. Empty under the match rule, which
-            needs none.
+            None for a token that the text before it determined. Empty under the match rule, which needs none.
         reach: for each token the probability that it and all before it are accepted, in [0, 1]. The target may leave
             out tokens from the end that are not worth their time. Empty if it must not.
         num_stale: how many of the tokens, from the front, were drafted without hidden states of the target that have
@@ -136,37 +134,24 @@ class Proposal:
     def __attrs_post_init__(self) -> None:
         _check_place(self.session, self.round, self.start)
         _tokens(self, attrs.fields(Proposal).tokens, self.tokens)
-        if self.copied and len(self.copied) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens were copied or not, got {len(self.copied)} answers")
-        if self.probs and len(self.probs) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens need as many distributions, got {len(self.probs)}")
-        if self.reach and len(self.reach) != len(self.tokens):
-            raise ValueError(f"{len(self.tokens)} tokens need as many probabilities, got {len(self.reach)}")
+        for name in ("copied", "probs", "reach"):
+            values = getattr(self, name)
+            if values and len(values) != len(self.tokens):
+                raise ValueError(f"{name} must have {len(self.tokens)} values, one for each token, got {len(values)}")
         if not 0 <= self.num_stale <= len(self.tokens):
             raise ValueError(f"of {len(self.tokens)} tokens, {self.num_stale} cannot be stale")
 
     def cut(self, num_tokens: int) -> Proposal:
         """The first tokens of the proposal."""
-        return attrs.evolve(
-            self,
-            tokens=self.tokens[:num_tokens],
-            probs=self.probs[:num_tokens],
-            reach=self.reach[:num_tokens],
-            num_stale=min(self.num_stale, num_tokens),
-            copied=self.copied[:num_tokens],
-        )
+        return self._part(slice(num_tokens), num_stale=min(self.num_stale, num_tokens))
 
     def without_first(self) -> Proposal:
         """The proposal without its first token."""
-        return attrs.evolve(
-            self,
-            start=self.start + 1,
-            tokens=self.tokens[1:],
-            probs=self.probs[1:],
-            reach=self.reach[1:],
-            num_stale=max(0, self.num_stale - 1),
-            copied=self.copied[1:],
-        )
+        return self._part(slice(1, None), start=self.start + 1, num_stale=max(0, self.num_stale - 1))
+
+    def _part(self, part: slice, **changes: int) -> Proposal:
+        values = {name: getattr(self, name)[part] for name in ("tokens", "probs", "reach", "copied")}
+        return attrs.evolve(self, **values, **changes)
 
 
 @attrs.frozen
@@ -204,11 +189,9 @@ class Verdict:
         num_accepted: drafted tokens that were accepted.
         token: the token after them: recovered, bonus, or the target's own if nothing was proposed. None if the forward
             pass had no row for it (the N=1 fallback); then num_accepted >= 1, since every round commits something.
-        single_step: whether the target fed only committed tokens and compared only the first drafted one. It does so
-            if its cache cannot undo anything (the N=1 fallback), and to settle tokens that must be fed again.
-        settles: whether it was the latter.
-        num_judged: how many of the drafted tokens, from the front, were judged: all of them, or as many as were worth
-            their time (`Proposal.reach`). None for all.
+        single_step: whether the target fed only committed tokens and compared only the first drafted one: its cache
+            cannot undo anything (the N=1 fallback), or, which `settles` says, it settled tokens to be fed again.
+        num_judged: how many of the drafted tokens, from the front, were judged (see `Proposal.reach`); None for all.
         likelihoods: of the accepted tokens and the one after them, if the session asks for log-probabilities.
         stop: where a stop string ends the text in this round, or None. Only the target decodes text as it is committed.
         features: for a drafter that reads them, of the tokens that the target has read since the last; None without.
@@ -243,7 +226,6 @@ class Rest:
     """The drafter proposes nothing for some rounds, because the target is faster alone.
 
     Attributes:
-        session: what it belongs to.
         until: the first round for which the drafter proposes again. A second Rest prolongs the first one, or is a rest
             of its own if the first one is over.
     """
@@ -257,7 +239,6 @@ class Rested:
     """What the target has committed in some rounds of a rest. So a drafter that rests is not told of each round.
 
     Attributes:
-        session: what it belongs to.
         round: the last of these rounds; the first is the one after the last that the drafter has been told of.
         start: absolute position of the first token.
         tokens: at least one a round.
@@ -291,12 +272,11 @@ class Ready:
 class Due:
     """The target waits no longer for the proposal of a round: it was too long, or a pass begins that others share.
 
-    The drafter answers at once, in the event loop and not on its thread, with the tokens that it has drawn so far. So
-    whether a token is proposed depends on when it was drawn, not on which token it is; otherwise the rejection rule
-    would not be exact. (A token that ends the text also ends the chain, so its proposal is ready earlier.)
+    The drafter answers at once, in the event loop, with the tokens that it has drawn so far. So whether a token is
+    proposed depends on when it was drawn, not on which token it is; otherwise the rejection rule would not be exact.
+    (A token that ends the text also ends the chain, so its proposal is ready earlier.)
 
     Attributes:
-        session, round: what it belongs to.
         is_late: whether the drafter has taken too long. The target goes on alone then until it hears `Ready` again.
     """
 
@@ -309,11 +289,10 @@ class Due:
 class Overdue:
     """The target decodes alone for some rounds, because the drafter was late or has not read the prompt yet.
 
-    The target sends it before the drafter has drawn anything, or directly after a round for which a late drafter had
-    nothing left that it had drawn. Until then it may be late because of that.
+    It is sent before the drafter has drawn anything, or directly after a round for which a late drafter had nothing
+    left that it had drawn. Until then it may be late because of that.
 
     Attributes:
-        session: what it belongs to.
         until: the first round for which a proposal is expected again. Before that round begins, the target repeats the
             message if the drafter is not `Ready`.
     """

@@ -51,12 +51,12 @@ class OpenOptions:
         draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
             (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "auto" for what of
             these is on this disk and fits the target (`runtime.suggest_draft`), or none, which is logged; or "ngram"
-            for prompt lookup, which drafts without a model: it proposes what followed the same tokens earlier in the
-            prompt and the text; or None for plain decoding by the same actors.
+            for prompt lookup, which proposes what followed the same tokens earlier in the prompt and the text; or None
+            for plain decoding by the same actors.
         rewind: how caches are rewound after a rejection: "trim", "checkpoint", "none" or "auto". *trim* drops the tail;
             *checkpoint* restores the state from before the round and feeds the accepted tokens again in front of the
             next window; *none* feeds one committed token at a time. "auto" takes, before each round, the first of them
-            that every layer's cache supports at that moment; naming one insists on it.
+            that every layer's cache supports at that moment.
         max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; None for no
             bound. All but the first four are forgotten, oldest first.
         kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
@@ -69,10 +69,9 @@ class OpenOptions:
             low precision, a pass over several texts rounds otherwise than one over one.
         prefix_cache_bytes: size of each model's prefix cache in bytes, such as 2GB; 0 keeps none. It has cached
             sequences of finished texts, for streams with `reuse_prefix`; the least recently used one goes first.
-        prefix_cache_dir: a directory for what leaves the models' prefix caches, to be found after a restart. None keeps
-            nothing. It is made if it is missing, and several runtimes may share it. What is in the cache at the end
-            goes there, too. Its files are those of saved sessions: of this model and these cache options only, and with
-            checksums. They have the tokens of texts.
+        prefix_cache_dir: a directory for what leaves the models' prefix caches, or is in them at the end, to be found
+            after a restart. None keeps nothing. It is made if it is missing, and several runtimes may share it. Its
+            files, with the tokens of texts, are of this model and these cache options only.
         prefix_cache_dir_bytes: bound of that directory's size in bytes, such as 40GB. The least recently used files are
             deleted.
         copy_corpus: memory for a corpus of copies in bytes, indices included, such as 256MB; 0 keeps none. A drafter in
@@ -80,8 +79,8 @@ class OpenOptions:
             finished answers, predictions, and the texts of `add_corpus`; the least recently used go first.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
             logits processor among them is shared by all streams.
-        chat_template_args: variables of the chat template, such as {"enable_thinking": false}. They are for every
-            prompt of messages; a conversation's `thinking` and what a request says go before them.
+        chat_template_args: variables of the chat template, such as {"enable_thinking": false}, for every prompt of
+            messages; a conversation's `thinking` and what a request says go before them.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
             page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -90,8 +89,7 @@ class OpenOptions:
         group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
             with the same target. This process is rank 0. None for one process.
         draft_rank: a rank of the group, as by mlx.launch, that holds the drafter alone, and no part of the target; None
-            or 0 for rank 0. It calls `runtime.follow` with the drafter, too. Rank 0 drafts beside its part of the
-            target.
+            or 0 for rank 0, which then drafts beside its part. It calls `runtime.follow` with the drafter, too.
         draft_process: whether the draft model works in a process of its own on this machine, which loads it from a path
             or hub id. The target keeps its processor time and Python's lock for itself; each proposal takes a trip
             between the processes. If the process ends, streams go on without it.

@@ -1,7 +1,7 @@
 """Prefill chunks: how many prompt tokens to read in one forward pass.
 
-Other streams wait for a pass to end, and so does a cancellation. So a pass should be short; but a pass of few tokens
-may cost more per token. Which sizes are cheap depends on the device, and is measured.
+Other streams and a cancellation wait for a pass to end, so it should be short; but a pass of few tokens may cost more
+per token. Which sizes are cheap depends on the device, and is measured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ FIXED_CHUNK_TOKENS = 2048
 class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take at most MAX_PASS_S.
 
-    The first pass is the smallest, unless passes have an expected price. The one after it may be much larger, if it
-    should take half of that time; from then on, the size is doubled as long as twice as many tokens should fit.
+    The first pass is the smallest, unless passes have an expected price. The one after it may be much larger; from then
+    on, the size is doubled as long as twice as many tokens should fit.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
@@ -62,10 +62,7 @@ class PrefillChunkSize:
 
     @property
     def most_together(self) -> int:
-        """Most tokens of a pass over several prompts: as many as count for the size, if they fit into the time.
-
-        So the size is measured, and can grow, also where no number of prompts comes to just as many tokens.
-        """
+        """Most tokens of a pass over several prompts: as many as count for the size, if they fit into the time."""
         size, price = self._next()
         return max(size, int(min(math.sqrt(2) * size, MAX_PASS_S / price if price > 0.0 else 0.0)))
 
@@ -93,16 +90,12 @@ class PrefillChunkSize:
 
 
 def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:
-    """Which prompts to read in one pass, each whole: the first, and others of like length.
-
-    Every prompt of a pass takes as many rows as the longest.
+    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending.
 
     Args:
         lengths: tokens to read of each prompt, >= 1, in the order in which they came.
         max_tokens: of a pass, padding included; a first prompt that is longer has the pass for itself.
         max_width: longest prompt of a pass that several share.
-
-    Returns: their indices, ascending.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     if longest > max_width:

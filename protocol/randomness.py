@@ -1,11 +1,10 @@
 """Every random number of a session, as a function of seed, purpose, position and the text before it.
 
-A number depends on where it is used, not on how many were drawn before. So the schedule does not matter: work that is
-thrown away, repeated or done in another order changes nothing. For the rejection rule this does more. If a dropped node
-of the lookahead tree were drafted again with fresh randomness, a policy could drop it *because of* the token that was
-drawn, and the output would be biased. Here, drafting it again draws the same token.
-Where a trained drafter drafts anew on other hidden states, `LookaheadTree.drop_ahead` gives it other numbers; whether
-it does so must not depend on what was drawn.
+So the schedule does not matter: work that is thrown away, repeated or done in another order changes nothing. If a
+dropped node of the lookahead tree were drafted again with fresh randomness, a policy could drop it *because of* the
+token that was drawn, and the rejection rule would not be exact. Here, drafting it again draws the same token. Where a
+trained drafter drafts anew on other hidden states, `LookaheadTree.drop_ahead` gives it other numbers; whether it does
+so must not depend on what was drawn.
 
 No two decisions about one position share a purpose, so they are independent of each other.
 """
@@ -36,24 +35,14 @@ def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.ar
 
     Args:
         seed: of the session, in [0, 2**64).
-        purpose: what the key is for.
         position: absolute position of the token that it is for, >= 0; 0 is the prompt's first token.
         trail: the hash of the text before the token (see `further`); 0 if that text does not matter.
-
-    Returns: an MLX random key.
     """
     return mx.random.key(_number(seed, purpose, position, trail))
 
 
 def keys_for(purpose: Purpose, decisions: Sequence[tuple[int, int] | tuple[int, int, int]]) -> mx.array:
-    """The keys of several decisions, each of which `key_for` would give alone.
-
-    Args:
-        purpose: what the keys are for.
-        decisions: (seed, position) of each, or (seed, position, trail).
-
-    Returns: (n, 2), for `mx.vmap`.
-    """
+    """The keys, (n, 2) for `mx.vmap`, of decisions (seed, position) or (seed, position, trail), as of `key_for`."""
     numbers = [_number(seed, purpose, *place) for seed, *place in decisions]
     return mx.array([[number >> 32, number & 0xFFFFFFFF] for number in numbers], dtype=mx.uint32)
 
@@ -64,20 +53,15 @@ def _number(seed: int, purpose: Purpose, position: int, trail: int = 0) -> int:
 
 
 def seed_of_text(seed: int, number: int) -> int:
-    """The seed of one of several texts that are generated with one seed, in [0, 2**64); of the first it is that seed.
-
-    Args:
-        seed: of all of them, in [0, 2**64).
-        number: of the text, from 0.
-    """
+    """The seed of one of several texts, by number from 0, that are generated with one seed; of the first it is that."""
     return seed if number == 0 else _mix(_mix(seed) ^ _mix(number))
 
 
 def further(trail: int, token: int) -> int:
     """The trail of a text with one more token. A trail is a hash of a text, in [0, 2**64); of the empty text it is 0.
 
-    Two branches of the lookahead tree draw at the same position. With the same key they would draw with the same noise,
-    and the drafter's behaviour after one draw could reveal something about the other.
+    Without it, two branches of the lookahead tree would draw at one position with the same noise, and the drafter's
+    behaviour after one draw could reveal something about the other.
     """
     return _mix(trail ^ (token + 1))
 

@@ -1,8 +1,7 @@
 """Messages between the ranks of a target that is sharded over several processes, as bytes and back.
 
-Rank 0 leads: it announces each operation on the target's caches, in the order in which its own thread runs them. The
-other ranks follow. The forward passes exchange tensors by MLX's own collectives; in messages travel only those of saved
-texts.
+Rank 0 leads: it announces each operation on the target's caches, in the order in which its own thread runs them, and
+the other ranks follow. In messages travel only tensors of saved texts; passes exchange theirs by MLX's collectives.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ class Hello:
     """The first message of a rank, to rank 0.
 
     Attributes:
-        rank: of the sender.
-        size: number of ranks, as the sender knows it.
         versions: of the packages that must be the same on all ranks, by name.
     """
 
@@ -50,8 +47,7 @@ class Beat:
     """Says that the sender is alive. Sent both ways, also while a model works.
 
     Attributes:
-        operation: which one of the target's the sender is in; None if it waits for the next one.
-        seconds: for how long.
+        operation: which one of the target's the sender is in, for some seconds; None if it waits for the next one.
     """
 
     operation: str | None = attrs.field(default=None, validator=attrs.validators.optional(instance_of(str)))
@@ -60,12 +56,7 @@ class Beat:
 
 @attrs.frozen
 class OpenTarget:
-    """Rank 0 opens a target: each rank loads its part.
-
-    Attributes:
-        cache_options: of the target's caches, by name.
-        draft_rank: the rank that holds no part of the target and drafts; None if there is none.
-    """
+    """Rank 0 opens a target: each rank loads its part, but for `draft_rank`, which holds none and drafts."""
 
     cache_options: dict[str, Any]
     draft_rank: int | None = None
@@ -83,11 +74,7 @@ class ConnectRanks:
 
 @attrs.frozen
 class Loaded:
-    """A rank has loaded its part.
-
-    Attributes:
-        parts: digests of what all ranks have in common, by name; see `actors.distributed.sharding`.
-    """
+    """A rank has loaded its part; digests of what all have in common, by name (`actors.distributed.sharding`)."""
 
     parts: dict[str, str]
 
@@ -100,8 +87,7 @@ class Operation:
         name: of a method of the model, or of a sequence.
         sequence: number of the sequence; None for the model.
         arguments: of the method; sequences are given by their numbers.
-        texts: what rank 0 believes of the sequences that a pass reads, from before the pass: (sequence, tokens,
-            checksum of the tokens) of each.
+        texts: of the sequences that a pass reads, from before the pass: (sequence, tokens, checksum of the tokens).
     """
 
     name: str
@@ -119,13 +105,7 @@ class Operations:
 
 @attrs.frozen
 class TensorChunk:
-    """Bytes of a tensor of a saved text.
-
-    Attributes:
-        name: of the tensor.
-        dtype, shape: of all of it; see `protocol.tensor.Tensor`.
-        data: the bytes after those in earlier messages.
-    """
+    """Bytes of the tensor of this name in a saved text, after those in earlier messages."""
 
     name: str = attrs.field(validator=instance_of(str))
     dtype: str = attrs.field(validator=instance_of(str))
@@ -137,22 +117,14 @@ class TensorChunk:
 
 @attrs.frozen
 class Recorded:
-    """Ends the tensors that the sender had for now.
-
-    Attributes:
-        description: of the sender's part of a saved text, for JSON, if that is complete; None if more is to come.
-    """
+    """Ends the tensors that the sender had for now; describes its part, for JSON, unless more is to come."""
 
     description: Any
 
 
 @attrs.frozen
 class Answer:
-    """A rank's answer to an operation that may fail on one rank and leave all in step.
-
-    Attributes:
-        error: a clause that says why it has failed; None if it has not.
-    """
+    """A rank's answer to an operation that may fail on one rank and leave all in step: why it has failed, or None."""
 
     error: str | None = attrs.field(validator=attrs.validators.optional(instance_of(str)))
 
@@ -164,12 +136,7 @@ class CloseTarget:
 
 @attrs.frozen
 class Measure:
-    """Rank 0 begins a measurement of the links, in which each rank takes its part; see `actors.distributed.links`.
-
-    Attributes:
-        name: of the measurement.
-        arguments: its numbers.
-    """
+    """Rank 0 begins a measurement of the links, in which each rank takes its part; see `actors.distributed.links`."""
 
     name: str = attrs.field(validator=instance_of(str))
     arguments: list[int] = attrs.field(factory=list, validator=deep_iterable(instance_of(int), instance_of(list)))
@@ -177,12 +144,7 @@ class Measure:
 
 @attrs.frozen
 class Measured:
-    """What a rank has to say of a measurement.
-
-    Attributes:
-        seconds: of each repetition, if this rank was the one to time it.
-        description: of the rank, by name, if that was asked for.
-    """
+    """What a rank has to say of a measurement: seconds of each repetition that it timed, and its description."""
 
     seconds: list[float] = attrs.field(factory=list, validator=deep_iterable(instance_of(float), instance_of(list)))
     description: dict[str, str] = attrs.field(factory=dict, validator=deep_mapping(instance_of(str), instance_of(str)))
@@ -190,12 +152,7 @@ class Measured:
 
 @attrs.frozen
 class DrafterFrame:
-    """A part of what the two ends of a link to a drafter say; see `protocol.drafter_wire`.
-
-    Attributes:
-        data: the bytes. None at all ends the drafter.
-        is_last: whether the message of the link ends with them.
-    """
+    """A part of a message of `protocol.drafter_wire`. No bytes at all end the drafter."""
 
     data: bytes = attrs.field(validator=instance_of(bytes))
     is_last: bool = attrs.field(default=True, validator=instance_of(bool))
@@ -203,11 +160,7 @@ class DrafterFrame:
 
 @attrs.frozen
 class Broken:
-    """The group cannot go on.
-
-    Attributes:
-        reason: a clause that names the rank whose doing it is.
-    """
+    """The group cannot go on, for a reason that names the rank whose doing it is."""
 
     reason: str
 

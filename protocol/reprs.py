@@ -50,12 +50,7 @@ def shown_path(path: str) -> str:
 
 
 def brief(name: str, values: dict[str, Any]) -> str:
-    """A representation in the form of a call, `Name(field=value, …)`, of at most 200 characters.
-
-    Args:
-        name: of the class.
-        values: the fields to show, by name.
-    """
+    """A representation in the form of a call, `Name(field=value, …)`, of at most 200 characters."""
     said = ", ".join(
         f"{field}={excerpt(value) if isinstance(value, str) else shown(value)}" for field, value in values.items()
     )

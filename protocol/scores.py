@@ -27,15 +27,7 @@ class TopLogprob:
 
 @attrs.frozen
 class TokenScore:
-    """The score of a token, without texts.
-
-    Attributes:
-        id: of the token.
-        logprob: its log-probability, <= 0.
-        is_greedy: whether it is the argmax: the token that greedy decoding chooses.
-        rank: 1, and 1 for each token that is more probable.
-        top: (id, log-probability) of the most probable tokens, most probable first.
-    """
+    """The score of a token, without texts; see `ScoredToken`. `top`: (id, log-probability), most probable first."""
 
     id: int
     logprob: float
@@ -45,14 +37,9 @@ class TokenScore:
 
 
 def token_scores(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[TokenScore, ...]:
-    """The scores of tokens.
+    """The scores of tokens (n,) by the target's logits (n, V), with the `num_top` most probable ones, >= 0.
 
-    Args:
-        logits: (n, V), the target's, for the tokens' positions.
-        tokens: (n,) token ids.
-        num_top: how many of the most probable tokens to name, >= 0.
-
-    Returns: one for each token. Costs a synchronisation.
+    Costs a synchronisation.
     """
     greedy = mx.argmax(logits, axis=-1)
     rows = logits.astype(mx.float32)
@@ -78,8 +65,7 @@ class ScoredToken:
     """One token of a scored text.
 
     Attributes:
-        id: in the target's vocabulary.
-        text: the text that this token makes readable after the ones before it, possibly empty.
+        text: what this token makes readable after the ones before it, possibly empty.
         logprob: its log-probability, <= 0, under the target.
         is_greedy: whether it is the argmax: the token that greedy decoding chooses.
         rank: 1, and 1 for each token that is more probable.
@@ -102,12 +88,10 @@ class ScoredToken:
 
 @attrs.frozen
 class Score:
-    """The score of a continuation.
+    """The score of a continuation of at least one token.
 
     Attributes:
-        tokens: the tokens of the continuation, at least one.
-        num_prompt_tokens: tokens of the prompt.
-        cached_tokens: how many of those were still cached.
+        cached_tokens: how many of the prompt's tokens were still cached.
     """
 
     tokens: tuple[ScoredToken, ...]

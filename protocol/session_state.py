@@ -74,10 +74,7 @@ TRANSITIONS: dict[tuple[SessionPhase, type], SessionPhase] = {
     (SessionPhase.RESTING, Withdraw): SessionPhase.UNDRAFTED,
     (SessionPhase.VERIFYING, Withdraw): SessionPhase.UNDRAFTED,
     (SessionPhase.UNDRAFTED, Verdict): SessionPhase.UNDRAFTED,
-    (SessionPhase.PROPOSING, Close): SessionPhase.CLOSED,
-    (SessionPhase.VERIFYING, Close): SessionPhase.CLOSED,
-    (SessionPhase.RESTING, Close): SessionPhase.CLOSED,
-    (SessionPhase.UNDRAFTED, Close): SessionPhase.CLOSED,
+    **{(phase, Close): SessionPhase.CLOSED for phase in SessionPhase if phase is not SessionPhase.CLOSED},
 }
 
 
@@ -86,7 +83,6 @@ class Commit:
     """What one round added to the text, cut at the first stop.
 
     Attributes:
-        session, round: which round it was.
         start: absolute position of the first token.
         tokens: at least one.
         num_from_draft: how many of the tokens, from the front, the drafter had proposed.
@@ -99,8 +95,7 @@ class Commit:
         resting: whether the target decoded the round alone because the drafter rested or was late.
         finish_reason: why the text ends with the last token; None if it goes on.
         likelihoods: one for each token, if the session asks for log-probabilities; else empty.
-        stop_reason: the user's stop string or stop token that ended the text. None for the tokenizer's end-of-text
-            token, unless it is among the user's stop tokens too.
+        stop_reason: the user's stop string or stop token that ended the text.
     """
 
     session: int
@@ -131,7 +126,6 @@ class SessionState:
 
     Attributes:
         opened: the message that began the session.
-        phase: see the module's table.
         round: the round that is under way, from 0.
         committed: the text so far, prompt included. It only ever grows.
         outstanding: the proposal that awaits its verdict, or None.
@@ -172,8 +166,7 @@ class SessionState:
     def is_stale(self, message: Proposal | Verdict) -> bool:
         """Whether a message's round is over. If it is, the message is counted in `num_stale`.
 
-        Raises: ProtocolError: the message is of another session, of a round to come, or of this round but from
-            another position.
+        Raises: ProtocolError: it is of another session, of a round to come, or of this round from another position.
         """
         if message.session != self.opened.session:
             raise ProtocolError(f"session {self.opened.session} got a message of another session: {message!r}")
@@ -204,10 +197,8 @@ class SessionState:
 
     def rest(self, message: Rest | Overdue) -> bool:
         """Leave the rounds before `message.until` to the target alone. False if they are over, and nothing changed."""
-        if message.until <= max(self.round, self.rests_until) or self.phase in (
-            SessionPhase.UNDRAFTED,
-            SessionPhase.CLOSED,
-        ):
+        is_over = message.until <= max(self.round, self.rests_until)
+        if is_over or self.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED):
             return False
         self._move(message)
         self.rests_until = message.until
@@ -227,14 +218,12 @@ class SessionState:
     def preview(self, verdict: Verdict) -> Commit:
         """What a verdict on the current round would commit; changes nothing.
 
-        Raises: ProtocolError: the verdict accepts or judges more tokens than were proposed, or ends the text beyond the
-            tokens that it commits.
+        Raises: ProtocolError: it accepts or judges more tokens than were proposed, or ends the text beyond its tokens.
         """
         proposed = self.outstanding.tokens if self.outstanding else ()
-        if verdict.num_accepted > len(proposed):
-            raise ProtocolError(f"{verdict!r} accepts more than the {len(proposed)} tokens that were proposed")
-        if verdict.num_judged is not None and verdict.num_judged > len(proposed):
-            raise ProtocolError(f"{verdict!r} judges more than the {len(proposed)} tokens that were proposed")
+        for number, does in ((verdict.num_accepted, "accepts"), (verdict.num_judged or 0, "judges")):
+            if number > len(proposed):
+                raise ProtocolError(f"{verdict!r} {does} more than the {len(proposed)} tokens that were proposed")
         return self._cut(verdict, proposed)
 
     def apply(self, verdict: Verdict) -> Commit | None:
@@ -269,9 +258,9 @@ class SessionState:
         return True
 
     def commit_own(self, token: int) -> Commit:
-        """Commit a token of the target's own, as `apply` does for a verdict on nothing; the fast way of plain decoding.
+        """Commit a token of the target's own, for which there is room, as `apply` does for a verdict on nothing.
 
-        For a session in which no message is under way: UNDRAFTED, or RESTING. There must be room for the token.
+        The fast way of plain decoding, for a session in which no message is under way: UNDRAFTED, or RESTING.
         """
         start, phase = len(self.committed), self.phase
         if phase is not SessionPhase.UNDRAFTED and phase is not SessionPhase.RESTING:
@@ -297,7 +286,6 @@ class SessionState:
         return commit
 
     def _commit(self, commit: Commit) -> None:
-        """Add a commit to the text, and begin the next round or end the session."""
         self.committed += commit.tokens
         self.outstanding = None  # judged, or of a drafter that has left
         self._begin_round(self.round + 1)
@@ -311,7 +299,6 @@ class SessionState:
             self.phase = SessionPhase.PROPOSING
 
     def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
-        """The commit of a verdict: its tokens, cut at the first stop and at the most that may still be committed."""
         tokens = proposed[: verdict.num_accepted]
         if verdict.token is not None:
             tokens += (verdict.token,)

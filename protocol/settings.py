@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
@@ -97,9 +97,8 @@ def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise SettingsError.of(
-            "{option} must map token ids to numbers, got {value}", option=attribute.name, value=value
-        )
+        template = "{option} must map token ids to numbers, got {value}"
+        raise SettingsError.of(template, option=attribute.name, value=value)
     for id, bias in value.items():
         if not is_integer(id) or id < 0:
             raise SettingsError.of(
@@ -196,25 +195,20 @@ class Settings:
         logit_bias: numbers to add to the logits of tokens, by id, such as 12=-1.5,7=-inf; -inf forbids a token.
         repetition_penalty: divides positive logits of tokens among the last `repetition_context_size`, and multiplies
             negative ones, >= 0.01; None or 0 does nothing, 1 changes nothing.
-        repetition_context_size: tokens that the repetition penalty looks back, prompt included, >= 1; None for the
-            whole text.
         presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
-        presence_context_size: tokens that the presence penalty looks back, prompt included, >= 1; None for the whole
-            text.
         frequency_penalty: is subtracted once for each time that a token is among the last `frequency_context_size`.
-        frequency_context_size: tokens that the frequency penalty looks back, prompt included, >= 1; None for the whole
-            text.
+        repetition_context_size, presence_context_size, frequency_context_size: tokens that the penalty looks back,
+            prompt included, >= 1; None for the whole text.
         logits_processors: functions `f(tokens, logits)` as in mlx-lm: they take (n,) ids of the text so far, prompt
-            included, and (1, V) logits of the target's width, and return (1, V) logits. They run on the models'
-            threads, in any order of texts, and also for texts that are never committed. That suits a function marked
-            with `runtime.stateless`, and one that has `save()` and `restore(state)` (see `runtime.Checkpointed`). Any
-            other is assumed to keep a state and is called on committed text only, which means a lookahead of 0.
-        sampler: a function `f(logprobs)` as in mlx-lm, which chooses in place of the temperature: it takes (1, V)
-            log-probabilities of the target, after `logits_processors`, and returns (1,) ids. A drafted token is
-            accepted if it is the function's choice (the match rule), so each token is chosen by the function from the
-            target's log-probabilities, at random or not. A function marked with `runtime.stateless` also chooses for
-            drafts, on both models' threads. Any other is called only once for each token of the text, which means a
-            lookahead of 0. With a sampler, leave the temperature, the filters and the seed alone.
+            included, and (1, V) logits of the target's width, and return (1, V) logits. One that is marked with
+            `runtime.stateless`, or has `save()` and `restore(state)` (see `runtime.Checkpointed`), runs on the models'
+            threads, in any order of texts, and also for texts that are never committed. Any other is assumed to keep a
+            state and is called on committed text only, which means a lookahead of 0.
+        sampler: a function `f(logprobs)` as in mlx-lm, which chooses in place of the temperature, the filters and the
+            seed: it takes (1, V) log-probabilities of the target, after `logits_processors`, and returns (1,) ids. A
+            drafted token is accepted if it is the function's choice. A function marked with `runtime.stateless` also
+            chooses for drafts, on both models' threads. Any other is called only once for each token of the text, which
+            means a lookahead of 0.
         logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
             that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
             filters and the temperature.
@@ -425,11 +419,7 @@ SettingsLike = Settings | Mapping[str, Any]
 def keywords_of(settings: Any, what: str) -> dict[str, Any]:
     """Settings as keyword arguments: all of a `Settings`, those that a mapping names, none for None.
 
-    Args:
-        settings: anything.
-        what: what the message calls the settings.
-
-    Raises: SettingsError: as `settings_from`, and for another type.
+    Raises: SettingsError: as `settings_from`, and for another type, which is called `what`.
     """
     if settings is None:
         return {}
@@ -443,18 +433,12 @@ def keywords_of(settings: Any, what: str) -> dict[str, Any]:
 
 
 def with_overrides(settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as keyword arguments, where those in `overrides` replace those of `settings`.
-
-    Raises: SettingsError: as `keywords_of` for `settings`; `overrides` are not checked.
-    """
+    """Settings as keyword arguments, where those in `overrides`, which are not checked, replace those of `settings`."""
     return {**keywords_of(settings, "settings"), **overrides}
 
 
 def settings_from(keywords: dict[str, Any]) -> Settings:
-    """Settings from keyword arguments.
-
-    Raises: SettingsError: as `Settings`, and for an unknown name.
-    """
+    """Settings from keyword arguments. Raises: SettingsError: as `Settings`, and for an unknown name."""
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
@@ -475,20 +459,10 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
 
     Raises: SettingsError: an id is outside the vocabulary, or more tokens are to be kept than it has.
     """
-    named: dict[str, Iterable[int]] = {
-        "stop_tokens": settings.stop_tokens,
-        "logit_bias": settings.logit_bias,
-        "xtc_special_tokens": settings.xtc_special_tokens,
-        "prediction": settings.prediction,
-    }
-    for name, ids in named.items():
-        if outside := [token for token in ids if token >= vocab_size]:
-            raise SettingsError.of(
-                "{option} {value} are outside the target's vocabulary of {size} ids",
-                option=name,
-                value=outside,
-                size=vocab_size,
-            )
+    for name in ("stop_tokens", "logit_bias", "xtc_special_tokens", "prediction"):
+        if outside := [token for token in getattr(settings, name) if token >= vocab_size]:
+            template = "{option} {value} are outside the target's vocabulary of {size} ids"
+            raise SettingsError.of(template, option=name, value=outside, size=vocab_size)
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
             bound = f"at most the target's vocabulary of {vocab_size} ids"

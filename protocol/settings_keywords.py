@@ -10,9 +10,9 @@ from protocol.settings import Acceptance
 
 
 class SettingsArguments(TypedDict, total=False):
-    """The keyword arguments of `stream`, `generate` and others: one for each field of `Settings`, which explains them.
+    """The keyword arguments of `stream`, `generate` and others: those of `Settings`, which explains them.
 
-    Each has the type of the field, or a wider one if `Settings` converts the argument.
+    Some have a wider type, which `Settings` converts.
     """
 
     max_tokens: int | None

@@ -1,7 +1,7 @@
 """Statistics: counts and rates as frozen snapshots, the counters behind them, and advice on what would be faster.
 
-Tokens are counted when the consumer is given them. Other work of the models (tokens drafted past a stop, a round that a
-cancellation made useless) shows in the busy fractions only.
+Tokens are counted when the consumer is given them. Other work, such as tokens drafted past a stop, shows in the busy
+fractions only.
 """
 
 from __future__ import annotations
@@ -215,18 +215,13 @@ class Counts:
             self.bonus += commit.bonus
 
     def take_part(self, num_rows: int, *, is_first: bool) -> None:
-        """Count a round's part in a pass.
-
-        Args:
-            num_rows: rounds that shared the pass, this one included, >= 1.
-            is_first: whether the pass is counted for this round.
-        """
+        """Count a round's part in a pass of `num_rows` rounds, this one included; `is_first` if it is counted here."""
         self.passes += is_first
         self.pass_rows += 1
         self.pass_shares += 1.0 / num_rows
 
     def wait(self, seconds: float) -> None:
-        """Count the time that a round has waited for its pass, in seconds; a clock's rounding below 0 counts as 0."""
+        """Count the time that a round has waited for its pass; a clock's rounding below 0 counts as 0."""
         self.wait_seconds += max(0.0, seconds)
         self.longest_wait_seconds = max(self.longest_wait_seconds, seconds)
 
@@ -253,23 +248,19 @@ class Counts:
             elapsed: seconds since the stream or the runtime began.
             generation_seconds: the part of `elapsed` in which tokens were generated.
             num_untimed: generated tokens that had come before that part began.
-            time_to_first_token: seconds, or None.
-            peak_memory: bytes.
-            estimates: what the runtime has measured so far.
             lookahead: see `advise`.
         """
         proposed, copied = self.accepted + self.rejected, self.accepted_copied + self.rejected_copied
-        proposed_stale, accepted_by_model = (
-            self.accepted_stale + self.rejected_stale,
-            self.accepted - self.accepted_copied,
-        )
+        proposed_stale = self.accepted_stale + self.rejected_stale
+        accepted_by_model = self.accepted - self.accepted_copied
+        places = sorted(self.proposed_at)
         num_timed = self.generated_tokens - num_untimed
         shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
         statistics = Statistics(
             **shared,
             proposed=proposed,
-            accepted_by_position=tuple(self.accepted_at[place] for place in sorted(self.proposed_at)),
-            proposed_by_position=tuple(self.proposed_at[place] for place in sorted(self.proposed_at)),
+            accepted_by_position=tuple(self.accepted_at[place] for place in places),
+            proposed_by_position=tuple(self.proposed_at[place] for place in places),
             acceptance_rate=_share(self.accepted, proposed),
             copy_acceptance=_share(self.accepted_copied, copied),
             model_acceptance=_share(accepted_by_model, proposed - copied),
@@ -303,9 +294,7 @@ def _ratio(part: float, whole: float) -> float:
 def advise(statistics: Statistics, lookahead: int | Literal["auto"] | None) -> tuple[str, ...]:
     """Sentences on what would be faster, most important first; none if nothing stands out, or nothing is known yet.
 
-    Args:
-        statistics: of one stream, or of a whole runtime.
-        lookahead: the setting; 0 if nothing is drafted, None for several streams with different settings.
+    `lookahead` is the setting: 0 if nothing is drafted, None for several streams with different settings.
     """
     if lookahead == 0 or statistics.rounds < MIN_ROUNDS:
         return ()

@@ -1,8 +1,7 @@
 """Stop strings: where they end a text.
 
-A text grows token by token, and ends with the first token after which a stop string occurs in the decoded text. If
-several occur by then, the one that begins earliest counts; of those that begin together, the one listed first. The
-consumer is given the text before it.
+A text ends with the first token after which a stop string occurs in the decoded text. If several occur by then, the one
+that begins earliest counts; of those that begin together, the one listed first. The consumer is given the text before.
 """
 
 from __future__ import annotations
@@ -15,30 +14,19 @@ from attrs.validators import ge
 
 @attrs.frozen
 class Stop:
-    """The end of a text, caused by a stop string.
-
-    Attributes:
-        text: the stop string.
-        num_tokens: how many of the round's tokens belong to the text, >= 1; the rest are dropped.
-    """
+    """The end of a text, caused by a stop string; `num_tokens` of the round's tokens belong to the text, >= 1."""
 
     text: str
     num_tokens: int = attrs.field(validator=ge(1))
 
 
 class StopMatcher:
-    """Finds stop strings in a text that comes in pieces. Withholds the end of the text while it may become one.
+    """Finds stop strings, at least one and none empty, in a text that comes in pieces.
 
-    Attributes:
-        found: the stop string that ended the text, or None so far.
+    It withholds the end of the text while that may become one. `found` is the one that ended the text, or None so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Make a matcher for one text.
-
-        Args:
-            stops: at least one, none of them empty.
-        """
         self.found: str | None = None
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
@@ -50,13 +38,9 @@ class StopMatcher:
         return self._withheld
 
     def add(self, piece: str, ahead: str = "") -> str:
-        """Add a piece of the text.
+        """Add a piece of the text; gives what is certainly before any stop string; "" once one was found.
 
-        Args:
-            piece: the next piece; may be empty.
-            ahead: text that is known to come after it but may not be given yet. The next pieces contain it again.
-
-        Returns: the text that may be given now, which is certainly before any stop string; "" once one was found.
+        `ahead` is text that is known to come after the piece but may not be given yet. Later pieces contain it, too.
         """
         if self.found is not None:
             return ""
@@ -72,10 +56,7 @@ class StopMatcher:
         return text[:begin]
 
     def finish(self, rest: str = "") -> str:
-        """Add the last piece of the text.
-
-        Returns: the text that is still to be given, with what was withheld unless a stop string was found.
-        """
+        """Add the last piece of the text; gives what is left, with what was withheld unless a stop string was found."""
         given = self.add(rest)
         given, self._withheld = given + self._withheld, ""
         return given

@@ -1,9 +1,7 @@
 """The target queue: the passes that run and wait at the target, and how long they will keep it busy.
 
-Where several sessions share a target, it need not wait for one session's drafter: it works on the other sessions'
-passes meanwhile. So drafting that happens behind those passes costs the target nothing.
-
-The rounds that wait share the next pass (see `protocol.pass_plan`), as many as may.
+Where several sessions share a target, drafting that happens behind other sessions' passes costs the target nothing. The
+rounds that wait share the next pass, as many as may (see `protocol.pass_plan`).
 """
 
 from __future__ import annotations
@@ -31,21 +29,11 @@ class TargetQueue:
     _read_until_s: float = attrs.field(default=-math.inf, init=False)  # when the last prompt was read; inf: is read
 
     def enter(self, session: int, num_tokens: int) -> None:
-        """Add a round that waits.
-
-        Args:
-            session: whose round.
-            num_tokens: that it feeds, >= 1.
-        """
+        """Add a session's round, which waits and feeds so many tokens, >= 1."""
         self._waiting[session] = num_tokens
 
     def begin(self, sessions: Iterable[int], now_s: float) -> None:
-        """Begin a pass.
-
-        Args:
-            sessions: those of the waiting rounds that share it.
-            now_s: seconds on the actors' clock.
-        """
+        """Begin a pass that these of the waiting sessions share."""
         rounds = self._waiting | self._running
         self._running = {session: rounds.pop(session) for session in sessions if session in rounds}
         self._waiting = rounds
@@ -87,8 +75,8 @@ class TargetQueue:
     def others_s(self, session: int) -> float:
         """Seconds for which the target has passes of other sessions to do after the session's own pass, >= 0.
 
-        These are the passes of waiting rounds that do not share the session's pass. A pass of others that runs counts,
-        too: its sessions are expected to be back by then, with another round each.
+        These are the passes of waiting rounds that do not share it. A pass of others that runs counts, too: its
+        sessions are expected to be back by then, with another round each.
         """
         waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
         if session in self._running:
@@ -97,12 +85,7 @@ class TargetQueue:
         return self._passes_s(waiting[self.max_batch - 1 :]) + self._passes_s(self._running.values())
 
     def remaining_s(self, now_s: float, num_tokens: int = 0) -> float:
-        """Seconds until every pass in the queue is done, >= 0.
-
-        Args:
-            now_s: seconds on the actors' clock.
-            num_tokens: of one more round that is about to enter; 0 for none.
-        """
+        """Seconds until every pass in the queue is done, >= 0, and one more round of `num_tokens`, if any."""
         running_s = max(0.0, self._began_s + self._passes_s(self._running.values()) - now_s)
         joining = (num_tokens,) if num_tokens else ()
         return running_s + self._passes_s((*self._waiting.values(), *joining))

@@ -45,10 +45,7 @@ class Tensor:
 
     @classmethod
     def of(cls, array: mx.array) -> Tensor:
-        """The bytes of an array as they are now. Later writes to the array do not change them.
-
-        To be called on a thread that may evaluate the array.
-        """
+        """The bytes of an array as they are now, whatever is written to it later; on a thread that may evaluate it."""
         # The operation makes a copy. Without it this may be a view of a cache's buffer, and on CUDA reading the bytes
         # of a view moves the buffer, which a pass that was launched before may still be reading.
         flat = mx.contiguous(array).reshape(-1).view(mx.uint8) | mx.array(0, mx.uint8)

@@ -1,7 +1,7 @@
 """A ledger of texts: which tokens a rank has fed to each sequence of a sharded target, as a running checksum.
 
-Each rank keeps one. Rank 0 sends its entries with each pass, and the others compare: a rank that is out of step is
-noticed before its part of the pass is used.
+Rank 0 sends its entries with each pass, and the others compare: a rank that is out of step is noticed before its part
+of the pass is used.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ import mlx.core as mx
 
 @attrs.define(eq=False)
 class _Text:
-    """One text.
-
-    Attributes:
-        checksums: of the first 0, 1, 2, … tokens.
-        pending: the tokens after those, which may not be computed yet; (1,) each.
-    """
-
-    checksums: list[int] = attrs.field(factory=lambda: [0])
-    pending: list[mx.array] = attrs.field(factory=list)
+    checksums: list[int] = attrs.field(factory=lambda: [0])  # of the first 0, 1, 2, … tokens
+    pending: list[mx.array] = attrs.field(factory=list)  # the tokens after those, (1,) each; may not be computed yet
 
     def add(self, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -32,13 +32,7 @@ InstantKind = Literal[
 
 @attrs.frozen
 class Share:
-    """One session's part in a pass that several share.
-
-    Attributes:
-        session: whose part.
-        round: the session's round.
-        num_tokens: tokens of the part that go through the model.
-    """
+    """One session's part in a pass that several share: how many of its tokens go through the model."""
 
     session: int
     round: int
@@ -50,8 +44,6 @@ class Span:
     """The time that an actor's worker spent on one job.
 
     Attributes:
-        actor: whose worker.
-        kind: what the job was.
         session: which session it was for; None for a job that is not for one session.
         began, ended: seconds on the runtime's clock.
         num_tokens: tokens that went through the model.
@@ -95,10 +87,7 @@ class Instant:
     """A decision of an actor.
 
     Attributes:
-        actor, session: whose decision, for which session.
-        kind: what was decided.
         at: seconds on the runtime's clock.
-        round: of the session.
         num_tokens: tokens proposed, accepted, rewound or drafted, depending on the kind.
         tokens: ids: the prompt of an "open", what a "proposal" proposes; empty for every other kind.
         commit: what a "verdict" committed; None for every other kind.

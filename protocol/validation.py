@@ -1,7 +1,6 @@
-"""Checks of whole numbers and numbers that a user gives, with one form of message.
+"""Checks of whole numbers and numbers that a user gives, with one form of message: name, bounds, value and remedy.
 
-`max_tokens must be a whole number of at least 1, or None for no limit, got 0`: the name, the bounds, the value, and
-after a semicolon the remedy. A bool is not a number here: Python takes it for one, and nobody means it.
+A bool is not a number here: Python takes it for one, and nobody means it.
 """
 
 from __future__ import annotations
@@ -27,16 +26,7 @@ def must_be(
     among: bool = False,
     error: type[OutriderError] = SettingsError,
 ) -> OutriderError:
-    """An error of a value that is not allowed.
-
-    Args:
-        option: the name of the setting or option.
-        bound: what it must be.
-        value: what it is.
-        remedy: the message's last part.
-        among: whether the value is one of several.
-        error: the class.
-    """
+    """An error of a value that is not allowed, or, with `among`, that is one of several."""
     template = "{option} must be {bound}, got {value}" + (" among them" if among else "")
     fields = {"option": option, "bound": bound, "value": value}
     if remedy is None:
@@ -65,18 +55,9 @@ def check_integer(
     remedy: str | None = None,
     error: type[OutriderError] = SettingsError,
 ) -> None:
-    """Check one whole number.
+    """Check a whole number in [low, high], or of any size with None for `high`.
 
-    Args:
-        name: what the message calls the value.
-        value: anything.
-        low, high: the bounds, both included; None for no upper bound.
-        or_none: what None means, if it is allowed.
-        or_auto: whether "auto" is allowed.
-        remedy: the message's last part.
-        error: the class to raise.
-
-    Raises: `error`: the value is not allowed.
+    `or_none` says what None means, if it is allowed. Raises: `error`: the value is not allowed.
     """
     if (value is None and or_none) or (or_auto and _is_auto(value)):
         return
@@ -113,18 +94,9 @@ def check_number(
     remedy: str | None = None,
     error: type[OutriderError] = SettingsError,
 ) -> None:
-    """Check one finite number that a float can represent.
+    """Check a finite number in [low, high] that a float can represent; None is no bound.
 
-    Args:
-        name: what the message calls the value.
-        value: anything.
-        low, high: the bounds, both included; None for no bound.
-        above: a lower bound that is not included, in place of `low`.
-        or_none: what None means, if it is allowed.
-        remedy: the message's last part.
-        error: the class to raise.
-
-    Raises: `error`: the value is not allowed.
+    `above` is a lower bound that is not included, in place of `low`. Raises: `error`: the value is not allowed.
     """
     if value is None and or_none:
         return

@@ -30,8 +30,7 @@ class Vocabulary:
             bytes, texts are written with the first.
         special: the names of special tokens, such as "</s>".
         ends: special tokens that end a text, the usual one first.
-        begin: the special token that begins a text; None for none.
-        adds_begin: whether texts are given to the model with `begin` in front.
+        begin, adds_begin: the special token that begins a text, if any; whether texts are given to the model with it.
         unknown: the token for text that no other token spells; None for none.
     """
 
@@ -84,12 +83,7 @@ class VocabularyMap:
             raise ProtocolError("a text begins with a token that the draft model cannot propose")
 
     def read(self, token: int, *, is_first: bool) -> tuple[int, ...]:
-        """The draft model's tokens for a token of the target.
-
-        Args:
-            token: id of the target.
-            is_first: whether the text begins with it.
-        """
+        """The draft model's tokens for a token of the target; `is_first` if the text begins with it."""
         reading = self.readings[token]
         return reading if not is_first or self.begin in (None, reading[0]) else (self.begin, *reading)
 
@@ -105,11 +99,7 @@ def map_vocabularies(
     """Map a target's vocabulary to a draft model's.
 
     A special token is never taken for text that looks like it. It is read as the special token of the same role or
-    name, and only one that ends the text is proposed.
-
-    Args:
-        target, draft: the vocabularies.
-        tokenize_target, tokenize_draft: their tokenizers. What they give is only used where it spells the text.
+    name, and only one that ends the text is proposed. What a tokenizer gives is only used where it spells the text.
     """
     by_bytes = draft.by_bytes()
     shared = {token: by_bytes[piece] for piece, token in target.by_bytes().items() if piece in by_bytes}
@@ -138,7 +128,6 @@ def map_vocabularies(
 
 
 def _beginnings(target: Vocabulary, draft: Vocabulary, shared: Mapping[int, int], tokenize: Tokenize) -> dict[int, int]:
-    """See `VocabularyMap.beginnings`."""
     known = set(shared.values())
     texts = {token: text for token, text in draft.pieces.items() if token < draft.size and token not in known and text}
     spelled = _spelled(texts, target, target.by_bytes(), tokenize)
@@ -167,7 +156,6 @@ def _same_role(token: int, target: Vocabulary, draft: Vocabulary) -> int | None:
 
 
 def _substitute(vocabulary: Vocabulary) -> int:
-    """The token that stands for what no other token spells."""
     candidates = (vocabulary.unknown, *vocabulary.ends, 0)
     return next(token for token in candidates if token is not None and token < vocabulary.size)
 

@@ -16,12 +16,7 @@ MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, Overfl
 
 
 def pack(name: str, fields: Sequence[Any]) -> bytes:
-    """The bytes of a message.
-
-    Args:
-        name: of its kind.
-        fields: what JSON has, and tensors.
-    """
+    """The bytes of a message, by the name of its kind, and fields that JSON has or that are tensors."""
     tensors: list[memoryview] = []
 
     def stand_in(value: Any) -> Any:

@@ -33,9 +33,8 @@ class Message(str):
     """The message of an error, of which some words are fields that each face writes for its readers.
 
     In the template, `{option}` stands for the setting or option that the message is about, `{value}` for the value that
-    was given, and `{option=}` for both. `{name}` stands for the field of that name; if there is none, for the argument
-    of that name, and `{name=}` for the argument with its value. `{none}`, `{save}` and `{reset}` are words of the
-    `Wording`.
+    was given, and `{option=}` for both. `{name}` stands for the field, or else the argument, of that name, and
+    `{name=}` for the argument with its value. `{none}`, `{save}` and `{reset}` are words of the `Wording`.
     """
 
     template: str

@@ -26,118 +26,77 @@ class Line:
 
     def insert(self, text: str) -> Line:
         """Insert a text at the cursor."""
-        whole = self.text[: self.cursor] + text + self.text[self.cursor :]
         # The inserted text may form a cluster with what follows: a letter in front of an accent.
-        return Line(whole, _not_within(whole, self.cursor + len(text)))
-
-    def backspace(self) -> Line:
-        """Delete the character before the cursor."""
-        return self._without(self._left(), self.cursor)
-
-    def delete(self) -> Line:
-        """Delete the character after the cursor."""
-        return self._without(self.cursor, self._right())
-
-    def left(self) -> Line:
-        """Move one character back."""
-        return Line(self.text, self._left())
-
-    def right(self) -> Line:
-        """Move one character forward."""
-        return Line(self.text, self._right())
-
-    def word_left(self) -> Line:
-        """Move back to the beginning of a word."""
-        return Line(self.text, self._word_left())
-
-    def word_right(self) -> Line:
-        """Move forward to the end of a word."""
-        return Line(self.text, self._word_right())
-
-    def home(self) -> Line:
-        """Move to the beginning of the current line."""
-        return Line(self.text, self._line_begin())
-
-    def end(self) -> Line:
-        """Move to the end of the current line."""
-        return Line(self.text, self._line_end())
-
-    def kill_to_end(self) -> Line:
-        """Delete to the end of the current line; at its end, delete the line break."""
-        end = self._line_end()
-        return self._without(self.cursor, end if end > self.cursor else self._right())
-
-    def kill_to_begin(self) -> Line:
-        """Delete back to the beginning of the current line."""
-        return self._without(self._line_begin(), self.cursor)
-
-    def kill_word_left(self) -> Line:
-        """Delete the word before the cursor."""
-        return self._without(self._word_left(), self.cursor)
-
-    def kill_word_right(self) -> Line:
-        """Delete the word after the cursor."""
-        return self._without(self.cursor, self._word_right())
+        return _at(self.text[: self.cursor] + text + self.text[self.cursor :], self.cursor + len(text))
 
     def up(self) -> Line | None:
         """Move one line up; None in the first line."""
-        begin = self._line_begin()
+        begin = _home(self)
         if begin == 0:
             return None
         above = self.text.rfind("\n", 0, begin - 1) + 1
-        return Line(self.text, _not_within(self.text, min(above + self.cursor - begin, begin - 1)))
+        return _at(self.text, min(above + self.cursor - begin, begin - 1))
 
     def down(self) -> Line | None:
         """Move one line down; None in the last line."""
-        end = self._line_end()
+        end = _end(self)
         if end == len(self.text):
             return None
-        below_end = self.text.find("\n", end + 1)
-        below_end = len(self.text) if below_end < 0 else below_end
-        column = self.cursor - self._line_begin()
-        return Line(self.text, _not_within(self.text, min(end + 1 + column, below_end)))
-
-    def _without(self, begin: int, end: int) -> Line:
-        text = self.text[:begin] + self.text[end:]
-        return Line(text, _not_within(text, begin))
-
-    def _left(self) -> int:
-        return max((c.begin for c in clusters(self.text) if c.begin < self.cursor), default=0)
-
-    def _right(self) -> int:
-        return min((c.end for c in clusters(self.text) if c.end > self.cursor), default=len(self.text))
-
-    def _word_left(self) -> int:
-        before = [c for c in clusters(self.text) if c.end <= self.cursor]
-        while before and not self._is_of_word(before[-1]):
-            before.pop()
-        while before and self._is_of_word(before[-1]):
-            before.pop()
-        return before[-1].end if before else 0
-
-    def _word_right(self) -> int:
-        after = [c for c in clusters(self.text) if c.begin >= self.cursor][::-1]
-        while after and not self._is_of_word(after[-1]):
-            after.pop()
-        while after and self._is_of_word(after[-1]):
-            after.pop()
-        return after[-1].begin if after else len(self.text)
-
-    def _is_of_word(self, cluster: Cluster) -> bool:
-        first = self.text[cluster.begin]
-        return first.isalnum() or first == "_"
-
-    def _line_begin(self) -> int:
-        return self.text.rfind("\n", 0, self.cursor) + 1
-
-    def _line_end(self) -> int:
-        end = self.text.find("\n", self.cursor)
-        return len(self.text) if end < 0 else end
+        below_end = _end(Line(self.text, end + 1))
+        return _at(self.text, min(end + 1 + self.cursor - _home(self), below_end))
 
 
-def _not_within(text: str, index: int) -> int:
-    """The index, or the end of the cluster that it would cut."""
-    return next((c.end for c in clusters(text) if c.begin < index < c.end), index)
+def _at(text: str, cursor: int) -> Line:
+    """A text with the cursor at an index, or at the end of the cluster that it would cut."""
+    return Line(text, next((c.end for c in clusters(text) if c.begin < cursor < c.end), cursor))
+
+
+# --- where keys lead ------------------------------------------------------------------------------
+
+Motion = Callable[[Line], int]
+
+
+def _left(line: Line) -> int:
+    return max((c.begin for c in clusters(line.text) if c.begin < line.cursor), default=0)
+
+
+def _right(line: Line) -> int:
+    return min((c.end for c in clusters(line.text) if c.end > line.cursor), default=len(line.text))
+
+
+def _word_left(line: Line) -> int:
+    before = [c for c in clusters(line.text) if c.end <= line.cursor]
+    rest = _without_word(line.text, before)
+    return rest[-1].end if rest else 0
+
+
+def _word_right(line: Line) -> int:
+    after = [c for c in clusters(line.text) if c.begin >= line.cursor]
+    rest = _without_word(line.text, after[::-1])
+    return rest[-1].begin if rest else len(line.text)
+
+
+def _without_word(text: str, found: list[Cluster]) -> list[Cluster]:
+    """Clusters without the last word among them, and without what comes after that word."""
+    is_of_word = [text[c.begin].isalnum() or text[c.begin] == "_" for c in found]
+    while is_of_word and not is_of_word[-1]:
+        is_of_word.pop()
+    while is_of_word and is_of_word[-1]:
+        is_of_word.pop()
+    return found[: len(is_of_word)]
+
+
+def _home(line: Line) -> int:
+    return line.text.rfind("\n", 0, line.cursor) + 1
+
+
+def _end(line: Line) -> int:
+    end = line.text.find("\n", line.cursor)
+    return len(line.text) if end < 0 else end
+
+
+def _end_or_line_break(line: Line) -> int:
+    return _right(line) if _end(line) == line.cursor else _end(line)
 
 
 class Editor:
@@ -191,24 +150,33 @@ class Editor:
         return Line(self._past[-back], len(self._past[-back])) if back else self._new
 
 
+def _moved(motion: Motion) -> Callable[[Line], Line]:
+    return lambda line: Line(line.text, motion(line))
+
+
+def _deleted(motion: Motion) -> Callable[[Line], Line]:
+    """Deletes between the cursor and where a motion leads."""
+
+    def edit(line: Line) -> Line:
+        begin, end = sorted((line.cursor, motion(line)))
+        return _at(line.text[:begin] + line.text[end:], begin)
+
+    return edit
+
+
 _EDITS: dict[str, Callable[[Line], Line]] = {
     "newline": lambda line: line.insert("\n"),
     "tab": lambda line: line.insert(TAB),
-    "backspace": Line.backspace,
-    "delete": Line.delete,
-    "ctrl-d": Line.delete,
-    "left": Line.left,
-    "ctrl-b": Line.left,
-    "right": Line.right,
-    "ctrl-f": Line.right,
-    "ctrl-left": Line.word_left,
-    "ctrl-right": Line.word_right,
-    "home": Line.home,
-    "ctrl-a": Line.home,
-    "end": Line.end,
-    "ctrl-e": Line.end,
-    "ctrl-k": Line.kill_to_end,
-    "ctrl-u": Line.kill_to_begin,
-    "ctrl-w": Line.kill_word_left,
-    "alt-d": Line.kill_word_right,
+    **dict.fromkeys(("left", "ctrl-b"), _moved(_left)),
+    **dict.fromkeys(("right", "ctrl-f"), _moved(_right)),
+    "ctrl-left": _moved(_word_left),
+    "ctrl-right": _moved(_word_right),
+    **dict.fromkeys(("home", "ctrl-a"), _moved(_home)),
+    **dict.fromkeys(("end", "ctrl-e"), _moved(_end)),
+    "backspace": _deleted(_left),
+    **dict.fromkeys(("delete", "ctrl-d"), _deleted(_right)),
+    "ctrl-k": _deleted(_end_or_line_break),
+    "ctrl-u": _deleted(_home),
+    "ctrl-w": _deleted(_word_left),
+    "alt-d": _deleted(_word_right),
 }

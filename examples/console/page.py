@@ -83,11 +83,10 @@ class _Cell:
 
 
 def wrap(line: Sequence[Run], width: int) -> list[Row]:
-    """The rows of a wrapped line, at least one. Rows end after words, and blanks beyond the end of a row are dropped.
+    """The rows of a wrapped line without newlines, at least one, of a width >= 1.
 
-    Args:
-        line: runs without newlines.
-        width: in cells, >= 1. A word longer than a row is cut, and so is a word with only blanks before it.
+    Rows end after words, and blanks beyond the end of a row are dropped. A word longer than a row is cut, and so is a
+    word with only blanks before it.
     """
     rows, _ = _wrapped(line, width)
     return rows

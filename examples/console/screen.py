@@ -25,9 +25,7 @@ class Status:
     Attributes:
         activity: one or two words.
         acceptance: accepted / proposed, in [0, 1]; None if nothing was proposed.
-        tokens_per_second: None before there is a rate.
-        num_tokens: number of tokens of the answer; None without one.
-        max_tokens: most tokens of the answer; None for no limit.
+        num_tokens, max_tokens: of the answer so far, and at most; None without one, and for no limit.
     """
 
     activity: str
@@ -45,8 +43,6 @@ class View:
         width, height: size of the screen in cells, >= 1.
         page: rows of that width.
         num_below: number of rows of the page below the visible part; 0 shows its end.
-        status: the status in the rule.
-        line: the typed line.
         hint: shown if the typed line is empty.
     """
 
@@ -66,7 +62,6 @@ class Frame:
     Attributes:
         rows: one for each row of the screen, none wider than it.
         cursor: row and column, from 0.
-        width: width of the screen.
     """
 
     rows: tuple[Row, ...]
@@ -168,13 +163,7 @@ def _wordings(status: Status, num_below: int) -> list[list[list[Run]]]:
         long.append([Run(f"{status.tokens_per_second:5.1f} tokens/s")])
         short.append([Run(f"{status.tokens_per_second:3.0f}/s")])
     full, fuller = ([count], [gauge + count]) if count else ([], [])
-    return [
-        [*begin, *fuller, *long],
-        [*begin, *fuller, *short],
-        [*begin, *full, *short],
-        [*begin, *full],
-        begin[-1:],
-    ]
+    return [[*begin, *fuller, *long], [*begin, *fuller, *short], [*begin, *full, *short], [*begin, *full], begin[-1:]]
 
 
 def _fullness(status: Status) -> tuple[list[Run], list[Run]]:
@@ -230,12 +219,9 @@ NO_COLOURS: Palette = {
 
 
 def paint(before: Frame | None, after: Frame, palette: Palette) -> str:
-    """The control sequences that turn one frame into another; "" if they are equal.
+    """The control sequences that turn one frame, None if unknown, into another; "" if they are equal.
 
-    Args:
-        before: the frame on the screen; None if unknown.
-        after: the frame to show.
-        palette: SGR parameters of each style.
+    The palette has the SGR parameters of each style.
     """
     if before == after:
         return ""

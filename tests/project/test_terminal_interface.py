@@ -263,15 +263,6 @@ async def test_the_line_is_edited_and_remembered(endless: str) -> None:
         await somebody.sees(lambda shown: shown.endswith(">  w12"))
 
 
-async def test_a_character_that_arrives_in_pieces_is_one(endless: str) -> None:
-    async with runtime.open(endless) as rt, at_work(rt) as (somebody, _):
-        for byte in "é日".encode():
-            await somebody.types(bytes([byte]))
-            await somebody.sees("ready")
-        # To pyte, the second cell of a wide character is an empty string.
-        await somebody.sees("> é日")
-
-
 async def test_a_paste_of_several_lines_is_one_prompt(endless: str) -> None:
     prompts: list[str] = []
     async with runtime.open(endless) as rt:

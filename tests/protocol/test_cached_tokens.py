@@ -28,51 +28,18 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-def test_an_empty_cache_is_fed_everything():
-    assert CachedTokens().plan([1, 2], (3,)) == FeedPlan(0, (1, 2, 3))
-
-
-def test_only_what_is_missing_is_fed():
-    assert holding(1, 2).plan([1, 2, 3], (4,)) == FeedPlan(2, (3, 4))
-
-
-def test_the_cache_is_rewound_to_where_the_text_went_another_way():
-    assert holding(1, 2, 3, 4).plan([1, 2, 9]) == FeedPlan(2, (9,))
-
-
-def test_what_was_drafted_and_then_committed_stays():
-    held = holding(1)
-    held.follow(held.plan([1], (2, 3)))
-    assert held.plan([1, 2, 3, 4]) == FeedPlan(3, (4,))
-
-
-def test_what_a_plan_has_dropped_is_fed_again():
-    held = holding(1, 2, 3, 4)
-    held.plan([1, 2, 3, 4])
-    held.follow(FeedPlan(2, ()))
-    assert held.plan([1, 2, 3, 4, 5]) == FeedPlan(2, (3, 4, 5))
-
-
-def test_a_fork_among_drafted_tokens_keeps_what_both_ways_share():
-    held = holding(1)
-    held.follow(held.plan([1], (2, 3, 4)))
-    assert held.plan([1], (2, 9)) == FeedPlan(2, (9,))
-
-
 @sweep(
-    ("num_logits", "expected"),
-    [(0, FeedPlan(3, ())), (1, FeedPlan(2, (3,))), (2, FeedPlan(1, (2, 3))), (3, FeedPlan(0, (1, 2, 3)))],
+    ("cached", "committed", "beyond", "num_logits", "expected"),
+    [
+        ((), [1, 2], (3,), 1, FeedPlan(0, (1, 2, 3))),
+        ((1, 2), [1, 2, 3], (4,), 1, FeedPlan(2, (3, 4))),
+        ((1, 2, 3, 4), [1, 2, 9], (), 1, FeedPlan(2, (9,))),  # the text went another way
+        ((1, 2, 3), [1, 2], (3,), 2, FeedPlan(1, (2, 3))),  # tokens whose logits are wanted are fed again
+        ((1, 2, 3, 4), [1, 2, 3], (), 0, FeedPlan(3, ())),  # cached tokens beyond the text go
+    ],
 )
-def test_tokens_whose_logits_are_wanted_are_fed_again(num_logits, expected):
-    assert holding(1, 2, 3).plan([1, 2, 3], num_logits=num_logits) == expected
-
-
-def test_wanted_logits_reach_back_from_the_drafted_tokens_into_the_committed():
-    assert holding(1, 2, 3).plan([1, 2], (3,), num_logits=2) == FeedPlan(1, (2, 3))
-
-
-def test_cached_tokens_beyond_the_text_go():
-    assert holding(1, 2, 3, 4).plan([1, 2, 3], num_logits=0) == FeedPlan(3, ())
+def test_a_cache_is_rewound_to_what_both_share_and_fed_the_rest(cached, committed, beyond, num_logits, expected):
+    assert holding(*cached).plan(committed, beyond, num_logits=num_logits) == expected
 
 
 @sweep(("committed", "beyond"), [([], ()), ([1], ()), ([], (1,)), ([1, 2], (3,))])
@@ -80,13 +47,6 @@ def test_more_logits_than_tokens_are_an_error(committed, beyond):
     total = len(committed) + len(beyond)
     with pytest.raises(ProtocolError, match=f"cannot have {total + 1} rows of logits from {total} tokens"):
         CachedTokens().plan(committed, beyond, num_logits=total + 1)
-
-
-def test_planning_changes_nothing():
-    held = holding(1, 2, 3)
-    held.plan([9], (8,))
-    assert held.tokens == (1, 2, 3)
-    assert len(held) == 3
 
 
 class Counted(list):

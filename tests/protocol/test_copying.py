@@ -61,42 +61,17 @@ def test_what_came_after_the_last_tokens_before_comes_again():
     assert list(found) == [Copied(3, 2), Copied(4, 3), Copied(5, 4)]
 
 
-@pytest.mark.parametrize("text", [[], [1], [1, 2, 3, 4]])
-def test_where_nothing_occurred_before_nothing_is_found(text):
-    assert list(index_of(text).lookup(4)) == []
-
-
-def test_nothing_wanted_is_nothing_found():
-    assert list(index_of([1, 2, 1, 2]).lookup(0)) == []
-
-
-def test_a_longer_match_wins_over_a_later_one():
-    assert list(index_of([1, 2, 3, 7, 2, 3, 8, 1, 2, 3]).lookup(1)) == [Copied(7, 3)]
-
-
-def test_what_followed_most_often_wins_over_what_followed_last():
-    assert list(index_of([1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2]).lookup(1)) == [Copied(7, 2, 2, 3)]
-
-
-def test_of_what_followed_as_often_the_last_wins():
-    assert list(index_of([1, 2, 7, 1, 2, 8, 1, 2]).lookup(1)) == [Copied(8, 2, 1, 2)]
-
-
-def test_once_occurrences_disagree_those_that_were_followed_are_counted_further():
-    text = [1, 7, 3, 4, 1, 7, 3, 5, 1, 8, 9, 1]
-    assert list(index_of(text).lookup(3)) == [Copied(7, 1, 2, 3), Copied(3, 2, 2, 2), Copied(5, 3, 1, 2)]
-
-
-def test_a_match_is_no_longer_than_the_longest_that_is_compared():
-    num_tokens = MAX_MATCH + 4
-    text = [*range(num_tokens), 99, *range(num_tokens)]
-    assert list(index_of(text).lookup(1)) == [Copied(99, MAX_MATCH)]
-
-
-def test_a_match_is_no_shorter_than_the_shortest_looked_for():
-    index = index_of([1, 2, 1])
-    assert list(index.lookup(1)) == [Copied(2, 1)]
-    assert list(index.lookup(1, shortest=2)) == []
+@sweep(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 7, 2, 3, 8, 1, 2, 3], Copied(7, 3)),  # a longer match wins over a later one
+        ([1, 2, 7, 1, 2, 7, 1, 2, 8, 1, 2], Copied(7, 2, 2, 3)),  # what followed most often over what followed last
+        ([1, 2, 7, 1, 2, 8, 1, 2], Copied(8, 2, 1, 2)),  # of what followed as often, the last
+        ([*range(20), 99, *range(20)], Copied(99, MAX_MATCH)),
+    ],
+)
+def test_of_several_continuations_one_is_taken(text, expected):
+    assert list(index_of(text).lookup(1)) == [expected]
 
 
 @sweep("period", [1, 2, 7])
@@ -149,16 +124,6 @@ def test_what_is_found_stays_as_the_tables_grow():
     for begin in (0, 100, MIN_SLOTS, 3 * MIN_SLOTS):
         quoted = [*text, *text[begin : begin + 10]]
         assert list(index_of(quoted).lookup(20)) == searched(quoted, 20, 1)
-
-
-def test_a_text_may_be_appended_in_any_pieces():
-    text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
-    for size in (1, 2, 5):
-        index = CopyIndex()
-        for begin in range(0, len(text), size):
-            index.append(text[begin : begin + size])
-        assert len(index) == len(text)
-        assert list(index.lookup(5)) == list(index_of(text).lookup(5))
 
 
 def test_a_reference_is_searched_and_is_not_of_the_text():

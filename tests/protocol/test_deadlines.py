@@ -198,13 +198,9 @@ def test_a_proposal_is_waited_for_longer_where_more_steps_are_to_be_made() -> No
     assert proposal_wait_s(prices, 8, 3) == pytest.approx(3 * proposal_wait_s(prices, 8, 1))
 
 
-def test_a_quick_drafter_is_given_a_moment_all_the_same() -> None:
+def test_a_quick_drafter_is_given_a_moment_and_before_anything_is_measured_the_waits_are_bounded() -> None:
     assert proposal_wait_s(known(), 4, 1) == MIN_PROPOSAL_WAIT_S
-    assert prompt_wait_s(known()) == MIN_PROMPT_WAIT_S
-
-
-def test_before_anything_is_measured_the_waits_are_bounded() -> None:
-    assert prompt_wait_s(Prices()) == MIN_PROMPT_WAIT_S
+    assert prompt_wait_s(known()) == prompt_wait_s(Prices()) == MIN_PROMPT_WAIT_S
     assert proposal_wait_s(Prices(), 64, 8) == UNPRICED_PROPOSAL_WAIT_S
 
 

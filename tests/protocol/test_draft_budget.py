@@ -225,16 +225,6 @@ def test_where_something_was_copied_the_drafter_asks(due):
     assert policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root).max_steps > 0
 
 
-def test_a_budget_does_not_change_with_what_is_learnt_after_it_was_given():
-    tree = LookaheadTree(ROOT, POSITION)
-    policy = auto(prices_of())
-    draft_budget = policy.draft_budget(view_of(tree), tree.root)
-    before = draft_budget.calibrate(0, 0.7)
-    for _ in range(20):
-        policy.calibration.observe(Guess(1, 0.7, raw=0.7), False)
-    assert draft_budget.calibrate(0, 0.7) == before != policy.calibration(0, 0.7)
-
-
 @pytest.mark.parametrize("due", [None, 9.0])
 def test_a_budget_refers_to_nothing_that_the_other_thread_changes(due):
     tree = LookaheadTree(ROOT, POSITION)

@@ -11,23 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sweeps import sweep
-from trees import POSITION, ROOT, at
+from trees import POSITION, ROOT, at, tree_of
 
 from protocol.errors import ProtocolError
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.randomness import further
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
-
-
-def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
-    """A tree with these paths of (token, confidence) from the root."""
-    tree = LookaheadTree(ROOT, POSITION)
-    for path in paths:
-        node = tree.root
-        for token, confidence in path:
-            node = node.children.get(token) or tree.expand(node, Guess(token, confidence))
-    return tree
 
 
 def tokens_of(nodes: list[Node]) -> list[int]:
@@ -47,31 +37,7 @@ def test_a_new_tree_is_its_root_alone():
     tree = tree_of()
     assert (tree.root.token, tree.root.position, tree.root.reach) == (ROOT, POSITION, 1.0)
     assert tree.root.guess is None
-    assert tree.chain() == []
-    assert tree.frontier() == [tree.root]
-    assert tree.path(tree.root) == []
-    assert tree.depth(tree.root) == 0
-
-
-def test_a_node_comes_one_position_after_its_parent():
-    tree = tree_of(*FORKED)
-    node = at(tree, 1, 2, 3)
-    assert (node.position, tree.depth(node), tree.path(node)) == (POSITION + 3, 3, [1, 2, 3])
-
-
-def test_reach_is_the_product_of_the_confidences_from_the_root():
-    tree = tree_of(*FORKED)
-    assert at(tree, 1, 2, 3).reach == pytest.approx(0.9 * 0.5 * 0.4)
-    assert at(tree, 5, 6).reach == pytest.approx(0.1 * 0.8)
-
-
-def test_an_expansion_puts_the_choice_and_its_runners_up_after_a_node():
-    tree = LookaheadTree(ROOT, POSITION)
-    choice = tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1), Guess(5, 0.1, rank=2))
-    assert choice is tree.root.choice is at(tree, 3)
-    assert {child.token: child.reach for child in tree.root.children.values()} == {3: 0.5, 7: 0.3, 5: 0.1}
-    assert all(child.parent is tree.root for child in tree.root.children.values())
-    assert tokens_of(tree.frontier()) == [3, 7, 5]
+    assert (tree.chain(), tree.frontier()) == ([], [tree.root])
 
 
 def test_the_chain_follows_the_choices_also_where_a_correction_is_likelier():
@@ -97,63 +63,6 @@ def test_there_is_no_chain_below_corrections_alone():
     tree.expand(tree.root, Guess(7, 0.3, rank=1))
     assert tree.root.choice is None
     assert tree.chain() == []
-
-
-def test_the_frontier_is_the_leaves_likeliest_first():
-    tree = tree_of(*FORKED)
-    assert tokens_of(tree.frontier()) == [4, 3, 6]  # 0.27, 0.18, 0.08
-
-
-def test_a_token_may_be_put_after_a_node_once():
-    tree = tree_of(*FORKED)
-    with pytest.raises(ProtocolError, match="already has token 2 after it"):
-        tree.expand(at(tree, 1), Guess(2, 0.1))
-
-
-def test_a_hit_keeps_what_was_drafted_beyond():
-    tree = tree_of(*FORKED)
-    new_root = at(tree, 1)
-    assert tree.advance([1]) is True
-    assert tree.root is new_root
-    assert (tree.root.position, tree.root.parent, tree.root.reach) == (POSITION + 1, None, 1.0)
-    assert tokens_of(tree.chain()) == [2, 3]
-    assert at(tree, 2, 3).reach == pytest.approx(0.5 * 0.4)
-    assert tree.path(at(tree, 2, 3)) == [2, 3]
-
-
-def test_a_hit_on_a_leaf_leaves_the_root_alone():
-    tree = tree_of(*FORKED)
-    assert tree.advance([1, 4]) is True
-    assert (tree.root.token, tree.root.position, tree.chain()) == (4, POSITION + 2, [])
-
-
-@sweep("tokens", [[9], [1, 9], [1, 2, 9], [1, 2, 3, 9], [9, 9, 9]])
-def test_a_miss_leaves_a_new_root_alone(tokens):
-    tree = tree_of(*FORKED)
-    old_root = tree.root
-    assert tree.advance(tokens) is False
-    assert tree.root is not old_root
-    assert (tree.root.token, tree.root.position, tree.root.reach) == (9, POSITION + len(tokens), 1.0)
-    assert (tree.root.alive, tree.root.children, tree.root.parent) == (True, {}, None)
-
-
-def test_what_hangs_off_other_branches_is_dropped():
-    tree = tree_of(*FORKED)
-    kept = [at(tree, 1, 2), at(tree, 1, 2, 3)]
-    dropped = [tree.root, at(tree, 1), at(tree, 1, 4), at(tree, 5), at(tree, 5, 6)]
-    tree.advance([1, 2])
-    assert all(node.alive for node in kept)
-    assert not any(node.alive for node in dropped)
-
-
-def test_a_dropped_node_cannot_be_drafted_after():
-    tree = tree_of(*FORKED)
-    dropped = [tree.root, at(tree, 5), at(tree, 1, 2, 3)]
-    tree.advance([7])
-    for node in dropped:
-        with pytest.raises(ProtocolError, match="no longer in the tree"):
-            tree.expand(node, Guess(50, 0.5))
-        assert 50 not in node.children
 
 
 def test_a_node_keeps_its_token_and_distribution_when_the_root_moves():
@@ -257,15 +166,6 @@ def test_different_texts_have_different_trails():
 # --- outcomes of guesses --------------------------------------------------------------------------
 
 
-def forked_by_choice() -> LookaheadTree:
-    """3, or else 7 or 5; after 3 comes 4, or else 9; after 7 comes 8."""
-    tree = LookaheadTree(ROOT, POSITION)
-    tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1), Guess(5, 0.1, rank=2))
-    tree.expand(at(tree, 3), Guess(4, 0.6), Guess(9, 0.2, rank=1))
-    tree.expand(at(tree, 7), Guess(8, 0.9))
-    return tree
-
-
 @sweep(
     ("committed", "expected"),
     [
@@ -279,12 +179,12 @@ def forked_by_choice() -> LookaheadTree:
     ],
 )
 def test_every_guess_along_a_text_was_right_or_wrong(committed, expected):
-    tree = forked_by_choice()
+    tree = LookaheadTree(ROOT, POSITION)
+    assert list(tree.outcomes(committed)) == []
+    tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1), Guess(5, 0.1, rank=2))
+    tree.expand(at(tree, 3), Guess(4, 0.6), Guess(9, 0.2, rank=1))
+    tree.expand(at(tree, 7), Guess(8, 0.9))
     assert [(i, guess.token, was_right) for i, guess, was_right in tree.outcomes(committed)] == expected
-
-
-def test_where_nothing_was_guessed_nothing_was_right_or_wrong():
-    assert list(LookaheadTree(ROOT, POSITION).outcomes([1, 2, 3])) == []
 
 
 # --- any tree -------------------------------------------------------------------------------------

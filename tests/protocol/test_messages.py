@@ -40,35 +40,32 @@ def test_a_session_is_numbered_from_zero(message):
         attrs.evolve(message, session=-1)
 
 
-@pytest.mark.parametrize("message", [PROPOSAL, VERDICT], ids=["Proposal", "Verdict"])
-def test_a_round_is_numbered_from_zero_and_starts_after_a_prompt(message):
+@sweep("message", [PROPOSAL, VERDICT])
+@sweep("changes", [{"round": -1}, {"start": 0}, {"start": -3}])
+def test_a_round_is_numbered_from_zero_and_starts_after_a_prompt(message, changes):
     assert attrs.evolve(message, round=0, start=1).start == 1
-    for changes in ({"round": -1}, {"start": 0}, {"start": -3}):
-        with pytest.raises(ValueError, match=next(iter(changes))):
-            attrs.evolve(message, **changes)
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        attrs.evolve(message, **changes)
 
 
 # --- Open -----------------------------------------------------------------------------------------
 
 
-def test_a_session_is_drafted_and_unbounded_unless_it_says_otherwise():
+def test_a_session_needs_a_prompt_and_is_drafted_and_unbounded_unless_it_says_otherwise():
     opened = Open(session=0, prompt=(1,), settings=Settings(), seed=0, stop_tokens=frozenset())
-    assert opened.drafted
-    assert opened.context_length is None
-
-
-def test_a_session_needs_a_prompt():
+    assert (opened.drafted, opened.context_length) == (True, None)
     with pytest.raises(ValueError, match="a prompt of at least one token"):
         attrs.evolve(OPEN, prompt=())
 
 
+@sweep(("message", "name"), [(OPEN, "prompt"), (PROPOSAL, "tokens")])
 @sweep("value", [[5, 6], "56", 5, None, (5, -1), (5, 6.0), ("5",)])
-def test_a_prompt_is_a_tuple_of_ids(value):
-    with pytest.raises(ValueError, match="prompt must be a tuple of token ids >= 0"):
-        attrs.evolve(OPEN, prompt=value)
+def test_tokens_are_a_tuple_of_ids(message, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be a tuple of token ids >= 0"):
+        attrs.evolve(message, **{name: value})
 
 
-@pytest.mark.parametrize("changes", [{"seed": -1}, {"context_length": 0}, {"context_length": -1}])
+@sweep("changes", [{"seed": -1}, {"context_length": 0}, {"context_length": -1}])
 def test_a_seed_or_a_context_below_its_bound_is_refused(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         attrs.evolve(OPEN, **changes)
@@ -77,26 +74,14 @@ def test_a_seed_or_a_context_below_its_bound_is_refused(changes):
 # --- Proposal -------------------------------------------------------------------------------------
 
 
-def test_a_proposal_may_be_of_nothing():
-    assert attrs.evolve(PROPOSAL, tokens=()).tokens == ()
-
-
-@sweep("value", [[7, 8], "78", None, (7, -1), (7.0,)])
-def test_proposed_tokens_are_a_tuple_of_ids(value):
-    with pytest.raises(ValueError, match="tokens must be a tuple of token ids >= 0"):
-        attrs.evolve(PROPOSAL, tokens=value)
-
-
-def test_a_proposal_has_a_distribution_for_each_token_or_none_at_all():
+def test_a_proposal_has_a_value_for_each_token_or_none_at_all():
     probs = mx.array([0.5, 0.5])
-    assert attrs.evolve(PROPOSAL, probs=(probs, probs)).probs == (probs, probs)
-    assert attrs.evolve(PROPOSAL, probs=()).probs == ()
-    assert attrs.evolve(PROPOSAL, probs=(None, probs)).probs == (None, probs)
-    for num_probs in (1, 3):
-        with pytest.raises(ValueError, match=f"2 tokens need as many distributions, got {num_probs}"):
-            attrs.evolve(PROPOSAL, probs=(probs,) * num_probs)
-        with pytest.raises(ValueError, match=f"2 tokens need as many distributions, got {num_probs}"):
-            attrs.evolve(PROPOSAL, probs=(None,) * num_probs)
+    for fitting in ((probs, probs), (), (None, probs)):
+        assert attrs.evolve(PROPOSAL, probs=fitting).probs == fitting
+    for name, value in (("probs", probs), ("probs", None), ("reach", 0.5), ("copied", True)):
+        for num_values in (1, 3):
+            with pytest.raises(ValueError, match=f"{name} must have 2 values, one for each token, got {num_values}"):
+                attrs.evolve(PROPOSAL, **{name: (value,) * num_values})
 
 
 def test_as_many_tokens_are_stale_as_there_are_at_most():
@@ -125,7 +110,7 @@ def test_a_verdict_commits_something():
         attrs.evolve(VERDICT, num_accepted=0, token=None)
 
 
-@pytest.mark.parametrize("changes", [{"num_accepted": -1}, {"token": -1}])
+@sweep("changes", [{"num_accepted": -1}, {"token": -1}])
 def test_a_verdict_has_no_negative_numbers(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
         attrs.evolve(VERDICT, **changes)

@@ -30,34 +30,32 @@ from runtime.engine.sessions import BUFFERED_ROUNDS
 PROMPT = [5, 6, 7, 8, 9]
 VERIFY = 32.0
 PREFILL = 4.0
-SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 3), 5: (5, 5), 7: (7, 7)}
-"""For each lookahead, the size of the first proposal and of the others, if every guess is right."""
+LOOKAHEADS = [1, 2, 3, 5, 7]
 
 
-def free_draft(largest: int) -> float:
+def free_draft(lookahead: int) -> float:
     """A price at which the drafter gets as far ahead as it may within one verify pass; a power of two."""
     price = VERIFY
-    while price * (2 * largest + 1) > VERIFY:
+    while price * (2 * lookahead + 1) > VERIFY:
         price /= 2
     return price
 
 
-def sizes_of(lookahead: Any, max_tokens: int) -> list[int]:
+def sizes_of(lookahead: int, max_tokens: int) -> list[int]:
     """The number of tokens in each proposal, if every guess is right and the target never waits for drafting."""
-    first, others = SIZES[lookahead]
     sizes, left = [], max_tokens
     while left > 0:
-        sizes.append(min(others if sizes else first, left - 1))
+        sizes.append(min(lookahead, left - 1))
         left -= sizes[-1] + 1
     return sizes
 
 
 @sweep("max_tokens", [1, 2, 7, 24, 25, 40])
-@sweep("lookahead", SIZES)
+@sweep("lookahead", LOOKAHEADS)
 async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alone(
     lookahead: Any, max_tokens: int, autojump_clock: Any
 ) -> None:
-    draft_price = free_draft(SIZES[lookahead][1])
+    draft_price = free_draft(lookahead)
     sizes = sizes_of(lookahead, max_tokens)
     price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
@@ -74,11 +72,11 @@ async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alon
     assert completion.statistics.bonus == sum(size > 0 for size in sizes)
 
 
-@sweep("lookahead", SIZES)
+@sweep("lookahead", LOOKAHEADS)
 async def test_on_a_hit_the_next_proposal_is_sent_at_the_instant_of_the_verdict(
     lookahead: Any, autojump_clock: Any
 ) -> None:
-    price = priced(draft=free_draft(SIZES[lookahead][1]), verify=VERIFY)
+    price = priced(draft=free_draft(lookahead), verify=VERIFY)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         await text_of(simulation, PROMPT, max_tokens=40, lookahead=lookahead)
     verdicts, proposals = simulation.instants("verdict"), simulation.instants("proposal")
@@ -86,17 +84,17 @@ async def test_on_a_hit_the_next_proposal_is_sent_at_the_instant_of_the_verdict(
     assert [verdict.at for verdict in verdicts[:-1]] == [proposal.at for proposal in proposals[1:]]
 
 
-@sweep("lookahead", SIZES)
+@sweep("lookahead", LOOKAHEADS)
 async def test_drafts_run_inside_verifies(lookahead: Any, autojump_clock: Any) -> None:
-    price = priced(draft=free_draft(SIZES[lookahead][1]), verify=VERIFY)
+    price = priced(draft=free_draft(lookahead), verify=VERIFY)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         await text_of(simulation, PROMPT, max_tokens=80, lookahead=lookahead)
     drafts, verifies = simulation.spans("draft", "draft"), simulation.spans("target", "verify")
     inside = [d for d in drafts if any(v.began <= d.began and d.ended <= v.ended for v in verifies)]
     # All but those of the first proposal.
-    assert len(inside) == len(drafts) - SIZES[lookahead][0]
+    assert len(inside) == len(drafts) - lookahead
     # Each verify sees as many drafts as the verdict before it has used up: what it accepted, and the bonus.
-    assert {sum(v.began <= d.began < v.ended for d in drafts) for v in verifies[2:-3]} == {SIZES[lookahead][1] + 1}
+    assert {sum(v.began <= d.began < v.ended for d in drafts) for v in verifies[2:-3]} == {lookahead + 1}
 
 
 @pytest.mark.parametrize("draft_price", [0.25, 1.0, 4.0])
@@ -117,27 +115,18 @@ async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_let
     assert all(verifies[0].began <= draft.began for draft in drafts[first:])
 
 
-async def test_by_itself_a_drafter_rests_once_it_is_far_enough_ahead(autojump_clock: Any) -> None:
+@sweep("lookahead", [1, 2, 3, 5, 8, "auto"])
+async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: Any, autojump_clock: Any) -> None:
+    # A whole proposal, the token after it, and another whole proposal are the most that can be needed next.
+    horizon = 2 * (MAX_LOOKAHEAD if lookahead == "auto" else lookahead) + 1
     price = priced(draft=1.0, verify=1024.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=1000)
+        stream = simulation.runtime.stream(PROMPT, max_tokens=1000, lookahead=lookahead)
         await trio.sleep(500)
-        # A whole proposal, the token after it, and another whole proposal are the most that can be needed next.
         num_drafts = len(simulation.spans("draft", "draft"))
-        assert 8 < num_drafts <= 2 * MAX_LOOKAHEAD + 1
+        assert 8 < num_drafts <= horizon if lookahead == "auto" else num_drafts == horizon
         await trio.sleep(500)
         assert len(simulation.spans("draft", "draft")) == num_drafts
-        await stream.aclose()
-
-
-@sweep("lookahead", [1, 2, 3, 5, 8])
-async def test_a_drafter_rests_once_it_is_far_enough_ahead(lookahead: int, autojump_clock: Any) -> None:
-    price = priced(draft=1.0, verify=1024.0)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=200, lookahead=lookahead)
-        await trio.sleep(1000)
-        horizon = 2 * lookahead + 1
-        assert len(simulation.spans("draft", "draft")) == horizon
         await stream.aclose()
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import greedy, prompt_of
 from scripted import ScriptedModel, continuation, priced, simulated, text_of, truthful
+from sweeps import sweep
 
 import runtime
 from actors.workers.worker import Job
@@ -61,26 +62,19 @@ def test_sizes_grow_also_where_prompts_that_are_read_together_do_not_come_to_the
     assert 512 <= chunk_size.most_together <= MAX_PASS_S / 0.0002 * 1.01
 
 
-def test_a_fast_device_reads_the_most_at_once() -> None:
-    passes = sizes(lambda n: 0.01 + n * 1e-5, 12)
-    assert passes[-1] == MAX_CHUNK_TOKENS
-    assert sorted(passes) == passes
-
-
-def test_a_slow_device_reads_no_more_than_fits() -> None:
-    passes = sizes(lambda n: 0.01 * n, 20)
-    assert set(passes) == {MIN_CHUNK_TOKENS}
-    assert max(0.01 * n for n in passes) <= MAX_PASS_S
-
-
-def test_a_device_that_is_too_slow_for_any_size_makes_the_shortest_passes() -> None:
-    assert set(sizes(lambda n: 0.05 * n, 10)) == {MIN_CHUNK_TOKENS}
-
-
-def test_large_passes_that_buy_nothing_are_not_made() -> None:
-    # As measured on a CPU: above 64 tokens, a token costs more.
-    passes = sizes(lambda n: n * (0.0001 if n <= 64 else 0.0002), 10)
-    assert passes[-1] == 64
+@sweep(
+    ("seconds_of", "num_passes", "last"),
+    [
+        (lambda n: 0.01 + n * 1e-5, 12, MAX_CHUNK_TOKENS),  # a fast device reads the most at once
+        (lambda n: 0.01 * n, 20, MIN_CHUNK_TOKENS),  # a slow one no more than fits
+        (lambda n: 0.05 * n, 10, MIN_CHUNK_TOKENS),  # one that is too slow for any size makes the shortest passes
+        (lambda n: n * (0.0001 if n <= 64 else 0.0002), 10, 64),  # as measured on a CPU: larger ones buy nothing
+    ],
+)
+def test_sizes_become_as_large_as_is_cheap_and_fits(seconds_of, num_passes, last) -> None:
+    passes = sizes(seconds_of, num_passes)
+    assert passes[-1] == last
+    assert last < MAX_CHUNK_TOKENS or sorted(passes) == passes
 
 
 def test_a_size_that_was_slow_once_is_tried_again() -> None:
@@ -167,12 +161,9 @@ def test_prompts_that_are_read_in_one_pass_fit_and_are_of_like_length(
         assert sum(lengths[index] for index in chosen) >= (1.0 - MAX_PADDING) * longest * len(chosen)
 
 
-def test_as_many_prompts_of_one_length_are_read_in_one_pass_as_fit() -> None:
+def test_as_many_prompts_of_like_length_are_read_in_one_pass_as_fit() -> None:
     assert read_together([60] * 16, 512, 2048) == list(range(8))
     assert read_together([60] * 16, 32, 2048) == [0]
-
-
-def test_a_prompt_of_another_length_does_not_keep_those_of_like_length_apart() -> None:
     assert read_together([60, 8, 64, 400, 55], 512, 2048) == [0, 2, 4]
 
 

@@ -10,7 +10,6 @@ import pytest
 from scipy import stats
 from sweeps import sweep
 
-from protocol.acceptance import draw
 from protocol.randomness import Purpose, _mix, key_for
 
 SMALLEST_P_VALUE = 1e-4
@@ -42,14 +41,6 @@ def test_numbers_are_spread_as_splitmix64_spreads_them():
     golden = 0x9E3779B97F4A7C15
     first_three = [_mix(i * golden % 2**64) for i in range(3)]
     assert first_three == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-
-
-def test_drafting_a_position_again_draws_the_same_token():
-    probs = mx.softmax(mx.random.normal((50,), key=mx.random.key(1)))
-    first = mx.stack([draw(probs, key_for(3, Purpose.DRAFT, position)) for position in range(50)]).tolist()
-    again = mx.stack([draw(probs, key_for(3, Purpose.DRAFT, position)) for position in reversed(range(50))]).tolist()
-    assert again[::-1] == first
-    assert len(set(first)) > 5
 
 
 @sweep("purpose", list(Purpose))

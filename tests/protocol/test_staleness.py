@@ -226,11 +226,8 @@ def test_behind_passes_of_other_streams_a_refresh_costs_nothing():
     assert drops(policy, 0.4, queue_slack_s=100.0)
 
 
-def test_before_anything_was_measured_what_is_there_is_used():
+def test_before_anything_was_measured_and_with_a_fixed_lookahead_what_is_there_is_used():
     assert not drops(AutoPolicy(Prices(), Calibration()), 0.1)
-
-
-def test_with_a_fixed_lookahead_what_is_there_is_used():
     assert not ChainPolicy(4).drops_stale(view_of(stale_chain((0.1, 4)), num_to_refresh=4))
 
 

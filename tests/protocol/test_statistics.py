@@ -75,11 +75,6 @@ def test_what_was_copied_counts_apart_from_what_a_model_has_drafted():
     assert "3 of them copied" in repr(statistics)
 
 
-def test_a_rejection_counts_what_stood_and_what_fell():
-    counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3))
-    assert counts == Counts(generated_tokens=3, rounds=1, **judged(2, 3))
-
-
 @sweep(("num_stale", "accepted", "rejected"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (4, 2, 2), (5, 2, 3)])
 def test_stale_drafts_are_counted_apart(num_stale, accepted, rejected):
     counts = given_all(commit(4, 5, 9, num_from_draft=2, num_rejected=3, num_stale=num_stale))
@@ -89,30 +84,14 @@ def test_stale_drafts_are_counted_apart(num_stale, accepted, rejected):
     assert taken.fresh_acceptance == ((2 - accepted) / (5 - num_stale) if num_stale < 5 else None)
 
 
-def test_a_full_acceptance_counts_a_bonus():
-    counts = given_all(commit(4, 5, 9, num_from_draft=2, bonus=True))
-    assert counts == Counts(generated_tokens=3, bonus=1, rounds=1, **judged(2))
-
-
 def test_plain_decoding_counts_no_proposals():
     assert given_all(commit(4), commit(5)) == Counts(generated_tokens=2, rounds=2)
 
 
-def test_a_single_step_round_is_counted_among_the_rounds_too():
+def test_single_steps_and_rounds_that_were_left_to_the_target_are_counted_among_the_rounds_too():
     counts = given_all(commit(4, num_from_draft=1, single_step=True), commit(9, num_rejected=1, single_step=True))
-    assert counts == Counts(
-        generated_tokens=2,
-        accepted=1,
-        rejected=1,
-        accepted_at=Counter([0]),
-        proposed_at=Counter([0, 0]),
-        rounds=2,
-        n1_rounds=2,
-    )
+    assert (counts.rounds, counts.n1_rounds) == (2, 2)
     assert (snapshot(counts).accepted_by_position, snapshot(counts).proposed_by_position) == ((1,), (2,))
-
-
-def test_a_round_that_was_left_to_the_target_is_counted_among_the_rounds_too():
     counts = given_all(commit(4, resting=True), commit(5, num_rejected=1), commit(6, resting=True))
     assert counts == Counts(generated_tokens=3, rounds=3, resting_rounds=2, **judged(0, 1))
 
@@ -163,6 +142,8 @@ def test_the_counts_of_a_whole_text_are_the_sums_over_its_commits(each):
     assert counts.bonus == sum(c.bonus for c in each)
     assert counts.rounds == len(each)
     assert counts.n1_rounds == sum(c.single_step for c in each)
+    assert counts.accepted_at == Counter(i for c in each for i in range(c.num_from_draft))
+    assert counts.proposed_at == Counter(i for c in each for i in range(c.num_from_draft + c.num_rejected))
 
 
 @given(one=st.lists(commits, max_size=4), other=st.lists(commits, max_size=4))

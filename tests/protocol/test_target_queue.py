@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from trees import chain_of, view_of
 
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.lookahead_policy import PolicyView
-from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
 from runtime.simulation.scenario import Scenario
@@ -89,15 +89,8 @@ def priced() -> Prices:
     return prices
 
 
-def view_of(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, due: float | None = None) -> PolicyView:
-    tree = LookaheadTree(100, 9)
-    node = tree.root
-    for token in range(num_drafted):
-        node = tree.expand(node, Guess(token, confidence, raw=confidence))
-        assert node is not None
-    return PolicyView(
-        tree, 10, 100, lambda _: True, lambda _: 1, now_s=0.0, verdict_due_s=due, queue_slack_s=queue_slack_s
-    )
+def after(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, due: float | None = None) -> PolicyView:
+    return view_of(chain_of(num_drafted, confidence), queue_slack_s=queue_slack_s, verdict_due_s=due)
 
 
 def auto() -> AutoPolicy:
@@ -105,27 +98,27 @@ def auto() -> AutoPolicy:
 
 
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
-    assert auto().proposal(view_of(1, queue_slack_s=0.0)) is not None
-    assert auto().proposal(view_of(1, queue_slack_s=0.4)) is None
+    assert auto().proposal(after(1, queue_slack_s=0.0)) is not None
+    assert auto().proposal(after(1, queue_slack_s=0.4)) is None
     # A step that ends after the queue costs the time from the queue's end to its own.
-    assert auto().proposal(view_of(1, queue_slack_s=0.05)) is not None
+    assert auto().proposal(after(1, queue_slack_s=0.05)) is not None
 
 
 def test_a_token_that_costs_the_target_more_than_it_brings_is_not_worth_any_slack():
-    assert auto().proposal(view_of(6, queue_slack_s=100.0)) is not None
+    assert auto().proposal(after(6, queue_slack_s=100.0)) is not None
 
 
 def test_nothing_is_drafted_ahead_that_can_be_drafted_behind_others_passes_or_that_others_wait_for():
     for queue_slack_s, expected in ((0.0, True), (0.5, True), (10.0, False), (float("inf"), False)):
-        view = view_of(2, confidence=0.9, queue_slack_s=queue_slack_s, due=5.0)
+        view = after(2, confidence=0.9, queue_slack_s=queue_slack_s, due=5.0)
         assert (auto().expansion(view) is not None) is expected
 
 
 def test_a_budget_ends_where_the_passes_of_others_do():
-    view = view_of(0, queue_slack_s=0.9)
+    view = after(0, queue_slack_s=0.9)
     assert auto().draft_budget(view, view.tree.root).max_steps == 2
     assert auto().draft_budget(view, view.tree.root) != EMPTY_BUDGET
-    alone = view_of(0, queue_slack_s=0.0)
+    alone = after(0, queue_slack_s=0.0)
     assert auto().draft_budget(alone, alone.tree.root).max_steps == 9
 
 

@@ -148,11 +148,17 @@ def test_text_that_nothing_spells_is_one_unknown_token() -> None:
     assert found.readings == ((0, 2, 1),)
 
 
-def test_a_map_that_reads_a_token_as_nothing_or_two_as_one_to_propose_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="at least one token"):
-        VocabularyMap({}, ((),), None, 1)
-    with pytest.raises(ProtocolError, match="the same token"):
-        VocabularyMap({0: 1, 1: 1}, ((1,), (1,)), None, 2)
+@sweep(
+    ("shared", "readings", "beginnings", "says"),
+    [
+        ({}, ((),), {}, "at least one token"),
+        ({0: 1, 1: 1}, ((1,), (1,)), {}, "the same token"),
+        ({0: 1}, ((1,), (2,)), {3: 1}, "begins with a token that the draft model cannot propose"),
+    ],
+)
+def test_a_map_that_cannot_be_is_refused(shared: Any, readings: Any, beginnings: Any, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        VocabularyMap(shared, readings, None, len(readings), beginnings)
 
 
 # --- tokens that only the draft model has ---------------------------------------------------------
@@ -171,19 +177,11 @@ def test_a_longer_token_of_the_draft_models_stands_for_the_one_that_the_target_b
     assert found.beginnings == {2: 0}
 
 
-def test_without_the_targets_tokenizer_the_longest_beginning_is_taken() -> None:
+def test_without_the_targets_tokenizer_the_longest_beginning_is_taken_and_never_what_ends_texts() -> None:
     target, draft = vocabulary(b"a", b"ab", b"c", b"d"), vocabulary(b"abcd", b"a", b"ab", b"ca", b"c", b"c")
     assert mapped(target, draft).beginnings == {0: 1, 3: 2, 5: 2}
-
-
-def test_no_text_begins_with_what_ends_texts() -> None:
     target, draft = vocabulary("<e>", b"a", ends=(0,)), vocabulary("<e>", b"a", b"?", b"??a", ends=(0,))
     assert mapped(target, draft).beginnings == {}
-
-
-def test_a_beginning_that_cannot_be_proposed_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="begins with a token that the draft model cannot propose"):
-        VocabularyMap({0: 1}, ((1,), (2,)), None, 2, {3: 1})
 
 
 pieces = st.lists(st.binary(min_size=1, max_size=5), max_size=30)
