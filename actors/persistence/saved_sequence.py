@@ -30,8 +30,7 @@ T = TypeVar("T")
 SavableModel = MLXModel | TrainedDrafter
 """A model whose sequences can be saved."""
 
-# Changes with what a state of a trained drafter is: those from before are then left to the same rule as another's.
-_TRAINED_VERSION = 1
+_TRAINED_VERSION = 1  # changes with what a state of a trained drafter is: those from before then count as another's
 # Most attempts to take the state of a sequence in use and to find out which tokens it holds.
 _MAX_TRIES = 3
 
@@ -41,9 +40,8 @@ class SavedModelState:
     """A model's part of a saved session.
 
     Attributes:
-        fingerprint: identifies the model; rank 0's part of it, where it is sharded.
+        fingerprint: identifies the model; rank 0's part of it, where it is sharded over `num_ranks`.
         sequence: what the model had cached of the text; None for nothing.
-        num_ranks: how many ranks the model is sharded over.
     """
 
     fingerprint: Fingerprint
@@ -53,13 +51,7 @@ class SavedModelState:
 
 @attrs.frozen
 class FilledSequence:
-    """A sequence with a state from a file, which no session knows of yet.
-
-    Attributes:
-        sequence: the sequence.
-        tokens: its cached tokens.
-        beside_another: see `Model.open_sequence`.
-    """
+    """A sequence with `tokens` from a file, which no session knows of yet."""
 
     sequence: StatefulSequence
     tokens: tuple[int, ...]
@@ -102,9 +94,7 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
     """The state of a running session's sequence at an actor, between two of its jobs. The session goes on.
 
     Returns: None if the actor has no such session, or its sequence is of no use to another text.
-
     Cancellation: waits for the running job.
-
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     for _ in range(_MAX_TRIES):
@@ -130,7 +120,6 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
 
 async def let_pass(actor: ModelActor[Any]) -> None:
     """Wait until the jobs in the queue of an actor's worker are done, and their sessions have seen the results.
-
     Cancellation: waits for the running job.
     """
     await _run(actor, Job("save", lambda: None))
@@ -138,15 +127,12 @@ async def let_pass(actor: ModelActor[Any]) -> None:
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """An actor's model, and what it has cached of a text.
+    """An actor's model, and what it has cached of a text; cached tokens that are not of this text are not saved.
 
     Args:
-        actor: the owner of the model.
-        text: the text. Cached tokens that are not of this text are not saved.
         taken: the state of the session that works on the text; None to search the prefix cache.
 
     Cancellation: waits for the running job.
-
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     model = _savable(actor)
@@ -160,8 +146,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
 
 
 async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
-    """A state of an actor's model for a file. A layer is copied at a time, and other work of the model comes between.
-
+    """A state of an actor's model for a file, copied layer by layer, with other work of the model between.
     Cancellation: waits for the running job.
     """
     recorder = Recorder(state, actor.name)
@@ -171,10 +156,7 @@ async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
 
 
 async def identify(actor: ModelActor[Any]) -> Fingerprint:
-    """The fingerprint of an actor's model.
-
-    Cancellation: waits for the running job.
-    """
+    """The fingerprint of an actor's model. Cancellation: waits for the running job."""
     return await _run(actor, Job("load", partial(_fingerprint, _savable(actor))))
 
 
@@ -182,7 +164,6 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
     """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
 
     Cancellation: waits for the running job.
-
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     try:
@@ -228,7 +209,6 @@ def _fingerprint(model: SavableModel) -> Fingerprint:
 def _find(
     model: SavableModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]
 ) -> SequenceState | None:
-    """What the prefix cache has of a text."""
     if (match := prefix_cache.find_longest_match(text)) is None:
         return None
     assert isinstance(match.sequence, StatefulSequence)
@@ -263,14 +243,11 @@ def _cut_taken(model: SavableModel, taken: SequenceState, text: tuple[int, ...])
 def _cut(
     model: SavableModel, state: SequenceState, length: int, text: tuple[int, ...] | None = None
 ) -> SequenceState | None:
-    """A state without the tokens after a length, which are of another text and must not get into the file.
-
-    If the caches cannot be rewound to that length, they are rewound to the nearest one below it.
+    """A state without the tokens after a length, which are of another text and must not get into the file; or after the
+    nearest length below it to which the caches can be rewound. None if there is none.
 
     Args:
         text: what all that was given is of, see `ReusableSequence.settle`; None if that is not known.
-
-    Returns: None if there is no such length.
     """
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)

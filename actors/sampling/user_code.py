@@ -1,9 +1,8 @@
 """User code on the models' threads: calls a user's logits processors and sampler, and evaluates their results.
 
-An error in a processor must end its own stream and no other, so it must not look like an error of the model. But MLX
-is lazy: an error in a processor's result would come up later, in the middle of a model's pass. So the logits are
-evaluated before a processor gets them, and its result is evaluated right after the call. An error in that second
-evaluation is the processor's.
+An error in a processor must end its own stream only, and not look like the model's. But MLX is lazy, and an error in a
+result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and its result
+right after the call: an error in that second evaluation is the processor's.
 """
 
 from __future__ import annotations
@@ -19,23 +18,17 @@ import mlx.core as mx
 from protocol.errors import ProcessorError
 from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless
 
-# What user code may raise: anything. `sys.exit()` ends its stream, too, since a thread cannot end the process. A Ctrl-C
-# only reaches the main thread.
+# User code may raise anything. `sys.exit()` ends its stream, too, since a thread cannot end the process.
 _RAISED = (Exception, SystemExit, KeyboardInterrupt)
 
-# Most saved states of one processor. They are those after the drafted texts, and after the text before them.
-MAX_STATES = 256
+MAX_STATES = 256  # of one processor: those after the drafted texts, and after the text before them
 
 
 class UserProcessors:
     """The `logits_processors` of one session, for both models."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], prompt_length: int) -> None:
-        """Prepare the processors of a session. To be called in trio's thread; never waits.
-
-        Args:
-            processors: in the order in which they are applied.
-            prompt_length: number of tokens in the session's prompt.
+        """Prepare the processors, in trio's thread; never waits.
 
         Raises: ProcessorError: a processor failed to save its state. If another stream is using it at the moment, its
             state is saved later, on a model's thread.
@@ -58,9 +51,8 @@ class UserProcessors:
         Returns: n arrays (1, V), evaluated.
 
         Raises:
-            ProcessorError: a processor raised, or returned something else than logits, or logits that cannot be
-                evaluated.
-            Whatever the evaluation of `rows` raises, which is the model's error.
+            ProcessorError: a processor raised, or returned something else than logits, or some that cannot be
+                evaluated. Whatever the evaluation of `rows` raises, which is the model's error.
         """
         mx.eval(rows)
         texts = [mx.array(history) for history in histories]
@@ -111,16 +103,14 @@ class UserSampler:
         self._named = f"the sampler {name_of(sampler)}"
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Choose a token for each row, in order. Synchronises with the device twice.
-
-        Args:
-            logits: (n, V) processed and filtered, lazy or not.
+        """Choose a token for each row of (n, V) processed and filtered logits, in order. Synchronises with the device
+        twice.
 
         Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
 
         Raises:
-            ProcessorError: the sampler raised, or returned something else than an id.
-            Whatever the evaluation of `logits` raises, which is the model's error.
+            ProcessorError: the sampler raised, or returned something else than an id. Whatever the evaluation of
+                `logits` raises, which is the model's error.
         """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         are_sound = mx.isfinite(mx.max(logits, axis=-1))
@@ -137,7 +127,6 @@ class UserSampler:
         return mx.array(ids)
 
     def _choose(self, logprobs: mx.array) -> mx.array:
-        """The sampler's result for one row (1, V), checked; lazy or not."""
         try:
             token = self._sampler(logprobs)
         except _RAISED as error:
@@ -152,11 +141,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code returned.
-
-    Args:
-        who: the name of that code, for the message.
-        arrays: the arrays. Everything else that they depend on must be evaluated already.
+    """Evaluate arrays that user code returned, `who` being its name. All else that they depend on is evaluated already.
 
     Raises: ProcessorError: an array cannot be evaluated.
     """
@@ -185,11 +170,10 @@ def name_of(code: object) -> str:
 
 
 class _Shared:
-    """A processor with its lock, shared by all streams that use the processor, on the threads of two models.
+    """A processor with its lock, shared by all streams that use it, on the threads of two models.
 
-    Attributes:
-        processor: found again by its identity, so it must live as long as this.
-        lock: held while the processor is used. The processor may take any time, so trio's thread never waits for it.
+    It is found again by the processor's identity, so the processor must live as long. It may take any time, so trio's
+    thread never waits for the lock.
     """
 
     def __init__(self, processor: Checkpointed) -> None:
@@ -211,8 +195,8 @@ class _CheckpointedProcessor:
         with _shared_lock:
             self._shared = _shared.get(id(processor)) or _Shared(processor)
             _shared[id(processor)] = self._shared
-        # The state in which this stream found the processor. `self` stands for "not known yet": a model's thread may
-        # hold the lock throughout a call for another stream. Between calls, the processor always has its owner's state.
+        # The state in which this stream found the processor, which it has between all calls. `self` stands for "not
+        # known yet": a model's thread may hold the lock throughout a call for another stream.
         self._initial: Any = self
         if self._shared.lock.acquire(blocking=False):
             try:
@@ -223,13 +207,7 @@ class _CheckpointedProcessor:
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
-        """The processor's result for a text, whatever it was called with before.
-
-        Args:
-            ids: the text, prompt included.
-            tokens: the same as an array.
-            logits: (1, V).
-        """
+        """The processor's result for a text, prompt included, whatever it was called with before."""
         generated = ids[self._prompt_length :]
         with self._shared.lock:
             # The object is left as its owner left it, whatever text it was called with: the next stream begins there.
@@ -254,9 +232,8 @@ class _CheckpointedProcessor:
             raise ProcessorError(f"{name} raised {type(error).__name__} in save(): {error}") from error
 
     def _restore_nearest(self, generated: tuple[int, ...]) -> int:
-        """Restore the state after the longest prefix of a text that has one.
-
-        Returns: how many generated tokens the processor must be called with next.
+        """Restore the state after the longest prefix of a text that has one. Returns: how many generated tokens the
+        processor must be called with next.
         """
         for length in range(len(generated) - 1, -1, -1):
             state = self._states.get(generated[:length], self)
