@@ -46,15 +46,11 @@ class ActorSession(ABC):
 
     Attributes:
         shared: what the runtime and both actors share about the session.
-        state: this actor's copy of the session state.
-        cached_tokens: the tokens in this actor's cache of the session.
-        sequence: the cache itself, while the actor works on the session.
+        sequence: the text in the model's cache, while the actor works on the session.
         beside_another: see `Model.open_sequence`.
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
-        reading: of its prompt, while others may wait for it.
-        awaits: the reading of its prompt by another session, which it waits for.
-        read_prompt: what came of that.
+        reading, awaits: a reading of its prompt, for which others may wait; and by another session, for which it waits.
         is_brought_back: whether what was stored of its prompt is in the prefix cache; None if that was not looked for.
         prompt_features: the target's hidden states of the prompt, until they are handed on.
     """
@@ -100,13 +96,7 @@ class Actor(ABC, Generic[S]):
     name: ActorName
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
-        """Make an actor that does nothing until `serve` runs.
-
-        Args:
-            on_event: called with each decision; see `protocol.trace`.
-            prices: measured costs of the runtime; both actors update them.
-            clock: returns seconds; decisions are timed with it.
-        """
+        """Make an actor that does nothing until `serve` runs. Both actors update the runtime's prices."""
         self._on_event = on_event
         self.prices = prices
         self._clock = clock
@@ -195,9 +185,7 @@ class Actor(ABC, Generic[S]):
         return self.is_serving
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Register a function, which neither waits nor raises, to call as soon as no session can begin any more;
-        perhaps at once.
-        """
+        """Call a function, which neither waits nor raises, as soon as no session can begin any more."""
         self._when_over.append(call)
         if not self.is_serving:
             call()
@@ -339,9 +327,7 @@ class ModelActor(Actor[S]):
         self._look_at(session)
 
     async def _open_sequence(self, session: S) -> CachedSequence:
-        """Give a session its sequence: a copy of one that has read the prompt, one of the prefix cache, or a new
-        one.
-        """
+        """Give a session a copy of a sequence that has read the prompt, one of the prefix cache, or a new one."""
         opened, read = session.shared.opened, session.read_prompt
         call = partial(self._opened_sequence, opened, read, beside_another=session.beside_another)
         hit = await self.worker.run(Job("open", call, session.id))
@@ -368,9 +354,7 @@ class ModelActor(Actor[S]):
         return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
 
     async def _put_away(self, session: S) -> None:
-        """Take the sequence from a session: for the prefix cache if the session asks for that and did not fail, or to
-        close it.
-        """
+        """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""
         opened, sequence = session.shared.opened, session.sequence
         if sequence is None:
             return

@@ -74,9 +74,7 @@ class CachedSequence(ABC):
 
     @abstractmethod
     def check(self, length: int) -> None:
-        """Compare the caches with the session's count of cached tokens. Raises: RewindError: some layer holds another
-        number.
-        """
+        """Raises: RewindError: some layer's cache holds another number of tokens than the session has counted."""
 
     @property
     def is_row(self) -> bool:
@@ -196,9 +194,7 @@ class ReusableSequence(CachedSequence):
         return False
 
     def add_prefix_checkpoint(self) -> None:
-        """Keep the state at the present length for other texts, until the sequence is rewound below it; if that is
-        needed.
-        """
+        """Keep the present state for other texts, until the sequence is rewound below it; if that is needed."""
 
 
 @attrs.frozen
@@ -237,10 +233,8 @@ class Model(Protocol):
         ...
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """Process tokens of several texts, in one forward pass as far as their caches can share one.
-
-        Args:
-            feeds: of different sequences of this model, at least one.
+        """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
+        one.
 
         Returns: (num_logits, V) logits of each, which may be lazy.
         """
@@ -252,27 +246,20 @@ class Model(Protocol):
         ...
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """Process the first tokens of several texts in one pass, without logits. `sharing_obstacle` must be None.
-
-        Args:
-            sequences: empty ones of this model.
-            tokens: of each, at least one and at most `widest_row`.
+        """Process the first tokens of empty sequences, at most `widest_row` of each, in one pass, without logits.
+        `sharing_obstacle` must be None.
 
         Raises: whatever the model raises; what they hold is not known then.
         """
         ...
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
-        """As `feed_together`, of one token each, (n,) ids that may not be computed yet. Returns: (n, V) logits,
-        lazy.
-        """
+        """As `feed_together`, of one token each, (n,), maybe not yet computed. Returns: (n, V) logits, lazy."""
         ...
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Why texts of this model cannot share passes; None if they can.
-
-        Args:
-            rewinds_passes: whether a text may have to go back by more than its last pass, as drafts do.
+        """Why texts of this model cannot share passes; None if they can. With `rewinds_passes`, if one may have to go
+        back by more than its last pass, as drafts do.
         """
         ...
 
@@ -281,12 +268,7 @@ class Model(Protocol):
         ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:
-        """Make an empty sequence.
-
-        Args:
-            beside_another: whether another model works in this process at the same time, so that passes should leave
-                processor time for it.
-        """
+        """Make an empty sequence, whose passes leave processor time for another model of this process."""
         ...
 
 

@@ -57,9 +57,7 @@ async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: Prefi
 async def prefill_committed(
     worker: Worker, session: ActorSession, committed: Sequence[int], chunk_size: PrefillChunkSize
 ) -> None:
-    """Feed tokens of the session's text so far that are missing in a cache, in one pass of bounded size. Cancellation:
-    strikes after the pass.
-    """
+    """Feed tokens of the session's text that a cache lacks, in one pass. Cancellation: strikes after the pass."""
     sequence, cached_tokens = session.sequence, session.cached_tokens
     assert sequence is not None
     plan, setting = cached_tokens.plan(committed, num_logits=0), session.shared.opened.settings.prefill_step_size

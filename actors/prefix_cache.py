@@ -108,11 +108,8 @@ class PrefixCache:
 
     def take_longest_match(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
         """Take the sequence with most reusable tokens of a prompt, the newest of several, out of the cache; or open a
-        new one.
-
-        Args:
-            prompt: its last token is never reused, since its logits are wanted.
-            beside_another: see `Model.open_sequence`. Only sequences that were opened with the same value match.
+        new one. The prompt's last token is never reused, since its logits are wanted. Only sequences that were opened
+        with the same `beside_another` match.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
@@ -158,7 +155,6 @@ class PrefixCache:
         """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
 
         Args:
-            sequence: of a session that is over.
             cached_tokens: the tokens that the sequence holds.
             committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
             beside_another: as the sequence was opened.

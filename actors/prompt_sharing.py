@@ -12,17 +12,12 @@ from protocol.messages import Features, Open
 
 @attrs.frozen
 class SharedPrompt:
-    """What must be equal, so that a session may begin with what another one has read.
-
-    Attributes:
-        tokens: those that are read without logits.
-        pass_tokens: the setting; some caches depend on how a text is divided into passes.
-        beside_another: see `Model.open_sequence`.
-        is_scored: whether the session scores. It records no features for others.
+    """What must be equal to begin with what another session has read. One that scores records no features for
+    others.
     """
 
     tokens: tuple[int, ...]
-    pass_tokens: int | str
+    pass_tokens: int | str  # some caches depend on how a text is divided into passes
     beside_another: bool
     is_scored: bool
 
@@ -35,12 +30,7 @@ class SharedPrompt:
 
 @attrs.frozen(eq=False)
 class ReadPrompt:
-    """A prompt that was read by one session, for others.
-
-    Attributes:
-        fork: opens a sequence that holds it.
-        features: the target's hidden states of all of it, if a drafter reads those.
-    """
+    """A prompt that a session has read, for others, and all of its features, if a drafter reads those."""
 
     fork: Fork
     features: Features | None = None
@@ -62,9 +52,7 @@ class PromptReading:
         return len(self._waiting)
 
     def wait_for(self, session: object, on_end: Callable[[ReadPrompt | None], None]) -> None:
-        """Have a function called once the prompt was read: with it, or with None if it was not read to its end, or
-        cannot be copied.
-        """
+        """Have a function called with the prompt once it was read; with None if it was not, or cannot be copied."""
         self._waiting[session] = on_end
 
     def wait_no_more(self, session: object) -> None:

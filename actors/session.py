@@ -19,24 +19,22 @@ from protocol.stop_strings import Stop
 
 @attrs.define(eq=False)
 class Session:
-    """One generation, as the runtime hands it to the actors. Touched in trio's thread only.
+    """One generation, as the runtime hands it to the actors. Touched in trio's thread only. What it calls must not
+    raise.
 
     Attributes:
-        opened: the message that begins the session.
         commits: where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead
             of filling the memory; closed when nothing more comes.
         counts: statistics that the actors count; the consumer's side counts tokens.
         unsent: the last commit, while the channel has no space for it.
         error: the reason why nothing more comes, if that is not the end of the text.
-        on_left: called when no actor works on the session any more and their cached sequences are put away; must not
-            raise.
+        on_left: called when no actor works on the session any more and their cached sequences are put away.
         is_unwanted: whether nobody will read the rest. May be set in any thread.
-        logits_pipeline: shapes the logits of both models.
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
-            string ends the text, if one does; must not raise.
-        on_room: called when the consumer has made room for a commit that did not fit; must neither wait nor raise.
+            string ends the text, if one does.
+        on_room: called when the consumer has made room for a commit that did not fit; must not wait.
         find_copy: finds what may be copied from other texts.
-        on_finished: called with the tokens of a text that has ended by itself, prompt included; must not raise.
+        on_finished: called with the tokens of a text that has ended by itself, prompt included.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
 

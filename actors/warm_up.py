@@ -49,15 +49,9 @@ async def warm_up(
     prices: Prices,
 ) -> None:
     """Time both models, each alone and both at once; and plain decoding, if its price is not known yet. All is measured
-    again where the prices of the first measurement cannot be.
-
-    Args:
-        target: the model, and its worker.
-        draft: likewise; None if it is in another process, where `time_drafter` times it.
-        prices: where the measurements go.
+    again where the prices of the first measurement cannot be. `time_drafter` times a drafter in another process.
 
     Cancellation: strikes after the running passes.
-
     Raises: JobError: a model failed.
     """
     if _is_short(target[0]) or (draft is not None and _is_short(draft[0])):
@@ -101,9 +95,7 @@ async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker] | N
 
 
 async def _warm(sequence: CachedSequence, worker: Worker, widths: tuple[int, ...]) -> None:
-    """Compute a pass of each width, untimed: it compiles kernels, also those that sampling needs, and allocates
-    buffers.
-    """
+    """Compute a pass of each width, untimed: it compiles kernels, also those of sampling, and allocates buffers."""
     for width in widths:
         await worker.run(_pass(sequence, width, samples=True))
 

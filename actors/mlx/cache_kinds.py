@@ -38,12 +38,7 @@ State = Any
 
 @attrs.frozen
 class LayerState:
-    """The state of one layer's cache.
-
-    Attributes:
-        kind: the name of mlx-lm's class that has such a state.
-        state: see `State`; None for a `CacheList`, whose caches' states are in `inner`.
-    """
+    """The state of one layer's cache, of a class of mlx-lm. A `CacheList` has those of its caches, in `inner`."""
 
     kind: str
     state: State = None
@@ -183,11 +178,10 @@ class CacheKind:
         return self.take_state(layer)
 
     def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
-        """A function that rewinds a cache to a prefix checkpoint, as often as it is called.
+        """A function that rewinds a cache, which holds at least `length` tokens, to a prefix checkpoint at that length.
 
         Args:
             taken: the result of `take_prefix_checkpoint`; may be anything that a file has.
-            length: tokens that the cache held then, and still holds.
             like, longer: as for `put_state`.
 
         Raises: MisfitError: such a cache cannot have had this state at that length.

@@ -66,9 +66,7 @@ class CacheOptions:
         return not self.one_by_one and all(kind.reads_alike(layer, num_tokens) for kind, layer in kinds_of(cache))
 
     def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
-        """How a feed of `num_tokens` >= 1 to caches that hold `length` tokens could be undone; see
-        `CacheKind.can_trim_after`.
-        """
+        """How a feed after `length` tokens could be undone; see `CacheKind.can_trim_after`."""
         # Quantisation cannot be undone. Only committed tokens may cause it, so that it happens at the same length as
         # in plain decoding.
         if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:

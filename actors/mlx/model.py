@@ -73,8 +73,8 @@ def load(
         **mlx_lm_options: further options of `mlx_lm.load`.
 
     Raises:
-        ModelError: the model would crash the process, or is quantised and is to be quantised again. Whatever mlx-lm
-            raises, which is of many kinds; a worker wraps it in a `JobError`.
+        ModelError: the model would crash the process, or is quantised and is to be quantised again.
+        Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
     # Lazily, so that no weights are in memory that will be replaced.
@@ -121,13 +121,9 @@ class MLXModel:
         named: str = "the model",
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
-        """Wrap a model whose weights are evaluated. Feeds it two tokens to check it.
+        """Wrap a model, `named` in messages, whose weights are evaluated. Feeds it two tokens to check it.
 
-        Args:
-            options: of its caches.
-            named: the name of the model in messages.
-            layer_evaluation: when the layers of a pass are evaluated beside another model; None for what suits the
-                default device.
+        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
         Raises:
             ModelError: the model would crash the process, returns something else than logits, or does not fill the
@@ -156,9 +152,7 @@ class MLXModel:
         self._check_quantisation(cache)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """While in force, the model's layers evaluate their results for sequences that ask for it; see
-        `evaluating_layers`.
-        """
+        """While in force, the model's layers evaluate their results for sequences that ask for it."""
         return evaluating_layers(self._model)
 
     @property
@@ -225,12 +219,8 @@ class MLXModel:
         )
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """Record what enters some layers, for a drafter, from the next pass on; `evaluating_layers` must be in force.
-        See also `TextFeatures.want`.
-
-        Args:
-            layer_ids: each in [0, number of layers]; that number stands for what the last layer gives. None records
-                nothing.
+        """Record what enters some layers, of which the number of layers stands for what the last one gives, from the
+        next pass on; None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
         recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
         self._shared_passes.recorder_slot.recorder = recorder
@@ -269,7 +259,7 @@ class MLXModel:
             num_layers=len(getattr(self._model, "layers", ())),
         )
 
-    def _check_quantisation(self, cache: list[Any]) -> None:  # fills the cache with quantised arrays
+    def _check_quantisation(self, cache: list[Any]) -> None:
         try:
             maybe_quantize_kv_cache(cache, 0, self._options.kv_group_size, self._options.kv_bits)
         except ValueError as error:
@@ -321,10 +311,8 @@ class Anatomy:
     """What a model consists of, and what its caches can do.
 
     Attributes:
-        family: the architecture, as the configuration names it.
         num_parameters: elements of the weights; quantised weights count as they are packed.
         num_bytes: memory of the weights.
-        dtypes: number formats of the weights.
         cache_kinds: how many layers have which kind of cache; see `CacheKind.name`.
         rewind_mode: how a round can be undone in a short text.
         window: tokens after which some cache begins to forget; None if there is no such cache.

@@ -129,9 +129,7 @@ class RowBatch:
         return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
     def feed_ahead(self, keys: Sequence[object], tokens: mx.array, recorder: FeatureRecorder | None = None) -> mx.array:
-        """Process one token of each row in `keys`, `tokens` (n,), which may not be computed yet. Returns: (n, V)
-        logits, lazy.
-        """
+        """Process one token, (n,), of each row in `keys`, maybe not yet computed. Returns: (n, V) logits, lazy."""
         self._settle()
         rows = [self._row_of[key] for key in keys]
         are_all = rows == list(range(len(self)))

@@ -37,12 +37,7 @@ class RowCache(ABC):
 
     @abstractmethod
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """Prepare a pass as wide as the widest row.
-
-        Args:
-            lengths: (B,) tokens that each row holds.
-            widths: (B,) tokens of each row that the pass reads, >= 0.
-        """
+        """Prepare a pass that reads `widths` (B,) tokens, >= 0, of rows that hold `lengths` (B,) tokens."""
 
     @abstractmethod
     def restore(self, rows: Sequence[bool]) -> None:

@@ -30,12 +30,7 @@ class Checkpoint:
 
 
 class MLXSequence(StatefulSequence):
-    """One text in the caches of an mlx-lm model; see `CachedSequence`.
-
-    Attributes:
-        cache: the caches that the model works on. Most models have one for each layer.
-        layer_evaluation: when the layers of a pass are evaluated.
-    """
+    """One text in the caches of an mlx-lm model. Most models have a cache for each layer."""
 
     def __init__(
         self,
@@ -46,14 +41,7 @@ class MLXSequence(StatefulSequence):
         layer_evaluation: LayerEvaluation = LayerEvaluation.WHOLE,
         recorder_slot: RecorderSlot | None = None,
     ) -> None:
-        """Make an empty sequence.
-
-        Args:
-            model: an mlx-lm language model, with logits of width `vocab_size`.
-            options: how its caches are made and rewound.
-            layer_evaluation: when the layers of a pass are evaluated.
-            recorder_slot: has the recorder of the model's features, while there is one; None if there never is.
-        """
+        """Make an empty sequence. The slot has the recorder of the model's features, while there is one."""
         self._model = model
         self._features = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options

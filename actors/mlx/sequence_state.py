@@ -34,7 +34,6 @@ class SequenceState:
     """The state of a sequence.
 
     Attributes:
-        tokens: the cached tokens, in order.
         layers: the states of its caches, in order.
         prefix_checkpoints: states at shorter lengths, ascending, to which the sequence can be rewound.
         others: of a sharded model, what the other ranks have of it, from rank 1 on; records if it comes from a file.
@@ -91,10 +90,7 @@ class StatefulSequence(ReusableSequence):
 
     @abstractmethod
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """The state of the sequence, for a file.
-
-        Args:
-            tokens: the cached tokens, `num_fed` of them.
+        """The state of the sequence, whose `num_fed` cached tokens are these, for a file.
 
         Returns: the state, without tokens that are to be read again; None if there are none, or it cannot be kept.
         Raises: RewindError: some cache holds another number of tokens.
@@ -110,12 +106,7 @@ class StatefulSequence(ReusableSequence):
 
 @attrs.frozen
 class SequenceRecord:
-    """The state of a sequence as a file has it, or one rank's part of it, which lacks the tokens.
-
-    Attributes:
-        description: a value for JSON, which refers to tensors by name.
-        tensors: by name.
-    """
+    """The state of a sequence, or one rank's part of it without the tokens: a value for JSON that names tensors."""
 
     description: Any
     tensors: Mapping[str, Tensor]
@@ -129,7 +120,7 @@ class OtherParts(Protocol):
 
 
 class Recorder:
-    """Copies the state of a sequence for a file, on the model's thread: a layer at a time, so that other work can come
+    """Copies the state of a sequence for a file, on the model's thread, by layers, so that other work can come
     between.
     """
 
@@ -208,11 +199,7 @@ def _infix(rank: int) -> str:
 
 
 def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> SequenceState:
-    """The state of a sequence from a file, on the thread of the model that it is for.
-
-    Args:
-        recorded: the state; with `tokens`, a rank's part of it.
-        tokens: of the text; None if the record has them.
+    """The state of a sequence from a file, on the thread of its model; with `tokens`, from a rank's part of it.
 
     Raises: MisfitError: the description is not one of such a state.
     """

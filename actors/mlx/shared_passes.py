@@ -212,9 +212,7 @@ def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
 
 
 def _fitting(lengths: Mapping[Any, int]) -> set[object]:
-    """The texts, of some lengths, that can be rows of one batch without much more memory than they take alone: the
-    shortest.
-    """
+    """The shortest of some texts: those that can be rows without much more memory than they take alone."""
     fitting: set[object] = set()
     num_tokens = 0
     for text, length in sorted(lengths.items(), key=lambda each: each[1]):

@@ -22,16 +22,12 @@ STEP = 256  # slots by which a buffer grows until then
 class SlidingWindowCache(RotatingKVCache):
     """Keys and values of the last tokens of a text, in order. A model computes with it what it does with mlx-lm's.
 
-    Its buffers grow with a short text, and end at `NUM_SPARE` slots more than the window. Only a wide pass makes them
-    larger, until the next move: to the window, `MAX_TRIM` and the width of the pass.
+    Its buffers, (1, heads, slots, width of a head), grow with a short text, and end at `NUM_SPARE` slots more than the
+    window. Only a wide pass makes them larger, until the next move: to the window, `MAX_TRIM` and the width of the
+    pass.
 
     A slot is written once, unless a trim has given its token up. So a reference to the buffers, with the offset, is a
     checkpoint for as long as nothing before it is trimmed.
-
-    Attributes:
-        keys, values: (1, heads, slots, width of a head); None while the cache is empty.
-        offset: tokens that were read.
-        max_size: tokens of the window.
     """
 
     keys: mx.array | None
@@ -51,9 +47,7 @@ class SlidingWindowCache(RotatingKVCache):
         return self.offset if self._idx == self.offset else max(0, self._idx - self.max_size)
 
     def can_trim_after(self, num_tokens: int, back_to: int) -> bool:
-        """Whether the cache could take `num_tokens` more, in any number of passes, and then be trimmed to the length
-        `back_to`.
-        """
+        """Whether the cache could take `num_tokens` more, in any number of passes, and then be trimmed to a length."""
         first_kept = self.offset - self._idx
         if num_tokens > 0:
             first_kept = max(first_kept, self.offset + num_tokens - self.max_size - MAX_TRIM)
@@ -105,11 +99,7 @@ class SlidingWindowCache(RotatingKVCache):
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         """The mask of a pass of width N, which is not written yet; None where each token sees what there is, "causal"
-        or an array.
-
-        Args:
-            window_size: tokens that each token sees, if fewer than `max_size`; mlx-lm's models give their own.
-            return_array: whether "causal" will not do.
+        or an array. mlx-lm's models give a window of their own, if it is smaller.
         """
         if N > 1:
             return super().make_mask(N, window_size, return_array)

@@ -29,11 +29,9 @@ class Fingerprint:
     They do not reveal a change to single elements outside the sample, changed code of an architecture, or a forgery.
 
     Attributes:
-        family: the architecture, as the configuration names it.
         num_parameters: elements of the weights; quantised weights count as they are packed.
-        configuration: SHA-256 of the configuration, in hexadecimal.
-        layout: likewise of the names, shapes, number formats and quantisation of the weights.
-        weights: likewise of the sampled elements.
+        configuration, layout, weights: SHA-256, in hexadecimal, of the configuration; of the names, shapes, number
+            formats and quantisation of the weights; and of the sampled elements.
     """
 
     family: str
@@ -56,11 +54,8 @@ class Fingerprint:
 
 
 def fingerprint(model: Module, others: Sequence[mx.array] = (), beside: Any = None) -> Fingerprint:
-    """The fingerprint of a model, on its thread. It takes some milliseconds for a model of any size.
-
-    Args:
-        others: weights that the module does not have.
-        beside: what its caches depend on besides, as a value for JSON.
+    """The fingerprint of a model, with `others` among its weights, on its thread. It takes some milliseconds for any
+    size. `beside` is what its caches depend on besides, as a value for JSON.
     """
     # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))

@@ -55,9 +55,7 @@ class CollectedPart:
 
 
 def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
-    """The next message of a rank that rank 0 waits for. Raises: RankError: none has come in time, or the group is
-    broken.
-    """
+    """The next message that rank 0 waits for. Raises: RankError: none has come in time, or the group is broken."""
     try:
         return group.receive(WAIT_S)
     except TimeoutError:
@@ -66,7 +64,7 @@ def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
 
 
 def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
-    """Wait for the `Answer` of each of some ranks. Returns: the errors among them, which name their rank. Raises: as
+    """Wait for the `Answer` of each of some ranks. Returns: their errors, which name the rank. Raises: as
     `received`.
     """
     errors, waiting = [], set(ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -63,10 +63,8 @@ class _Snapshot:
     """A sequence between two jobs of its session.
 
     Attributes:
-        state: its state, in which only the number of tokens is right, not their ids; None if it is of no use.
-        num_fed: see `StatefulSequence`.
+        state: in which only the number of tokens is right, not their ids; None if it is of no use.
         tokens: the cached tokens; None if the session may not know them yet.
-        busy_seconds: of the worker at that moment.
     """
 
     state: SequenceState | None
@@ -75,19 +73,18 @@ class _Snapshot:
     busy_seconds: float
 
 
-def _make_snapshot(
-    actor: ModelActor[Any],
-    session: ActorSession,
-    on_snapshot: Callable[[_Snapshot], None],
-    _job: Job[Any],
-    taken: tuple[SequenceState | None, int],
-    _goes_on: bool,
-) -> None:
-    """Make the snapshot in trio's thread; for `Steps.on_step`."""
-    # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when the
-    # actor's loop runs.
-    tokens = session.cached_tokens.tokens if isinstance(session, DraftSession) and session.part is not None else None
-    on_snapshot(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
+async def _make_snapshot(actor: ModelActor[Any], session: ActorSession, sequence: StatefulSequence) -> _Snapshot:
+    snapshots: list[_Snapshot] = []
+
+    def on_step(_job: Job[Any], taken: tuple[SequenceState | None, int], _goes_on: bool) -> None:
+        # In trio's thread. A session counts the tokens of a draft step as soon as the step is done; those of any other
+        # job, only when the actor's loop runs.
+        counts = isinstance(session, DraftSession) and session.part is not None
+        tokens = session.cached_tokens.tokens if counts else None
+        snapshots.append(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
+
+    await _unwrapped(actor.worker.run_steps(Steps("save", partial(_take, sequence), on_step)))
+    return snapshots.pop()
 
 
 async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
@@ -101,10 +98,7 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
         session = actor.session_of(session_id)
         if session is None or session.is_broken or not isinstance(session.sequence, StatefulSequence):
             return None
-        snapshots: list[_Snapshot] = []
-        on_step = partial(_make_snapshot, actor, session, snapshots.append)
-        await _unwrapped(actor.worker.run_steps(Steps("save", partial(_take, session.sequence), on_step)))
-        (snapshot,) = snapshots
+        snapshot = await _make_snapshot(actor, session, session.sequence)
         if snapshot.state is None:
             return None
         tokens = snapshot.tokens
@@ -119,18 +113,14 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
 
 
 async def let_pass(actor: ModelActor[Any]) -> None:
-    """Wait until the jobs in the queue of an actor's worker are done, and their sessions have seen the results.
-    Cancellation: waits for the running job.
-    """
+    """Wait until the present jobs are done, and their sessions know. Cancellation: waits for the running job."""
     await _run(actor, Job("save", lambda: None))
     await trio.lowlevel.checkpoint()
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """An actor's model, and what it has cached of a text; cached tokens that are not of this text are not saved.
-
-    Args:
-        taken: the state of the session that works on the text; None to search the prefix cache.
+    """An actor's model, and what it has cached of a text, and of no other: `taken` of its running session, or from the
+    prefix cache.
 
     Cancellation: waits for the running job.
     Raises: RewindError: a cache holds another number of tokens than it should.
@@ -146,9 +136,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
 
 
 async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
-    """A state of an actor's model for a file, copied layer by layer, with other work of the model between.
-    Cancellation: waits for the running job.
-    """
+    """Copy a state for a file, layer by layer, with other work between. Cancellation: waits for the running job."""
     recorder = Recorder(state, actor.name)
     while (recorded := await _run(actor, Job("save", recorder.step))) is None:
         pass
@@ -221,9 +209,7 @@ def _find(
 
 
 def _take(sequence: StatefulSequence) -> Step[tuple[SequenceState | None, int]]:
-    """The state of a sequence, in which only the number of tokens is right, and `num_fed`; None if no other text can
-    reuse it.
-    """
+    """The state, in which only the number of tokens is right, and `num_fed`; None if no other text can reuse it."""
     num_fed = sequence.num_fed
     if sequence.reusable is None or sequence.reusable_length(num_fed, num_fed) == 0:
         return Step((None, num_fed))

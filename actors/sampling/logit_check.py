@@ -17,9 +17,7 @@ from protocol.errors import NotANumberError, OutriderError, ProcessorError
 
 @attrs.define
 class LogitCheck:
-    """The largest logit of each row, lazy: (n,) of the model's own, and of the processed logits if processors changed
-    them.
-    """
+    """The largest logit of each row, lazy: (n,) of the model's own, and of the processed ones if these differ."""
 
     own: mx.array
     processed: mx.array | None = None

@@ -80,12 +80,8 @@ class LogitsPipeline:
         return self._look_back != 0
 
     def history(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> TokenHistory:
-        """The tokens that the processors need for the logits after the text.
-
-        Args:
-            committed: the text, prompt included.
-            beyond: drafted tokens after it.
-            num_rows: rows of logits to process, >= 1: those after each of the last `num_rows` tokens.
+        """The tokens, of a text and a draft, that the processors need for the logits after the last `num_rows` of
+        them.
         """
         if not self.needs_text:
             return NO_HISTORY
@@ -110,14 +106,8 @@ class LogitsPipeline:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
     def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
-        """Apply the processors to (1, V) logits after a token that may not be computed yet. Not if `runs_user_code`.
-
-        Args:
-            history: of the text before `position`.
-            position: absolute, of the token.
-            token: (1,) id, lazy.
-
-        Returns: (1, V), lazy.
+        """Apply the processors to (1, V) logits after the token (1,) at `position`, which may not be computed yet. Not
+        if `runs_user_code`. The history is of the text before. Returns: (1, V), lazy.
         """
         logits = self._biased(logits)
         if not self.needs_text:

@@ -35,9 +35,7 @@ class CoreSharing:
         return 0.0 if self._set_threads is None or self._num_cores < 2 else ALONE_AFTER_S
 
     def control(self, set_threads: Callable[[int], None], num_cores: int) -> None:
-        """Control the number of threads of the process from now on: `set_threads` sets it, on any thread, one call at a
-        time.
-        """
+        """Control the number of threads of the process: `set_threads` sets it, on any thread, one call at a time."""
         with self._lock:
             self._set_threads, self._num_cores, self._num_threads = set_threads, num_cores, 0
             self._update()

@@ -99,12 +99,8 @@ _lock = threading.Lock()
 
 
 def run_on_thread(name: str, work: Work, on_end: OnEnd) -> PooledThread:
-    """Run a piece of work on an idle thread, or on a new one.
-
-    Args:
-        name: of the thread while it does the work.
-        work: the work. If it raises, the thread is not used again.
-        on_end: called on that thread with the outcome; must not raise.
+    """Run a piece of work on an idle thread, or on a new one, with a name meanwhile. A thread whose work raises is not
+    used again. `on_end` is called on that thread with the outcome; must not raise.
 
     Returns: the thread. Once the work is done, another worker may have it.
     """

@@ -72,7 +72,6 @@ class ThreadWorker:
         """Make a worker that is not started yet.
 
         Args:
-            actor: the owner, which names the thread and the spans.
             on_event: called in trio's thread with the span of each finished job.
             may_be_given_up: whether a job that hangs is given up when it was cancelled, when another job waits behind
                 it, or when the worker is left. The worker then runs no more jobs, and its thread is abandoned.

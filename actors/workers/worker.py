@@ -20,16 +20,14 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Job(Generic[T]):
-    """One call for a worker to make.
+    """One call for a worker to make, in the round of a session.
 
     Attributes:
         kind: the kind of work, for traces and for simulated prices.
         call: does the work, on the worker's thread. Its result crosses threads, so it holds only ints and evaluated
             arrays.
-        session: id of the session that the job is for.
-        num_tokens: tokens that go through the model. Once the job is done, the value of `count`, if there is one.
-        round: the session's round that the job is for.
-        count: computes from the result how many tokens went through the model, if that is not known beforehand.
+        num_tokens: tokens that go through the model. Once the job is done, the value of `count`, if there is one, of
+            its result.
         prepare: called on the worker's thread when the job begins, before its price is asked for; may set `num_tokens`
             and `shares`.
         shares: the sessions that share the job; see `Span.shares`.
@@ -72,8 +70,7 @@ class Step(Generic[T]):
     Attributes:
         result: crosses threads, as a job's result does.
         next_call: does the next step; None if this was the last one.
-        num_tokens: tokens that go through the model in the next step.
-        shares: the sessions that take part in the next step, if there were several in the first one.
+        num_tokens, shares: of the next step; see `Job`. No shares if there was one session in the first step.
     """
 
     result: T
@@ -161,15 +158,11 @@ class Worker(Protocol):
 
     @property
     def overdue_s(self) -> float:
-        """Seconds by which the running job exceeds a multiple of the time that it should take; -inf if none runs or it
-        may take any time.
-        """
+        """Seconds by which the running job exceeds a multiple of what it should take; -inf if it may take any time."""
         ...
 
     def watch(self) -> None:
-        """Give up the worker if its running job hangs and that is allowed: a task waits for its end that has not handed
-        it in.
-        """
+        """Give up the worker if its running job hangs and that is allowed: another task waits for its end."""
         ...
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
@@ -181,7 +174,6 @@ class Worker(Protocol):
         Cancellation: a job that has not begun is taken back. One that has begun is not abandoned: the call waits for
             its end and returns its result, and the cancellation is raised at the caller's next checkpoint. (A worker
             that may be given up does not wait for a job that hangs.)
-
         Raises: JobError: the job raised, or the worker has died or was given up; the error is the cause.
         """
         ...
@@ -190,7 +182,6 @@ class Worker(Protocol):
         """Run steps until one is the last, or they are interrupted.
 
         Cancellation: as in `run`; if steps have begun, the running one is the last.
-
         Raises: JobError: a step raised; the results of the steps before it were handed over. Also what `Steps.on_step`
             raises.
         """

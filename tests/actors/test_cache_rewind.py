@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
+from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_kinds import kind_of, kinds_of, lengths_of
@@ -373,16 +374,13 @@ BAD_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD_OPTIONS for value in BAD_OPTIONS[name]])
-async def test_a_bad_option_of_caches_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(SettingsError, match=f"^{name} must be .*got"):
-        async with runtime.open((wide_headed(), None), **{name: value}):
-            pass
-
-
-async def test_a_cache_cannot_be_both_bounded_and_quantised() -> None:
-    with pytest.raises(SettingsError, match="kv_bits and max_kv_size exclude each other"):
-        async with runtime.open((wide_headed(), None), max_kv_size=16, kv_bits=8):
+@sweep("options, says", [
+    *(({name: value}, f"^{name} must be .*got") for name in BAD_OPTIONS for value in BAD_OPTIONS[name]),
+    ({"max_kv_size": 16, "kv_bits": 8}, "kv_bits and max_kv_size exclude each other"),
+])  # fmt: skip
+async def test_a_bad_option_of_caches_is_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        async with runtime.open((wide_headed(), None), **options):
             pass
 
 
@@ -390,21 +388,20 @@ async def test_a_cache_cannot_be_both_bounded_and_quantised() -> None:
 
 
 class CleverKVCache(KVCache):
-    """An unknown subclass of a known cache."""
+    """An unknown subclass of a known cache. Each is warned of once a process, so there is another one."""
 
 
 class ShyKVCache(KVCache):
-    """Another unknown subclass."""
+    pass
 
 
-class Clever(Wrapped):
+class Unknown(Wrapped):
+    def __init__(self, kind: type) -> None:
+        super().__init__(llama())
+        self.kind = kind
+
     def make_cache(self) -> list[Any]:
-        return [CleverKVCache() for _ in self.layers]
-
-
-class Shy(Wrapped):
-    def make_cache(self) -> list[Any]:
-        return [ShyKVCache() for _ in self.layers]
+        return [self.kind() for _ in self.layers]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -414,7 +411,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_a_model_with_caches_of_an_unknown_class_is_fed_one_token_at_a_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, prompt = Clever(llama()), prompt_of(5)
+    model, prompt = Unknown(CleverKVCache), prompt_of(5)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         async with runtime.open((model, None), (llama(), None)) as rt:
             completion = await rt.generate(prompt, max_tokens=12, lookahead=3)
@@ -431,7 +428,7 @@ async def test_a_rewind_mode_that_an_unknown_class_may_not_have_is_refused(
     rewind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ModelError, match=f'rewind="{rewind}".*ShyKVCache'):
-        async with runtime.open((Shy(llama()), None), rewind=rewind):
+        async with runtime.open((Unknown(ShyKVCache), None), rewind=rewind):
             pass
     assert warnings_of(caplog) == []
 
@@ -443,7 +440,7 @@ def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
     assert not kind.can_trim_after(cache, 1)
     assert not kind.can_keep_state
     assert not kind.can_be_row
-    model = MLXModel(Shy(llama()), CacheOptions(rewind="none"))
+    model = MLXModel(Unknown(ShyKVCache), CacheOptions(rewind="none"))
     sequence = model.open_sequence(beside_another=False)
     sequence.feed(tuple(TEXT[:5]), 1)
     assert sequence.prepare(1, 5) is RewindMode.SINGLE

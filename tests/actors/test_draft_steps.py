@@ -19,6 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
 from scripted import (
+    CACHES,
     ScriptedModel,
     Simulation,
     Undo,
@@ -50,12 +51,6 @@ from protocol.messages import Open, Proposal, Sparse
 from protocol.settings import Settings
 
 PROMPT = [5, 6, 7]
-CACHES: dict[str, dict[str, Any]] = {
-    "trim": {},
-    "none": {"undo": never},
-    "trim until they are full": {"undo": within(24)},
-    "only go back to a state": {"undo": never, "keeps_states": True},
-}
 
 
 def runs_of(simulation: Simulation) -> list[int]:

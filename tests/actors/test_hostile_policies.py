@@ -21,18 +21,17 @@ import pytest
 import trio
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 from scripted import (
+    CACHES,
     ScriptedModel,
     agreeing,
     always,
     continuation,
     hashed,
     markov,
-    never,
     run,
     simulated,
     text_of,
     truthful,
-    within,
 )
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
@@ -375,16 +374,7 @@ async def text_under(
         return await text_of(simulation, [5, 6, 7], max_tokens=60, **more)
 
 
-CACHES = {
-    "trim": {},
-    "none": {"undo": never},
-    "trim until they are full": {"undo": within(24)},
-    "only go back to a state": {"undo": never, "keeps_states": True},
-}
-POLICIES = {
-    **LEGAL,
-    **{what: (lambda view, node: True, admits) for what, admits in ILLEGAL.items() if what == "the token"},
-}
+POLICIES = {**LEGAL, "the token": (lambda view, node: True, ILLEGAL["the token"])}
 # Each policy with a cache, and the one that goes by the tokens with all.
 CASES = [
     *zip([what for what in LEGAL if what not in ("its distribution", "its confidence")], itertools.cycle(CACHES)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +149,3 @@ async def test_a_path_of_that_name_is_a_path(draft: Any) -> None:
     with pytest.raises(runtime.ModelError, match="ngram' does not exist"):
         await opened((family("llama"), None), draft)
     assert outrider_threads() == []
-
-
-async def test_a_prompt_is_checked_as_ever() -> None:
-    bad: Sequence[tuple[Any, type[Exception]]] = [([], runtime.PromptError), ([10_000], runtime.PromptError)]
-    async with runtime.open((family("llama"), None), "ngram") as rt:
-        for prompt, error in bad:
-            with pytest.raises(error):
-                rt.stream(prompt)
-        with pytest.raises(runtime.SettingsError, match="lookahead"):
-            rt.stream([1], lookahead=65)
-        assert rt.num_streams == 0

@@ -22,6 +22,7 @@ from scripted import (
     ids,
     never,
     priced,
+    read_into,
     run,
     simulated,
     truthful,
@@ -30,7 +31,7 @@ from scripted import (
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
-from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
+from actors.prefix_cache import MAX_SEQUENCES, CacheHit, PrefixCache
 from protocol.errors import RewindError
 from runtime.engine.sessions import BUFFERED_ROUNDS
 
@@ -122,21 +123,18 @@ async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_to
         assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
 
 
-async def test_the_same_prompt_again_leaves_its_last_token_to_be_read(autojump_clock: Any) -> None:
+async def test_all_of_a_prompt_but_its_last_token_may_be_cached(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
         assert (await turn(simulation, PROMPT, 5)).cached_tokens == 0
         assert (await turn(simulation, PROMPT, 5)).cached_tokens == len(PROMPT) - 1
         assert num_read(simulation, "target", 1) == 0
 
 
-async def test_a_prefix_of_one_token_counts(autojump_clock: Any) -> None:
+async def test_a_prefix_of_one_token_counts_and_a_prompt_of_one_has_nothing_to_begin_with(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         await turn(simulation, PROMPT, 2)
         assert (await turn(simulation, [PROMPT[0], 60, 61], 2)).cached_tokens == 1
         assert (await turn(simulation, [59, 60, 61], 2)).cached_tokens == 0
-
-
-async def test_a_prompt_of_one_token_has_nothing_to_begin_with(autojump_clock: Any) -> None:
     async with simulated(*pair(CACHES["recurrent"])) as simulation:
         for _ in range(2):
             assert (await turn(simulation, PROMPT[:1], 3)).cached_tokens == 0
@@ -212,13 +210,9 @@ async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) ->
         texts = [[], []]
         async with trio.open_nursery() as nursery:
             for text, stream in zip(texts, streams, strict=True):
-                nursery.start_soon(read_into_list, text, stream)
+                nursery.start_soon(read_into, text, stream)
         assert texts == [continuation(prompt, 6) for prompt in prompts]
         assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
-
-
-async def read_into_list(got: list[int], stream: Any) -> None:
-    got += await collect(stream)
 
 
 async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_beginning(autojump_clock: Any) -> None:
@@ -302,31 +296,19 @@ async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any
         assert (again.draft_failures, again.cached_tokens) == (0, len(PROMPT) - 1)
 
 
-async def test_a_text_whose_session_state_was_wrong_is_not_kept(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"check": {3}})
-    async with simulated(target) as simulation:
-        with pytest.raises(RewindError):
-            await turn(simulation, PROMPT, 12)
-        assert [sequence.is_closed for sequence in target.sequences] == [True]
-        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
-
-
-async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"check": {5}})  # four tokens, then the failure
-    async with simulated(target) as simulation:
-        await turn(simulation, PROMPT, 4)
-        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
-        assert [sequence.is_closed for sequence in target.sequences] == [True, False]
-
-
-async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
-    autojump_clock: Any,
+@sweep("call, nth, error", [("check", 5, None), ("reuse", 1, "reuse 1 failed"), ("check", 3, "check 3 failed")])
+async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
+    call: str, nth: int, error: str | None, autojump_clock: Any
 ) -> None:
-    target = ScriptedModel(truthful, fails={"reuse": {1}})
+    """In a round, as it is put away (after four tokens), or as it is taken."""
+    target = ScriptedModel(truthful, fails={call: {nth}})
     async with simulated(target) as simulation:
-        await turn(simulation, PROMPT, 4)
-        with pytest.raises(RewindError, match="reuse 1 failed"):
+        if call == "reuse" or error is None:
             await turn(simulation, PROMPT, 4)
+        if error is not None:
+            with pytest.raises(RewindError, match=error):
+                await turn(simulation, PROMPT, 4)
+        assert [sequence.is_closed for sequence in target.sequences] == [True]
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
 
 
@@ -340,15 +322,20 @@ class ScriptedCache:
         self.model = ScriptedModel(truthful, **model)
         self.prefix_cache = PrefixCache(self.model, max_bytes)
 
-    def read(self, *tokens: int) -> tuple[Any, int]:
-        """Take a sequence for a text, read the text, and return the sequence to the cache.
+    def take(self, *tokens: int) -> CacheHit:
+        """Take a sequence for a text."""
+        return self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
 
-        Returns: the sequence, and the number of tokens that it had cached.
-        """
-        hit = self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
+    def put(self, hit: CacheHit, *tokens: int) -> None:
+        """Read the rest of a text, and return its sequence to the cache."""
         if tokens[hit.num_cached :]:
             hit.sequence.feed(tokens[hit.num_cached :], 0)
         self.prefix_cache.put(hit.sequence, tokens, tokens, beside_another=False)
+
+    def read(self, *tokens: int) -> tuple[Any, int]:
+        """Do both. Returns: the sequence, and the number of tokens that it had cached."""
+        hit = self.take(*tokens)
+        self.put(hit, *tokens)
         return hit.sequence, hit.num_cached
 
 
@@ -369,12 +356,7 @@ def test_a_sequence_larger_than_the_cache_is_closed_and_evicts_no_other() -> Non
     large, _ = scripted_cache.read(10, 20, 30, 40, 50, 60)
     assert (small.is_closed, large.is_closed) == (False, True)
     assert scripted_cache.prefix_cache.num_bytes == 20
-
-
-def test_of_no_bytes_nothing_is_kept() -> None:
-    scripted_cache = ScriptedCache(max_bytes=0)
-    assert scripted_cache.read(1, 2)[0].is_closed
-    assert len(scripted_cache.prefix_cache) == 0
+    assert ScriptedCache(max_bytes=0).read(1, 2)[0].is_closed
 
 
 def test_there_is_a_bound_to_how_many_sequences_a_search_looks_at() -> None:
@@ -384,26 +366,17 @@ def test_there_is_a_bound_to_how_many_sequences_a_search_looks_at() -> None:
     assert not sequences[-1].is_closed
 
 
-def test_a_sequence_that_can_be_trimmed_replaces_those_that_it_goes_on_from() -> None:
-    scripted_cache = ScriptedCache(max_bytes=10**9)
-    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
-    for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
-        sequence.feed(tokens, 0)
-        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert (first.is_closed, second.is_closed, len(scripted_cache.prefix_cache)) == (True, False, 1)
-
-
-def test_recurrent_sequences_that_go_on_from_each_other_are_both_of_use() -> None:
-    scripted_cache = ScriptedCache(max_bytes=10**9, undo=never)
-    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
-    for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
-        sequence.feed(tokens, 0)
-        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert len(scripted_cache.prefix_cache) == 2
-    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
-    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
+@sweep("undo", [always, never])
+def test_a_sequence_replaces_those_that_it_goes_on_from_if_it_can_be_trimmed(undo: Any) -> None:
+    scripted_cache = ScriptedCache(max_bytes=10**9, undo=undo)
+    first, second = scripted_cache.take(1, 2, 3), scripted_cache.take(1, 2, 3, 4, 5)
+    scripted_cache.put(first, 1, 2, 3)
+    scripted_cache.put(second, 1, 2, 3, 4, 5)
+    assert (first.sequence.is_closed, second.sequence.is_closed) == (undo is always, False)
+    assert len(scripted_cache.prefix_cache) == (1 if undo is always else 2)
+    if undo is never:
+        assert scripted_cache.take(1, 2, 3, 60).sequence is first.sequence
+        assert scripted_cache.take(1, 2, 3, 4, 5).sequence is second.sequence
 
 
 # --- any turns in any order -----------------------------------------------------------------------

@@ -8,8 +8,7 @@ later, or after the end of its session.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -19,7 +18,6 @@ from delays import COSTS, RestingPolicy, cycled_prices, tuples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from scripted import (
-    VOCAB_SIZE,
     Script,
     ScriptedModel,
     Simulation,
@@ -31,8 +29,10 @@ from scripted import (
     continuation,
     fraction,
     hashed,
+    ids,
     never,
     next_token,
+    plain_text,
     priced,
     right_where,
     run,
@@ -244,8 +244,7 @@ async def play(scenario: Scenario) -> int:
 @given(SCENARIOS)
 @settings(max_examples=80, deadline=None, derandomize=True)
 def test_the_text_is_the_same_whatever_takes_how_long_and_whatever_comes_twice_or_late(scenario: Scenario) -> None:
-    num_stale = run(play, scenario)
-    event(f"stale messages: {min(num_stale, 10)}")
+    event(f"stale messages: {min(run(play, scenario), 10)}")
 
 
 @pytest.mark.parametrize("lookahead", [1, 3, "auto"])
@@ -325,33 +324,18 @@ def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(
         ):
             tamper(simulation, to_target, to_draft, nursery)
             completion = await simulation.runtime.generate(prompt, max_tokens=max_tokens, lookahead=lookahead)
-            assert [token.id for token in completion.tokens] == expected
+            assert ids(completion.tokens) == expected
             await trio.sleep(10_000)
             nursery.cancel_scope.cancel()
         return completion.statistics
 
-    prompt, expected = [0, 1, 2, 3, 4] * 2, list[int]()
-    while len(expected) < max_tokens:
-        logits = text([*prompt, *expected])
-        expected.append(max(range(VOCAB_SIZE), key=lambda token: logits[token]))
+    prompt = [0, 1, 2, 3, 4] * 2
+    expected = plain_text(text, prompt, max_tokens)
     statistics = run(main)
     event(f"proposed: {statistics.proposed > 0}, rested: {statistics.resting_rounds > 0}")
 
 
 # --- several sessions at once ---------------------------------------------------------------------
-
-
-async def gather(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """The results of async functions that run at the same time."""
-    results: list[Any] = [None] * len(functions)
-
-    async def one(i: int) -> None:
-        results[i] = await functions[i]()
-
-    async with trio.open_nursery() as nursery:
-        for i in range(len(functions)):
-            nursery.start_soon(one, i)
-    return results
 
 
 @sweep("num_sessions", [2, 3, 5, 8])
@@ -367,9 +351,8 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
     target, draft = hashed("target", 8.0), hashed("draft", 3.0, near=hashed("target", 8.0))
     async with simulated(ScriptedModel(target), ScriptedModel(draft)) as simulation:
         alone = [await text_of(simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
-        together = await gather(
-            [partial(text_of, simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
-        )
+        prompts = [([n, 1, 2, 3, n], request) for n, request in enumerate(requests)]
+        together = [ids(each.tokens) for each in await simulation.runtime.generate_many(prompts)]
     assert together == alone
     assert [len(text) for text in alone] == [request["max_tokens"] for request in requests]
 
@@ -400,9 +383,8 @@ async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one
     num_sessions: int, agreement: float, autojump_clock: Any
 ) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement)), max_batch=1) as simulation:
-        await gather(
-            [partial(text_of, simulation, [n, n + 1], max_tokens=30, lookahead=2) for n in range(num_sessions)]
-        )
+        prompts = [[n, n + 1] for n in range(num_sessions)]
+        await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2)
     verifies = simulation.spans("target", "verify")
     assert len(verifies) >= 10 * num_sessions
     in_between = [verifies_in_between(simulation, waiting) for waiting in verifies]
@@ -423,7 +405,9 @@ async def test_in_turns_sessions_that_are_alike_share_the_target_evenly_and_leav
             await text_of(simulation, [n], max_tokens=30, lookahead=2)
             ended.append(trio.current_time())
 
-        await gather([partial(one, n) for n in range(num_sessions)])
+        async with trio.open_nursery() as nursery:
+            for n in range(num_sessions):
+                nursery.start_soon(one, n)
     # Ten rounds each. The drafter needs less than a verify for two tokens of each session, so only the first are waited
     # for.
     verifies = simulation.spans("target", "verify")

@@ -12,8 +12,7 @@ import pytest
 import trio
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import make_prompt_cache
-from models import greedy
+from models import Wrapped, greedy
 from sweeps import sweep
 
 import runtime
@@ -136,23 +135,14 @@ def test_a_row_of_keys_and_values_has_the_mask_that_its_text_has_alone(window_si
         assert not mx.any(mask[:, length + width :])
 
 
-class Counting(nn.Module):
+class Counting(Wrapped):
     """A model whose passes are counted."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.num_passes = model, 0
-
-    @property
-    def layers(self) -> Any:
-        return self.model.layers
-
-    def make_cache(self) -> Any:
-        return make_prompt_cache(self.model)
+    num_passes = 0
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         self.num_passes += 1
-        return self.model(*arguments, **keywords)
+        return super().__call__(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("shared_before", [True, False])

@@ -81,6 +81,15 @@ def continuation(prompt: Sequence[int], length: int, stop_tokens: Iterable[int] 
     return text[len(prompt) :]
 
 
+def plain_text(script: Script, prompt: Sequence[int], length: int) -> list[int]:
+    """The greedy text of a script after a prompt."""
+    text = list(prompt)
+    for _ in range(length):
+        logits = script(text)
+        text.append(max(range(VOCAB_SIZE), key=lambda token: logits[token]))
+    return text[len(prompt) :]
+
+
 def prompt_with_distinct_continuation(length: int) -> list[int]:
     """A prompt whose first `length` true tokens all differ, so that each of them can be the stop token."""
     prompts = ([3, first, second] for first in range(VOCAB_SIZE) for second in range(VOCAB_SIZE))
@@ -150,6 +159,15 @@ def never(_length: int, _num_tokens: int) -> bool:
 def within(window: int) -> Undo:
     """The behaviour of a rotating cache: tokens can be dropped until the window is full."""
     return lambda length, num_tokens: length + num_tokens < window
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "trim": {},
+    "none": {"undo": never},
+    "trim until they are full": {"undo": within(24)},
+    "only go back to a state": {"undo": never, "keeps_states": True},
+}
+"""Options of a scripted model, by what its caches can do."""
 
 
 # --- scripted models ------------------------------------------------------------------------------
