@@ -25,7 +25,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating_layers
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.shared_passes import SharedPasses
-from actors.model import Feed, RewindMode
+from actors.model import RewindMode
 from actors.probe import PROBED, check_logits
 from actors.trained.features import FeatureRecorder
 from protocol.errors import ModelError
@@ -111,7 +111,7 @@ def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str) ->
     quantize_modules(model, group_size, bits, mode=mode, class_predicate=wanted)
 
 
-class MLXModel:
+class MLXModel(SharedPasses):
     """An mlx-lm model on its own thread, on which it must also be made."""
 
     def __init__(
@@ -130,24 +130,22 @@ class MLXModel:
                 cache that it is given; or the options demand something that its caches cannot do.
             Whatever the model raises.
         """
-        self._model = model
         self._layer_evaluation = layer_evaluation
         for module in model.modules():
             if type(module).__module__ == "mlx_lm.models.phi3small" and hasattr(module, "args"):
                 _check_phi3small(named, module.args.vocab_size)
         one_by_one = any(type(module).__module__ in _ONE_BY_ONE for module in model.modules())
-        self._options = attrs.evolve(options, one_by_one=one_by_one)
         # A forward pass, since no attribute has the width of the logits in all architectures.
         cache = options.make_cache(model)
         logits = model(mx.array([PROBED]), cache=cache)
-        self._vocab_size = check_logits(named, logits, (1, len(PROBED), None))
+        vocab_size = check_logits(named, logits, (1, len(PROBED), None))
         mx.eval(logits)
         if wrong_lengths := lengths_of(cache) - {len(PROBED)}:
             raise ModelError(
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
             )
-        self._shared_passes = SharedPasses(model, self._options, vocab_size=self._vocab_size)
+        super().__init__(model, attrs.evolve(options, one_by_one=one_by_one), vocab_size=vocab_size)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
@@ -177,30 +175,11 @@ class MLXModel:
             by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return by_name
 
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        return self._shared_passes.feed(feeds)
-
-    @property
-    def widest_row(self) -> int:
-        return self._shared_passes.widest_row
-
-    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
-        self._shared_passes.read(sequences, tokens)
-
-    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
-        return self._shared_passes.feed_ahead(sequences, tokens)
-
-    def abandon_shared(self) -> None:
-        self._shared_passes.abandon()
-
     def bounded_batch(self, max_batch: int) -> int:
         """Most texts in one pass: `max_batch`, or 1 for a kind of model whose texts cannot share, where all would wait
         for the last one's pass. Feeds it nothing.
         """
-        return max_batch if self._shared_passes.known_obstacle is None else 1
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        return self._shared_passes.obstacle(rewinds_passes=rewinds_passes)
+        return max_batch if self.known_obstacle is None else 1
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         return self.open_sequence_of(MLXSequence, beside_another=beside_another)
@@ -215,15 +194,14 @@ class MLXModel:
             self._options,
             vocab_size=self._vocab_size,
             layer_evaluation=layer_evaluation,
-            recorder_slot=self._shared_passes.recorder_slot,
+            recorder_slot=self.recorder_slot,
         )
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
         """Record what enters some layers, of which the number of layers stands for what the last one gives, from the
         next pass on; None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
-        recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
-        self._shared_passes.recorder_slot.recorder = recorder
+        self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
 
     @property
     def num_ranks(self) -> int:

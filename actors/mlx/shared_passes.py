@@ -40,7 +40,7 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread.
+    """The part of an `MLXModel` that concerns several texts: the batch of the model, and which texts are rows of it.
 
     Attributes:
         known_obstacle: why texts of this model cannot share passes, as far as is known without feeding it anything.
@@ -59,7 +59,7 @@ class SharedPasses:
         self._obstacle = self.known_obstacle
         self._is_probed = self.known_obstacle is not None
 
-    def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         candidates = [feed.sequence for feed in feeds if len(feed.tokens) <= MAX_WIDTH and not feed.alone]
         rows = self._joined(candidates)
         by_text = {feed.sequence: feed for feed in feeds}
@@ -75,8 +75,8 @@ class SharedPasses:
     def widest_row(self) -> int:
         return self._batch.widest_row
 
-    def read(self, sequences: Sequence[MLXSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """See `Model.read_together`. The texts are rows of a batch of their own, until they join others."""
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        """The texts are rows of a batch of their own, until they join others."""
         batch = self._new_batch(sequences[0].layer_evaluation)
         for text in sequences:
             text.join(batch)
@@ -86,7 +86,7 @@ class SharedPasses:
         if not any(text.is_row_of(self._batch) for text in self._rows):
             self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
-    def feed_ahead(self, sequences: Sequence[MLXSequence], tokens: mx.array) -> mx.array:
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
         rows = self._joined(sequences)
         logits_of: dict[MLXSequence, mx.array] = {}
         if rows:
@@ -104,7 +104,7 @@ class SharedPasses:
         ]
         return each[0] if len(each) == 1 else mx.concatenate(each)
 
-    def abandon(self) -> None:
+    def abandon_shared(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
         if not self._has_fed_rows:
             return
@@ -141,7 +141,7 @@ class SharedPasses:
         return rows
 
     def _may_share(self, text: Any) -> bool:
-        return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self.obstacle() is None))
+        return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self._find_obstacle() is None))
 
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
@@ -150,10 +150,13 @@ class SharedPasses:
 
     # --- what cannot share ------------------------------------------------------------------------
 
-    def obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """Feeds the model some tokens to find out."""
         if rewinds_passes and not self._batch.rewinds_passes:
             return "its rows cannot go back by more than one pass"
+        return self._find_obstacle()
+
+    def _find_obstacle(self) -> str | None:
         if not self._is_probed:
             # The first stands if the probe raises.
             self._obstacle, self._is_probed = "its forward pass failed when that was tried", True

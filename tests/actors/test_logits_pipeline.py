@@ -19,7 +19,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from models import CLEAR_LEAD, VOCAB_SIZE, Padded, llama, mamba, near, prompt_of, qwen3, sliding_llama
 from scipy.stats import chi2
-from scripted import read_into
+from scripted import ids, read_into
 from sweeps import sweep
 
 import runtime
@@ -34,10 +34,6 @@ LOOKAHEADS: list[Any] = [0, 1, 3, "auto"]
 
 TARGET = llama()
 NEAR = near(TARGET, noise=0.05)
-
-
-def ids(tokens: Sequence[runtime.Token]) -> list[int]:
-    return [token.id for token in tokens]
 
 
 def plain(model: nn.Module, num_tokens: int = NUM_TOKENS, own: Sequence[Any] = (), **penalties: Any) -> list[int]:
