@@ -308,8 +308,8 @@ async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
         if error is not None:
             with pytest.raises(RewindError, match=error):
                 await turn(simulation, PROMPT, 4)
-        assert [sequence.is_closed for sequence in target.sequences] == [True]
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
+        assert [sequence.is_closed for sequence in target.sequences] == [True, False]
 
 
 # --- what is kept ---------------------------------------------------------------------------------
