@@ -148,58 +148,50 @@ async def test_a_drafter_that_says_nothing_that_is_a_number_costs_no_token(setti
 # --- the target -----------------------------------------------------------------------------------
 
 
-@sweep("price", PRICES)
-@sweep("lookahead", [0, 2, "auto"])
-def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_what_was_committed(
-    lookahead: Any, price: str
+FAILING_TARGETS = [
+    *((price, lookahead, 1, True) for price in PRICES for lookahead in (0, 2, "auto")),
+    *(("quick drafter", 2, 3, with_drafter) for with_drafter in (True, False)),
+]
+
+
+@sweep("price, lookahead, num_streams, with_drafter", FAILING_TARGETS)
+def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error_after_what_was_committed(
+    price: str, lookahead: Any, num_streams: int, with_drafter: bool
 ) -> None:
+    settings = {**SETTINGS, "lookahead": lookahead, "max_tokens": 12 if num_streams == 1 else 60}
+
     async def fail_at(n: int) -> None:
         target = ScriptedModel(truthful, fails={"feed": from_now_on(n)})
+        # A pass with drafted tokens is repeated without them.
+        last = n if lookahead == 0 else n + 1
+        error = rf"feed ({n}|{last}) failed" if num_streams == 1 else r"feed \d+ failed"
+
+        async def one(simulation: Simulation, session: int) -> None:
+            prompt, got = [*PROMPT, session], list[int]()
+            stream = simulation.runtime.stream(prompt, **settings)
+            with pytest.raises(RuntimeBrokenError, match=error) as broken:
+                await read_into(got, stream, pause=100.0 if session == 2 else 0.0)
+            assert isinstance(broken.value.__cause__, ScriptedFailure)
+            assert prompt + got == simulation.target_worker.sessions.all_states[session].state.committed
+            assert got == continuation(prompt, len(got))
+            # The error is the same for this stream and for new ones.
+            for attempt in (partial(anext, stream), partial(text_of, simulation, prompt)):
+                with pytest.raises(RuntimeBrokenError) as again:
+                    await attempt()
+                assert isinstance(again.value.__cause__, ScriptedFailure)
+
         with trio.fail_after(10_000):
-            async with simulated(target, drafter(), price=PRICES[price], schedule=n) as simulation:
-                stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
-                got: list[int] = []
-                # A pass with drafted tokens is repeated without them.
-                error = rf"feed ({n}|{n + 1}) failed" if lookahead else f"feed {n} failed"
-                with pytest.raises(RuntimeBrokenError, match=error) as broken:
-                    await read_into(got, stream)
-                assert isinstance(broken.value.__cause__, ScriptedFailure)
-                assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
-                assert got == TEXT[: len(got)]
-                # The error is the same for this stream and for new ones.
-                for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
-                    with pytest.raises(RuntimeBrokenError) as again:
-                        await attempt()
-                    assert isinstance(again.value.__cause__, ScriptedFailure)
-
-    for n in range(1, run(num_feeds, "target", PRICES[price], lookahead) + 1):
-        run(fail_at, n)
-
-
-@pytest.mark.parametrize("with_drafter", [True, False])
-def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(with_drafter: bool) -> None:
-    async def fail_at(n: int) -> None:
-        target = ScriptedModel(truthful, fails={"feed": from_now_on(n)})
-        with trio.fail_after(10_000):
+            models = target, drafter() if with_drafter else None
             async with (
-                simulated(target, drafter() if with_drafter else None, schedule=n) as simulation,
+                simulated(*models, price=PRICES[price], schedule=n) as simulation,
                 trio.open_nursery() as nursery,
             ):
-
-                async def one(session: int, prompt: list[int], is_slow: bool) -> None:
-                    got: list[int] = []
-                    stream = simulation.runtime.stream(prompt, max_tokens=60, lookahead=2)
-                    with pytest.raises(RuntimeBrokenError) as broken:
-                        await read_into(got, stream, pause=100.0 if is_slow else 0.0)
-                    assert isinstance(broken.value.__cause__, ScriptedFailure)
-                    assert prompt + got == simulation.target_worker.sessions.all_states[session].state.committed
-                    assert got == continuation(prompt, len(got))
-
-                for i in range(3):
-                    nursery.start_soon(one, i, [i, i, i], i == 2)
+                for session in range(num_streams):
+                    nursery.start_soon(one, simulation, session)
                     await trio.testing.wait_all_tasks_blocked()
 
-    for n in range(1, 30, 2):
+    num_calls = run(num_feeds, "target", PRICES[price], lookahead)
+    for n in range(1, num_calls + 1) if num_streams == 1 else range(1, 30, 2):
         run(fail_at, n)
 
 

@@ -47,9 +47,8 @@ async def kill(worker: Any) -> None:
 def fail_at(
     monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int, *, for_good: bool = False
 ) -> Callable[[], int]:
-    """Make the n-th call of a method of a model's sequences raise, or all calls from that one on.
-
-    All ways in which a sequence is fed count as "feed".
+    """Make the n-th call of a method of a model's sequences raise, or all from that one on. Every way to feed is
+    "feed".
 
     Returns: a function that says how often the method was called.
     """

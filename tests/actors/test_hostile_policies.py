@@ -62,11 +62,7 @@ class Hostile:
         allows: whether the successor of a node may be proposed; asked before that is drawn.
         admits: whether a node that is drawn may be proposed.
         drops: whether what was drafted ahead is dropped for a fresh draft, by its first node; None for at random.
-        rests: whether some rounds are left to the target.
         num_from_branch: number of proposals below a former correction.
-        num_held_back: number of proposals that were shortened because of `allows`.
-        num_dropped: number of times that it had the drafter draft anew.
-        longest_run: maximum number of steps drafted in a row.
     """
 
     allows: Allows = lambda view, node: True

@@ -23,13 +23,8 @@ NUM_LAYERS = 24
 
 @attrs.define
 class FakeScheduler:
-    """The active tasks of one thread that evaluates: each layer that is submitted and not waited for is some.
-
-    Attributes:
-        tasks_a_layer: command buffers that a layer fills.
-        num_active: tasks that are not done.
-        most_active: the largest `num_active` so far.
-        waits: how often the thread waited for the device when the device had nothing else to do.
+    """The active tasks of one thread that evaluates. `waits` counts how often it waited while the device had nothing to
+    do.
     """
 
     tasks_a_layer: int

@@ -162,17 +162,21 @@ async def test_several_streams_look_up_each_in_its_own_text(autojump_clock: Any)
 # --- what is proposed, and when -------------------------------------------------------------------
 
 
-async def test_what_is_proposed_is_what_came_after_the_same_words_before(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(7)), "ngram") as simulation:
-        received = await proposals(simulation, list(range(7)), max_tokens=15, lookahead=4)
-    # Two words must have come before: those are 0 and 1, the first two that are generated.
-    assert [(p.start, p.tokens) for p in received] == [
-        (7, ()),
-        (8, ()),
-        (9, (2, 3, 4, 5)),
-        (14, (0, 1, 2, 3)),
-        (19, (5, 6)),
-    ]
+# At a fixed lookahead, two words must have come before: those are 0 and 1, the first two that are generated. Where
+# prices decide, a single one may be enough.
+@sweep(
+    "settings, expected",
+    [
+        ({"max_tokens": 15, "lookahead": 4}, [(7, ()), (8, ()), (9, (2, 3, 4, 5)), (14, (0, 1, 2, 3)), (19, (5, 6))]),
+        ({"max_tokens": 5}, [(7, ()), (8, (1, 2)), (11, ())]),
+    ],
+)
+async def test_what_is_proposed_is_what_came_after_the_same_words_before(
+    settings: dict[str, Any], expected: Any, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
+        received = await proposals(simulation, list(range(7)), **settings)
+    assert [(p.start, p.tokens) for p in received] == expected
     assert all(p.probs == () for p in received)
 
 
@@ -279,9 +283,8 @@ async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_to
     prompt = list(range(4)) * 2
     async with simulated(ScriptedModel(counting(4)), "ngram") as simulation:
         received = await proposals(simulation, prompt, max_tokens=max_tokens, lookahead=lookahead)
-    end = len(prompt) + max_tokens
     # The last token is the verdict's own.
-    assert all(p.start + len(p.tokens) < end for p in received)
+    assert all(p.start + len(p.tokens) < len(prompt) + max_tokens for p in received)
 
 
 @sweep("stop", range(5))
@@ -310,12 +313,6 @@ async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) 
         first, *others = sizes(simulation)
     assert first == UNPRICED_LOOKAHEAD
     assert max(others) > 3 * UNPRICED_LOOKAHEAD
-
-
-async def test_where_prices_decide_a_single_word_may_be_enough(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
-        received = await proposals(simulation, list(range(7)), max_tokens=5)
-    assert [(p.start, p.tokens) for p in received] == [(7, ()), (8, (1, 2)), (11, ())]
 
 
 async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -> None:

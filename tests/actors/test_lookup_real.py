@@ -13,6 +13,7 @@ import trio
 from completions import ids
 from models import gemma2, gemma3_text, greedy, llama, mamba, prompt_of, qwen3, sliding_llama
 from our_threads import outrider_thread_names, outrider_threads
+from sweeps import sweep
 
 import runtime
 
@@ -133,19 +134,12 @@ def test_generate_sync_looks_up_as_well() -> None:
 # --- invalid drafters -----------------------------------------------------------------------------
 
 
-async def opened(target: Any, draft: Any) -> None:
-    async with runtime.open(target, draft):
-        pass
-
-
-async def test_prompt_lookup_is_no_target() -> None:
-    with pytest.raises(runtime.SettingsError, match='target must be a model here, and "ngram" has none'):
-        await opened("ngram", "ngram")
-    assert outrider_threads() == []
-
-
-@pytest.mark.parametrize("draft", ["./ngram", Path("ngram"), "models/with/ngram"])
-async def test_a_path_of_that_name_is_a_path(draft: Any) -> None:
-    with pytest.raises(runtime.ModelError, match="ngram' does not exist"):
-        await opened((family("llama"), None), draft)
+@sweep("target, draft, says", [
+    ("ngram", "ngram", 'target must be a model here, and "ngram" has none'),
+    *((family("llama"), draft, "ngram' does not exist") for draft in ("./ngram", Path("ngram"), "models/with/ngram")),
+])  # fmt: skip
+async def test_prompt_lookup_is_no_target_and_a_path_of_that_name_is_a_path(target: Any, draft: Any, says: str) -> None:
+    with pytest.raises((runtime.SettingsError, runtime.ModelError), match=says):
+        async with runtime.open(target if target == "ngram" else (target, None), draft):
+            pytest.fail("opened")
     assert outrider_threads() == []

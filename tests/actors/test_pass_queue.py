@@ -162,10 +162,8 @@ async def test_a_session_whose_part_makes_a_pass_fail_ends_or_loses_its_drafter_
 
 
 class TooMuch(ScriptedModel):
-    """A model without the memory for passes of more slots or texts, or with an error at a token that is drafted.
-
-    Attributes:
-        failures: the rows of each pass that failed.
+    """Lacks memory for passes of more slots or texts, or fails at a token that is drafted. Keeps the rows of failed
+    passes.
     """
 
     def __init__(

@@ -206,13 +206,6 @@ async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing
     assert (cached[1] > 0, cached[2] > 0) == (size >= 59, size >= 78)
 
 
-async def test_a_budget_of_no_bytes_keeps_nothing() -> None:
-    async with runtime.open((family("llama"), None), prefix_cache_bytes=0) as rt:
-        for _ in range(2):
-            completion = await rt.generate(some_prompt(41), max_tokens=8, reuse_prefix=True)
-            assert completion.statistics.cached_tokens == 0
-
-
 @sweep("wrong", [-1, 1.5, "2G", None, True])
 async def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(runtime.SettingsError, match="prefix_cache_bytes must be a whole number of at least 0"):

@@ -162,10 +162,8 @@ def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> N
 async def test_caches_of_a_class_that_is_not_known_are_not_copied() -> None:
     async with runtime.open((build(OF_ITS_OWN), None)) as rt:
         asked: dict[str, Any] = {"max_tokens": 4, "reuse_prefix": True}
-        alone, *together = [
-            await rt.generate(PROMPT[:9], max_tokens=4),
-            *await rt.generate_many([PROMPT[:9]] * 2, **asked),
-        ]
+        alone = await rt.generate(PROMPT[:9], max_tokens=4)
+        together = await rt.generate_many([PROMPT[:9]] * 2, **asked)
         assert [ids(completion) for completion in together] == [ids(alone)] * 2
         assert [completion.statistics.prefilled_tokens for completion in together] == [8, 8]
 
