@@ -82,11 +82,7 @@ def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[i
     end of the prompt. Alignment matters for a quantised cache, which is quantised at the end of a pass.
     """
     end = (begin // size + 1) * size if is_aligned else begin + size
-    return min(
-        end,
-        num_read,
-        *(length for length in prefix_checkpoints if length > begin),
-    )
+    return min(end, num_read, *(length for length in prefix_checkpoints if length > begin))
 
 
 def _feed(sequence: CachedSequence, tokens: tuple[int, ...], *, adds_checkpoint: bool) -> None:

@@ -43,11 +43,7 @@ MIN_CONTEXT_LENGTH = 128
 _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
-async def warm_up(
-    target: tuple[Model, Worker],
-    draft: tuple[Model, Worker] | None,
-    prices: Prices,
-) -> None:
+async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
     """Time both models, each alone and both at once; and plain decoding, if its price is not known yet. All is measured
     again where the prices of the first measurement cannot be. `time_drafter` times a drafter in another process.
 

@@ -28,12 +28,7 @@ class RowBatch:
     """
 
     def __init__(
-        self,
-        model: Module,
-        caches: Sequence[Any],
-        layer_evaluation: LayerEvaluation,
-        *,
-        vocab_size: int,
+        self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation, *, vocab_size: int
     ) -> None:
         """Make an empty batch; `caches` are those of one text, each of a kind that has a `row_cache`."""
         self._model = model

@@ -259,13 +259,7 @@ class ThreadWorker:
     # --- back in trio -----------------------------------------------------------------------------
 
     def _finish(
-        self,
-        queued: _QueuedJob,
-        job: Job[Any],
-        result: outcome.Outcome[Any],
-        began: float,
-        ended: float,
-        goes_on: bool,
+        self, queued: _QueuedJob, job: Job[Any], result: outcome.Outcome[Any], began: float, ended: float, goes_on: bool
     ) -> None:
         if queued not in self._unfinished:
             return  # given up

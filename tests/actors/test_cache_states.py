@@ -331,10 +331,7 @@ FITS_NOT: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "more layers": ("KVCache", lambda: llama(num_hidden_layers=4)),
     "more heads": ("KVCache", lambda: llama(num_key_value_heads=2)),
     "another window": ("SlidingWindowCache", lambda: gemma3_text(window=WINDOW + 1)),
-    "another chunk": (
-        "ChunkedKVCache",
-        lambda: build("llama4", text_config=LLAMA4 | {"attention_chunk_size": 16}),
-    ),
+    "another chunk": ("ChunkedKVCache", lambda: build("llama4", text_config=LLAMA4 | {"attention_chunk_size": 16})),
 }
 
 

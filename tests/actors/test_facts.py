@@ -16,18 +16,7 @@ import outcome
 import pytest
 from cache_subjects import Concatenating
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
-from models import (
-    deepseek_v3,
-    gemma2,
-    gemma3_text,
-    greedy,
-    llama,
-    mamba,
-    near,
-    prompt_of,
-    qwen3,
-    sliding_llama,
-)
+from models import deepseek_v3, gemma2, gemma3_text, greedy, llama, mamba, near, prompt_of, qwen3, sliding_llama
 from sweeps import sweep
 
 import runtime

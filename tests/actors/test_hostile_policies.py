@@ -302,10 +302,7 @@ def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_de
     assert policy.longest_run > 1
 
 
-DROPS: dict[str, Callable[[Node], bool] | None] = {
-    "chance": None,
-    "its confidence": lambda node: node.guess.raw > 0.28,
-}
+DROPS: dict[str, Callable[[Node], bool] | None] = {"chance": None, "its confidence": lambda node: node.guess.raw > 0.28}
 
 
 @pytest.mark.slow

@@ -442,9 +442,7 @@ def drafter(simulation: Simulation) -> LookupActor:
     return actor
 
 
-async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_session(
-    autojump_clock: Any,
-) -> None:
+async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_session(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
         stream, other = (simulation.runtime.stream([0, 1, 2], max_tokens=12) for _ in range(2))
         drafter(simulation).mailbox.send_nowait(Withdraw(0))

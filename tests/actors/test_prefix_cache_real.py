@@ -196,9 +196,7 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
 
 
 @sweep("size", [20, 48, 64, 70, 200])
-async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(
-    size: int,
-) -> None:
+async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(size: int) -> None:
     model = build("qwen3")
     async with runtime.open((model, None), max_kv_size=size) as rt:
         cached = await three_turns(rt, max_tokens=12, **SETTINGS)

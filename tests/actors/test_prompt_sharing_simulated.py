@@ -73,10 +73,7 @@ async def test_a_prompt_of_four_sessions_is_read_once_by_each_model(
                 assert other.statistics.cached_tokens >= NUM_READ
 
 
-@pytest.mark.parametrize(
-    "others",
-    [{"reuse_prefix": False}, {"prefill_step_size": 16}, {"lookahead": 0}],
-)
+@pytest.mark.parametrize("others", [{"reuse_prefix": False}, {"prefill_step_size": 16}, {"lookahead": 0}])
 async def test_sessions_that_would_read_otherwise_or_want_no_cache_read_by_themselves(
     others: dict[str, Any], autojump_clock: Any
 ) -> None:

@@ -29,17 +29,7 @@ from distributions import (
     random_price,
 )
 from other_vocabularies import TranslatedScript
-from scripted import (
-    ScriptedModel,
-    always,
-    hashed,
-    ids,
-    markov,
-    never,
-    run,
-    simulated,
-    within,
-)
+from scripted import ScriptedModel, always, hashed, ids, markov, never, run, simulated, within
 from sweeps import sweep
 
 from actors.drafters.drafter import DrafterSession

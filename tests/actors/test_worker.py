@@ -438,9 +438,7 @@ async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(ca
 
 
 @pytest.mark.usefixtures("impatience")
-async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_thread_too(
-    caplog: Any,
-) -> None:
+async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_thread_too(caplog: Any) -> None:
     gate = Gate()
     hung: list[threading.Thread] = []
     with trio.CancelScope() as scope:
