@@ -254,7 +254,7 @@ async def play(scenario: Any) -> None:
 # A shared step fails, and the caches that have lost the text can drop no token of it once it is read again.
 LOST = SimpleNamespace(
     right=(True,), lookahead=1, max_tokens=7, stop_at=None, num_sessions=2, costs=(0.25,), draft_costs=(0.0,),
-    report_delays=None, chains=False, target_undo=always, draft_cache="none", draft_fails_at=9, schedule=0,
+    report_delays=None, chains=False, target_undo=always, draft_cache="of nothing known", draft_fails_at=9, schedule=0,
 )  # fmt: skip
 
 

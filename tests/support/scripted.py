@@ -23,6 +23,7 @@ import mlx.core as mx
 import trio
 import trio.testing
 from outcome import Error
+from sweeps import sweep
 
 from actors.actor import ActorSession
 from actors.drafters.draft_actor import DraftActor
@@ -162,12 +163,19 @@ def within(window: int) -> Undo:
 
 
 CACHES: dict[str, dict[str, Any]] = {
-    "trim": {},
-    "none": {"undo": never},
-    "trim until they are full": {"undo": within(24)},
-    "only go back to a state": {"undo": never, "keeps_states": True},
+    "can be trimmed": {"undo": always},
+    "recurrent": {"undo": never, "keeps_states": True},
+    "of a window": {"undo": within(24), "keeps_states": True},
+    "of a window, without states": {"undo": within(24)},
+    "of nothing known": {"undo": never},
 }
-"""Options of a scripted model, by what its caches can do."""
+"""Options of a scripted model, by what its caches are."""
+every_cache = sweep("cache", CACHES.values())
+
+
+def pair_with(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
+    """A target and a drafter, both with such caches."""
+    return ScriptedModel(truthful, **cache), ScriptedModel(agreeing(agreement), **cache)
 
 
 # --- scripted models ------------------------------------------------------------------------------
