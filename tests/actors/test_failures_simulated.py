@@ -117,22 +117,15 @@ async def test_a_failing_drafter_is_warned_of_once_with_its_error(autojump_clock
 
 
 async def test_a_drafter_that_fails_for_one_session_goes_on_for_the_others(autojump_clock: Any) -> None:
-    num_failures = set()
+    prompts, num_failures = [[i, i, i] for i in range(3)], set()
     for n in range(1, 40, 3):
         async with simulated(ScriptedModel(truthful), drafter(fails={"feed": {n}})) as simulation:
-            failures = []
-
-            async def one(prompt: list[int], simulation: Simulation = simulation, failures: Any = failures) -> None:
-                completion = await simulation.runtime.generate(prompt, max_tokens=30, lookahead=2)
-                assert ids(completion.tokens) == continuation(prompt, 30)
-                failures.append(completion.statistics.draft_failures)
-
-            async with trio.open_nursery() as nursery:
-                for i in range(3):
-                    nursery.start_soon(one, [i, i, i])
-            # A step that several share is repeated for each of them alone, and succeeds then.
-            assert sorted(failures) in ([0, 0, 0], [0, 0, 1])
-            num_failures.add(sum(failures))
+            completions = await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2)
+        assert [ids(each.tokens) for each in completions] == [continuation(prompt, 30) for prompt in prompts]
+        # A step that several share is repeated for each of them alone, and succeeds then.
+        failures = sorted(each.statistics.draft_failures for each in completions)
+        assert failures in ([0, 0, 0], [0, 0, 1])
+        num_failures.add(sum(failures))
     assert num_failures == {0, 1}
 
 
@@ -330,20 +323,12 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
                     raise Unforeseen(name)
             return getattr(self._chain, name)
 
-    got: dict[int, Any] = {}
-    async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
-
-        async def one(i: int) -> None:
-            got[i] = await simulation.runtime.generate([i, i, i], max_tokens=30, lookahead=2, **settings)
-
-        with trio.fail_after(10_000):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one, 0)
-                await trio.testing.wait_all_tasks_blocked()
-                nursery.start_soon(one, 1)
-    for i, completion in got.items():
-        assert ids(completion.tokens) == continuation([i, i, i], 30)
-        assert completion.statistics.draft_failures == (i == 0)
+    prompts = [[i, i, i] for i in range(2)]
+    with trio.fail_after(10_000):
+        async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
+            got = await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2, **settings)
+    assert [ids(each.tokens) for each in got] == [continuation(prompt, 30) for prompt in prompts]
+    assert [each.statistics.draft_failures for each in got] == [1, 0]
     assert got[1].statistics.accepted > 0
     assert num_calls >= at
 

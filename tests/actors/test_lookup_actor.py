@@ -150,13 +150,10 @@ async def test_a_fixed_lookahead_never_rests_and_of_zero_never_looks_up(lookahea
 
 
 async def test_several_streams_look_up_each_in_its_own_text(autojump_clock: Any) -> None:
-    prompts = [[0, 1, 2, 3], [9, 9, 9], [20, 21, 22, 20, 21]]
-    script = slipping(0.2)
-    got: list[list[int]] = [[] for _ in prompts]
-    async with simulated(ScriptedModel(script), "ngram") as simulation, trio.open_nursery() as nursery:
-        for prompt, text in zip(prompts, got, strict=True):
-            nursery.start_soon(read_into, text, simulation.runtime.stream(prompt, max_tokens=40))
-    assert got == [plain_text(script, prompt, 40) for prompt in prompts]
+    prompts, script = [[0, 1, 2, 3], [9, 9, 9], [20, 21, 22, 20, 21]], slipping(0.2)
+    async with simulated(ScriptedModel(script), "ngram") as simulation:
+        got = await simulation.runtime.generate_many(prompts, max_tokens=40)
+    assert [ids(each.tokens) for each in got] == [plain_text(script, prompt, 40) for prompt in prompts]
 
 
 # --- what is proposed, and when -------------------------------------------------------------------

@@ -98,20 +98,13 @@ async def test_under_the_rejection_rule_texts_come_and_some_of_what_was_looked_u
 
 async def test_several_streams_at_once_and_one_that_is_left() -> None:
     prompts = [prompt_of(5, seed=seed) * 3 for seed in range(3)]
-    texts: dict[int, list[int]] = {}
-
-    async def read(rt: runtime.Runtime, number: int) -> None:
-        texts[number] = ids(await rt.generate(prompts[number], max_tokens=30))
-
     async with runtime.open((family("qwen3"), None), "ngram") as rt:
         async for _ in rt.stream(prompts[0], max_tokens=30):
             break
-        async with trio.open_nursery() as nursery:
-            for number in range(3):
-                nursery.start_soon(read, rt, number)
+        texts = await rt.generate_many(prompts, max_tokens=30)
         while rt.num_streams:  # a finished stream is removed in the next turn of the event loop
             await trio.lowlevel.checkpoint()
-    assert texts == {number: greedy(family("qwen3"), prompt, 30) for number, prompt in enumerate(prompts)}
+    assert [ids(text) for text in texts] == [greedy(family("qwen3"), prompt, 30) for prompt in prompts]
 
 
 async def test_serve_looks_up_as_well(nursery: trio.Nursery) -> None:

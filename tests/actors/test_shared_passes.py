@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import trio
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
+from completions import ids
 from mlx_lm.models.base import create_causal_mask
 from models import Wrapped, greedy
 from sweeps import sweep
@@ -244,24 +244,11 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
         return feed_ahead(batch, keys, tokens, recorder)
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
-    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 7]]
-    lengths = [7, 40, 40, 33]
+    lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 40), ([8, 9], 40), ([3, 3, 7], 33)]
+    asked = [(prompt, {**settings, "max_tokens": length, "ignore_eos": True}) for prompt, length in lengths]
     async with runtime.open((build(name), None)) as rt:
-
-        async def text(prompt: list[int], length: int) -> list[int]:
-            async with rt.stream(prompt, max_tokens=length, ignore_eos=True, **settings) as stream:
-                return [token.id async for token in stream]
-
-        alone = [await text(*each) for each in zip(prompts, lengths, strict=True)]
-        together: dict[int, list[int]] = {}
-
-        async def keep(i: int) -> None:
-            together[i] = await text(prompts[i], lengths[i])
-
-        async with trio.open_nursery() as nursery:
-            for i in range(len(prompts)):
-                nursery.start_soon(keep, i)
-        assert [together[i] for i in range(len(prompts))] == alone
+        alone = [ids(await rt.generate(prompt, **own)) for prompt, own in asked]
+        assert [ids(each) for each in await rt.generate_many(asked)] == alone
     assert ahead
 
 
