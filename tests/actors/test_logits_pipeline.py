@@ -224,32 +224,19 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 async def test_a_seeds_text_hangs_on_nothing_but_target_prompt_and_settings(pair: str) -> None:
     target, draft = PAIRS[pair]
-    num_seeds, num_tokens = 40, 12
-    alone: dict[int, list[int]] = {}
-    together: dict[int, list[int]] = {}
-
-    def chosen(seed: int) -> dict[str, Any]:
-        shape = SHAPES[seed % len(SHAPES)]
-        return {"seed": seed, "max_tokens": num_tokens, "temperature": TEMPERATURES[seed % len(TEMPERATURES)], **shape}
-
+    num_seeds, lookaheads = 40, (1, 2, 4, "auto")
+    chosen = [
+        {"seed": seed, "temperature": TEMPERATURES[seed % len(TEMPERATURES)], **SHAPES[seed % len(SHAPES)]}
+        for seed in range(num_seeds)
+    ]
     async with runtime.open((target, None)) as rt:
-        for seed in range(num_seeds):
-            alone[seed] = ids((await rt.generate(PROMPT, **chosen(seed))).tokens)
+        alone = [ids((await rt.generate(PROMPT, max_tokens=12, **own)).tokens) for own in chosen]
     async with runtime.open((target, None), (draft, None)) as rt:
-        seeds = iter(range(num_seeds))
-
-        async def work() -> None:
-            for seed in seeds:
-                lookahead: Any = (1, 2, 4, "auto")[seed % 7 % 4]
-                completion = await rt.generate(PROMPT, lookahead=lookahead, **chosen(seed))
-                together[seed] = ids(completion.tokens)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(work)
+        asked = [(PROMPT, {**own, "lookahead": lookaheads[seed % 7 % 4]}) for seed, own in enumerate(chosen)]
+        together = await rt.generate_many(asked, max_concurrent=3, max_tokens=12)
         assert rt.statistics().accepted > 0
-    assert together == alone
-    assert len({tuple(text) for text in alone.values()}) > 0.7 * num_seeds
+    assert [ids(each.tokens) for each in together] == alone
+    assert len({tuple(text) for text in alone}) > 0.7 * num_seeds
 
 
 # --- user-defined processors ----------------------------------------------------------------------
