@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 import attrs
-import mlx.core as mx
 import pytest
 import trio
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 from scripted import (
     CACHES,
+    FailingAtDrafts,
     ScriptedModel,
     agreeing,
     always,
@@ -37,7 +37,6 @@ from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.drafter import policy_by_settings
-from actors.model import Feed, feed_each
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import Node
@@ -169,18 +168,6 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
-class FailingAtDrafts(ScriptedModel):
-    """A model whose passes fail if they read a certain token that is drafted."""
-
-    num_failures = 0
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        if any(1 in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds):
-            self.num_failures += 1
-            raise MemoryError
-        return feed_each(feeds)
-
-
 def sampled(
     policy: Hostile,
     num_tokens: int,
@@ -258,7 +245,7 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
 def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.backoff.Backoff.leaves_out", lambda _: False)
     coin = markov(((0.5, 0.5), (0.5, 0.5)))
-    target = FailingAtDrafts(coin, vocab_size=2)
+    target = FailingAtDrafts(coin, 1, vocab_size=2)
     text = sampled(Hostile(), 800, target=target, draft=ScriptedModel(coin, vocab_size=2))
     after = {token: Counter(b for a, b in itertools.pairwise(text) if a == token) for token in (0, 1)}
     assert pooled_p_value([(counts, {0: 0.5, 1: 0.5}) for counts in after.values()]) > SIGNIFICANCE

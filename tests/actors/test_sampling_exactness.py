@@ -29,11 +29,10 @@ from distributions import (
     random_price,
 )
 from other_vocabularies import TranslatedScript
-from scripted import ScriptedModel, always, hashed, ids, markov, never, run, simulated, within
+from scripted import FailingAtDrafts, ScriptedModel, always, hashed, ids, markov, never, run, simulated, within
 from sweeps import sweep
 
 from actors.drafters.drafter import DrafterSession
-from actors.model import Feed, feed_each
 from actors.target import round_jobs
 from actors.target.parts import Part
 from actors.target.target_session import OneByOne
@@ -309,19 +308,6 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
 # --- passes that fail because of what is drafted --------------------------------------------------
 
 
-class Touchy(ScriptedModel):
-    """A model that fails at passes with a certain token among the drafted ones."""
-
-    bad_token = num_failures = 0
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        for feed in feeds:
-            if self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :]:
-                self.num_failures += 1
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-
 def drop_what_was_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     def emptied(proposal: Proposal) -> OneByOne:
         return OneByOne(attrs.evolve(proposal, tokens=(), probs=(), reach=(), copied=()))
@@ -348,8 +334,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(
     )
 
     def p_value_of_texts() -> float:
-        models = Touchy(markov(table), vocab_size=len(table)), drafter(draft_table)
-        models[0].bad_token = bad_token
+        models = FailingAtDrafts(markov(table), bad_token, vocab_size=len(table)), drafter(draft_table)
         asked = {"max_tokens": 5, "lookahead": 3, "acceptance": acceptance}
         texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, **asked))]
         assert models[0].num_failures > 100

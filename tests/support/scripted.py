@@ -425,6 +425,20 @@ class FailingTogether(ScriptedModel):
         forget_all(self)
 
 
+class FailingAtDrafts(ScriptedModel):
+    """A model whose passes fail if they read a certain token that is drafted."""
+
+    def __init__(self, script: Script, bad_token: int, **options: Any) -> None:
+        super().__init__(script, **options)
+        self.bad_token, self.num_failures = bad_token, 0
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        if any(self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds):
+            self.num_failures += 1
+            raise MemoryError("no room for this one")
+        return feed_each(feeds)
+
+
 def forget_all(model: ScriptedModel) -> None:
     """Empty all sequences that are open, as after a pass in which all of them were rows."""
     for sequence in model.sequences:
