@@ -160,7 +160,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error_
         error = rf"feed ({n}|{last}) failed" if num_streams == 1 else r"feed \d+ failed"
 
         async def one(simulation: Simulation, session: int) -> None:
-            prompt, got = [*PROMPT, session], list[int]()
+            prompt, got = PROMPT + [session] * session, list[int]()
             stream = simulation.runtime.stream(prompt, **settings)
             with pytest.raises(RuntimeBrokenError, match=error) as broken:
                 await read_into(got, stream, pause=100.0 if session == 2 else 0.0)
