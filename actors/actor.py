@@ -12,14 +12,14 @@ from typing import Generic, Protocol, TypeVar
 
 import trio
 
-from actors.model import CachedSequence, Fork, Model
+from actors.model import CachedSequence, Model
 from actors.prefix_cache import CacheHit, PrefixCache, PrefixStore
 from actors.prompt_cache import open_continued
-from actors.prompt_sharing import PromptReading, PromptReadings, ReadPrompt
+from actors.prompt_sharing import PromptReading, ReadPrompt, SharedPrompt
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
-from protocol.messages import Close, Features, Message
+from protocol.messages import Close, Features, Message, Open
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.pass_price import PassPrice
 from protocol.prefill_chunks import PrefillChunkSize
@@ -46,18 +46,13 @@ class ActorSession(ABC):
 
     Attributes:
         shared: what the runtime and both actors share about the session.
-        id: of the session.
-        state: this actor's copy of the session state.
-        cached_tokens: the tokens in this actor's cache of the session.
-        sequence: the cache itself, while the actor works on the session.
+        sequence: the text in the model's cache, while the actor works on the session.
         beside_another: see `Model.open_sequence`.
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
-        reading: of its prompt, while others may wait for it.
-        awaits: the reading of its prompt by another session, which it waits for; None if there is none.
-        read_prompt: what came of that.
+        reading, awaits: a reading of its prompt, for which others may wait; and by another session, for which it waits.
         is_brought_back: whether what was stored of its prompt is in the prefix cache; None if that was not looked for.
-        prompt_features: the target's hidden states of the prompt, from when they are there until they are handed on.
+        prompt_features: the target's hidden states of the prompt, until they are handed on.
     """
 
     def __init__(self, shared: Session) -> None:
@@ -94,25 +89,19 @@ class ActorSession(ABC):
 class Actor(ABC, Generic[S]):
     """A mailbox, and the sessions that it works on, in one loop.
 
-    Messages are taken in as they come. What follows from them, the loop does: it looks at the sessions that have
-    changed, and has the next job done. All waiting is in one place.
+    Messages are taken in as they come. The loop looks at the sessions that have changed, and has the next job done. All
+    waiting is in one place.
     """
 
     name: ActorName
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
-        """Make an actor that does nothing until `serve` runs.
-
-        Args:
-            on_event: called with each decision; see `protocol.trace`.
-            prices: measured costs of the runtime; both actors update them.
-            clock: returns seconds; decisions are timed with it.
-        """
+        """Make an actor that does nothing until `serve` runs. Both actors update the runtime's prices."""
         self._on_event = on_event
         self.prices = prices
         self._clock = clock
-        # Unbounded, and yet never long: a session has at most one proposal and one verdict under way.
-        # So sending never waits, and the two actors cannot wait for each other's mailboxes.
+        # Unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session has at most
+        # one proposal and one verdict under way.
         self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
         self._sessions: dict[int, S] = {}
         self._changed: dict[S, None] = {}
@@ -162,7 +151,6 @@ class Actor(ABC, Generic[S]):
         """End the work on a session, and let go of its cache."""
 
     def _look_at(self, session: S) -> None:
-        """Look at a session that has changed. Never waits."""
         self._changed[session] = None
         self._wakeup.set()
 
@@ -197,11 +185,7 @@ class Actor(ABC, Generic[S]):
         return self.is_serving
 
     def when_over(self, call: Callable[[], None]) -> None:
-        """Register a function to call as soon as no session can begin any more; called at once if that is so already.
-
-        Args:
-            call: must neither wait nor raise.
-        """
+        """Call a function, which neither waits nor raises, as soon as no session can begin any more."""
         self._when_over.append(call)
         if not self.is_serving:
             call()
@@ -227,7 +211,6 @@ class Actor(ABC, Generic[S]):
             self._look_at(session)
 
     def _forget(self, session: S) -> None:
-        """Let go of a session on which the actor has ended its work."""
         del self._sessions[session.id]
         self._changed.pop(session, None)
         session.end_reading()
@@ -277,20 +260,13 @@ class ModelActor(Actor[S]):
         pass_price: PassPrice,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ) -> None:
-        """As `Actor`, and:
-
-        Args:
-            model: lives on the worker's thread.
-            worker: does the forward passes of all sessions.
-            pass_price: of the model's passes.
-            prefix_cache_bytes: bound of the prefix cache.
-        """
+        """As `Actor`; the model lives on the worker's thread."""
         super().__init__(on_event, prices, worker.clock)
         self.model, self.worker = model, worker
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
-        self._prompt_readings = PromptReadings()
+        self._prompt_readings: dict[SharedPrompt, PromptReading] = {}
 
     @property
     def is_alive(self) -> bool:
@@ -304,16 +280,13 @@ class ModelActor(Actor[S]):
         finally:
             with trio.CancelScope(shield=True):
                 if len(self._prefix_cache) > 0:
-                    await self._close_prefix_cache()
+                    try:
+                        await self.worker.run(Job("close", self._prefix_cache.close))
+                    except JobError as error:
+                        logger.warning("the prefix cache cannot be closed: %s", error)
                 if (store := self._prefix_cache.store) is not None:
                     await store.flush()
                     self._prefix_cache.store = None  # it refers to this actor, whose model is to be freed
-
-    async def _close_prefix_cache(self) -> None:
-        try:
-            await self.worker.run(Job("close", self._prefix_cache.close))
-        except JobError as error:
-            logger.warning("the prefix cache cannot be closed: %s", error)
 
     # --- opening and closing sequences ------------------------------------------------------------
 
@@ -323,13 +296,13 @@ class ModelActor(Actor[S]):
         if not opened.settings.reuse_prefix or session.read_prompt is not None:
             return True
         if session.reading is None and opened.num_read > 0:
-            if session.awaits is None:
-                session.awaits = self._prompt_readings.under_way(opened, beside_another=session.beside_another)
-                if session.awaits is not None:
-                    session.awaits.wait_for(session, partial(self._prompt_was_read, session))
+            prompt = SharedPrompt.of(opened, beside_another=session.beside_another)
+            if session.awaits is None and (under_way := self._prompt_readings.get(prompt)) is not None:
+                session.awaits = under_way
+                under_way.wait_for(session, partial(self._prompt_was_read, session))
             if session.awaits is not None:
                 return False
-            session.reading = self._prompt_readings.begin(opened, beside_another=session.beside_another)
+            session.reading = PromptReading(prompt, self._prompt_readings)
         if self._unwanted(session):
             return False
         if session.is_brought_back is None and (store := self._prefix_cache.store) is not None:
@@ -354,12 +327,10 @@ class ModelActor(Actor[S]):
         self._look_at(session)
 
     async def _open_sequence(self, session: S) -> CachedSequence:
-        """Give a session its sequence: a copy of one that has read the prompt, one of the prefix cache, or a new one.
-
-        `session.cached_tokens` says what it holds of an earlier text.
-        """
+        """Give a session a copy of a sequence that has read the prompt, one of the prefix cache, or a new one."""
         opened, read = session.shared.opened, session.read_prompt
-        hit = await self.worker.run(self._opening(session))
+        call = partial(self._opened_sequence, opened, read, beside_another=session.beside_another)
+        hit = await self.worker.run(Job("open", call, session.id))
         if read is not None:
             session.prompt_features, session.read_prompt = read.features, None
         session.sequence = hit.sequence
@@ -368,25 +339,22 @@ class ModelActor(Actor[S]):
             session.end_reading()
         return hit.sequence
 
-    def _opening(self, session: S) -> Job[CacheHit]:
-        opened, beside_another = session.shared.opened, session.beside_another
-        if session.read_prompt is not None:
-            call = partial(_open_fork, session.read_prompt.fork, opened.num_read)
-        elif opened.settings.reuse_prefix:
+    def _opened_sequence(self, opened: Open, read: ReadPrompt | None, *, beside_another: bool) -> CacheHit:
+        """On the worker's thread."""
+        if read is not None:
+            return CacheHit(read.fork(), opened.num_read)
+        if opened.settings.reuse_prefix:
             # The last of these tokens is fed in any case, for its logits.
             prompt = opened.prompt[: opened.num_read + 1]
-            call = partial(self._prefix_cache.take_longest_match, prompt, beside_another=beside_another)
-        elif opened.settings.prompt_cache_file is not None and self.name == "target":
+            return self._prefix_cache.take_longest_match(prompt, beside_another=beside_another)
+        if opened.settings.prompt_cache_file is not None and self.name == "target":
             # The drafter reads the text alone: it costs speed, not text.
-            call = partial(_open_continued, self.model, opened.settings.prompt_cache_file, beside_another)
-        else:
-            call = partial(_open_empty, self.model, beside_another)
-        return Job("open", call, opened.session)
+            path = opened.settings.prompt_cache_file
+            return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
+        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
 
     async def _put_away(self, session: S) -> None:
-        """Take the sequence from a session, if it has one: give it to the prefix cache if the session asks for that and
-        did not fail, or close it.
-        """
+        """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""
         opened, sequence = session.shared.opened, session.sequence
         if sequence is None:
             return
@@ -426,7 +394,7 @@ class ModelActor(Actor[S]):
         session.end_reading(read)
 
     def session_of(self, session_id: int) -> S | None:
-        """The actor's state of a session that is under way; None if there is none."""
+        """The actor's state of a session that is under way."""
         return self._sessions.get(session_id)
 
     @property
@@ -454,15 +422,3 @@ class ModelActor(Actor[S]):
     @property
     def busy_seconds(self) -> float:
         return self.worker.busy_seconds
-
-
-def _open_continued(model: Model, path: str, beside_another: bool) -> CacheHit:
-    return CacheHit(open_continued(model, path, beside_another=beside_another), 0)
-
-
-def _open_fork(fork: Fork, num_tokens: int) -> CacheHit:
-    return CacheHit(fork(), num_tokens)
-
-
-def _open_empty(model: Model, beside_another: bool) -> CacheHit:
-    return CacheHit(model.open_sequence(beside_another=beside_another), 0)

@@ -1,8 +1,4 @@
-"""The interface of a model that the actors use, so that real models and scripted ones look alike.
-
-A `CachedSequence` is one text in the cache of one model. It holds processed tokens, is fed more, and can be rewound as
-far as its cache allows. All its methods run on the model's own thread.
-"""
+"""The interface of a model that the actors use, so that real models and scripted ones look alike."""
 
 from __future__ import annotations
 
@@ -35,9 +31,9 @@ Fork = Callable[[], "ReusableSequence"]
 
 
 class CachedSequence(ABC):
-    """One text in the cache of one model: eight methods that each has, and what some can do beside those.
+    """One text in the cache of one model, fed and rewound on the model's own thread.
 
-    An ability is an attribute, which is None or False where a sequence lacks it.
+    An ability that only some have is an attribute, which is None or False where a sequence lacks it.
     """
 
     @abstractmethod
@@ -53,13 +49,7 @@ class CachedSequence(ABC):
 
     @abstractmethod
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """Process one token that may not be computed yet.
-
-        Args:
-            token: (1,) id, which may be lazy.
-
-        Returns: (1, V) logits, lazy.
-        """
+        """Process one token, (1,) id, that may not be computed yet. Returns: (1, V) logits, lazy."""
 
     @abstractmethod
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
@@ -84,16 +74,11 @@ class CachedSequence(ABC):
 
     @abstractmethod
     def check(self, length: int) -> None:
-        """Compare the caches with the session's count of cached tokens.
-
-        Raises: RewindError: some layer's cache holds another number of tokens than `length`.
-        """
+        """Raises: RewindError: some layer's cache holds another number of tokens than the session has counted."""
 
     @property
     def is_row(self) -> bool:
-        """Whether the text is a row of a batch, which each pass of the batch computes. May be read in any thread while
-        no pass runs.
-        """
+        """Whether each pass of a batch computes the text, too. May be read in any thread while no pass runs."""
         return False
 
     @property
@@ -154,7 +139,7 @@ class TextFeatures(Protocol):
     def want(self, wanted: bool) -> None:
         """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
 
-        In any thread while no pass over the text runs. Until it is called, they are recorded if the model records any.
+        In any thread while no pass over the text runs. Until then, they are recorded if the model records any.
         """
         ...
 
@@ -181,13 +166,12 @@ class ReusableSequence(CachedSequence):
 
     @abstractmethod
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """How many tokens another text can reuse, with the same result as if they were fed anew.
+        """How many tokens another text can reuse, with the same result as if they were fed anew: the largest length in
+        [0, num_common] that `reuse` can rewind to.
 
         Args:
             num_common: tokens at the beginning that both texts have in common.
             num_read: tokens of the other text that will be fed without looking at logits, >= `num_common`.
-
-        Returns: the largest length, in [0, num_common], that `reuse` can rewind to.
         """
 
     @abstractmethod
@@ -198,13 +182,9 @@ class ReusableSequence(CachedSequence):
         """
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
-        """Read what of a text that is over can be read with what was given already.
+        """Read what of a text that is over can be read with what was given already, all of which is of that text.
 
-        Args:
-            tokens: the cached tokens.
-            text: the text, all that was given being of it.
-
-        Returns: the cached tokens now; those that were there before, unless it is a trained drafter's.
+        Returns: the cached tokens now; the same `tokens`, unless it is a trained drafter's.
         """
         return tokens
 
@@ -214,10 +194,7 @@ class ReusableSequence(CachedSequence):
         return False
 
     def add_prefix_checkpoint(self) -> None:
-        """Keep the state at the present length for other texts, until the sequence is rewound below it.
-
-        A text that can be trimmed needs none.
-        """
+        """Keep the present state for other texts, until the sequence is rewound below it; if that is needed."""
 
 
 @attrs.frozen
@@ -225,7 +202,6 @@ class Feed:
     """Tokens of one text, to be processed in a pass that other texts may share.
 
     Attributes:
-        sequence: the text.
         tokens: at least one id.
         num_logits: rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)].
         alone: whether no other text may be in its pass, nor its cache in one with those of others.
@@ -257,10 +233,8 @@ class Model(Protocol):
         ...
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """Process tokens of several texts, in one forward pass as far as their caches can share one.
-
-        Args:
-            feeds: of different sequences of this model, at least one.
+        """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
+        one.
 
         Returns: (num_logits, V) logits of each, which may be lazy.
         """
@@ -272,32 +246,20 @@ class Model(Protocol):
         ...
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """Process the first tokens of several texts in one pass, without logits. `sharing_obstacle` must be None.
-
-        Args:
-            sequences: empty ones of this model.
-            tokens: of each, at least one and at most `widest_row`.
+        """Process the first tokens of empty sequences, at most `widest_row` of each, in one pass, without logits.
+        `sharing_obstacle` must be None.
 
         Raises: whatever the model raises; what they hold is not known then.
         """
         ...
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
-        """As `feed_together`, of one token each, which may not be computed yet.
-
-        Args:
-            sequences: the texts, at least one.
-            tokens: (n,) ids, one for each text.
-
-        Returns: (n, V) logits, lazy.
-        """
+        """As `feed_together`, of one token each, (n,), maybe not yet computed. Returns: (n, V) logits, lazy."""
         ...
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Why texts of this model cannot share passes; None if they can.
-
-        Args:
-            rewinds_passes: whether a text may have to go back by more than its last pass, as drafts do.
+        """Why texts of this model cannot share passes; None if they can. With `rewinds_passes`, if one may have to go
+        back by more than its last pass, as drafts do.
         """
         ...
 
@@ -306,20 +268,12 @@ class Model(Protocol):
         ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:
-        """Make an empty sequence.
-
-        Args:
-            beside_another: whether another model works in this process at the same time, so that forward passes should
-                leave processor time for it.
-        """
+        """Make an empty sequence, whose passes leave processor time for another model of this process."""
         ...
 
 
 class FeedsEach:
-    """The part of a `Model` that concerns several texts, for one that feeds each by itself in what counts as one pass.
-
-    Such are models that follow a script.
-    """
+    """The part of a `Model` that concerns several texts, for one that feeds each by itself, such as a scripted one."""
 
     feed_together = staticmethod(feed_each)
     widest_row = sys.maxsize

@@ -13,8 +13,8 @@ from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 
-# Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template that repeats the
-# answer in the next prompt leaves out the tokens that ask for it, such as a tag that begins reasoning.
+# Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template leaves out of the
+# next prompt the tokens that asked for the answer, such as a tag that begins reasoning.
 CHECKPOINT_DISTANCE = 16
 
 
@@ -30,7 +30,6 @@ def can_read_together(sequence: CachedSequence, opened: Open) -> bool:
 
 
 def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
-    """The lengths at which prefix checkpoints are to stand."""
     reusable = sequence.reusable if opened.settings.reuse_prefix else None
     if reusable is None or not reusable.needs_prefix_checkpoints:
         return set()
@@ -38,12 +37,8 @@ def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
 
 
 async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: PrefillChunkSize) -> None:
-    """Feed the next part of a prompt that was not read to its end, in one pass.
-
-    Args:
-        chunk_size: of the model; used if the setting is "auto", and updated in any case.
-
-    Cancellation: strikes after the pass.
+    """Feed the next part of a prompt that was not read to its end, in one pass, and update `chunk_size`, which is used
+    if the setting is "auto". Cancellation: strikes after the pass.
     """
     sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
     assert sequence is not None
@@ -62,14 +57,7 @@ async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: Prefi
 async def prefill_committed(
     worker: Worker, session: ActorSession, committed: Sequence[int], chunk_size: PrefillChunkSize
 ) -> None:
-    """Feed committed tokens that are missing in a cache, in one pass of bounded size.
-
-    Args:
-        committed: the session's text so far.
-        chunk_size: of the model.
-
-    Cancellation: strikes after the pass.
-    """
+    """Feed tokens of the session's text that a cache lacks, in one pass. Cancellation: strikes after the pass."""
     sequence, cached_tokens = session.sequence, session.cached_tokens
     assert sequence is not None
     plan, setting = cached_tokens.plan(committed, num_logits=0), session.shared.opened.settings.prefill_step_size
@@ -90,17 +78,11 @@ def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) ->
 
 
 def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:
-    """The length at which a pass ends: `size` tokens on (or at the next multiple), but not beyond a checkpoint or the
-    end of the prompt.
-
-    Alignment matters for a quantised cache, which is quantised at the end of a pass.
+    """The length at which a pass ends: `size` tokens on, or at the next multiple, but not beyond a checkpoint or the
+    end of the prompt. Alignment matters for a quantised cache, which is quantised at the end of a pass.
     """
     end = (begin // size + 1) * size if is_aligned else begin + size
-    return min(
-        end,
-        num_read,
-        *(length for length in prefix_checkpoints if length > begin),
-    )
+    return min(end, num_read, *(length for length in prefix_checkpoints if length > begin))
 
 
 def _feed(sequence: CachedSequence, tokens: tuple[int, ...], *, adds_checkpoint: bool) -> None:

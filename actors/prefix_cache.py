@@ -3,9 +3,8 @@
 A session takes a sequence out and puts it back in the end, so a sequence is either in use or in the cache, never both.
 
 mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
-copies a cache each time that it hands one out, and overlooks a common prefix of one token. Its `PromptTrie` is not used
-either: it finds one neighbour of a prompt, while the entry that can reuse most may be any of them, and it keeps and
-walks a dict for each token.
+copies a cache each time that it hands one out, and overlooks a common prefix of one token. Its `PromptTrie` finds one
+neighbour of a prompt, while the entry that can reuse most may be any of them, and it walks a dict for each token.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import attrs
 from actors.model import CachedSequence, Model, ReusableSequence
 from protocol.errors import RewindError
 
-# A search compares a prompt with every entry. Beyond some number, the oldest entries are not asked for again.
-MAX_SEQUENCES = 64
+MAX_SEQUENCES = 64  # a search compares a prompt with each
 
 # Tokens at the end of a prompt that ask for an answer, such as the tags of an empty reasoning block. A text that
 # continues the prompt may lack them.
@@ -46,10 +44,8 @@ class PrefixMatch:
 
 @attrs.frozen(eq=False)
 class _Entry:
-    """A cached sequence, its tokens, and whether it leaves processor time for another model.
-
-    The first `num_prompt` tokens were the prompt of the text. A text that continues the prompt may lack the answer
-    that follows in the sequence, such as its reasoning. `packed` has the tokens as bytes, for the search.
+    """A cached sequence, and its tokens, of which the first `num_prompt` were the prompt. A text that continues the
+    prompt may lack the answer that follows, such as its reasoning. `packed` has the tokens as bytes, for the search.
     """
 
     sequence: ReusableSequence
@@ -59,20 +55,13 @@ class _Entry:
     num_bytes: int
     packed: bytes
 
-    def may_serve(self, num_common: int, num_reusable: int) -> bool:
-        return may_serve(self.num_prompt, len(self.tokens), num_common, num_reusable)
-
 
 def may_serve(num_prompt: int, num_tokens: int, num_common: int, num_reusable: int) -> bool:
-    """Whether a prompt that shares `num_common` tokens with a sequence, and can reuse some, may take the sequence.
+    """Whether a prompt that shares `num_common` tokens with a sequence of `num_tokens`, and can reuse some, may take
+    the sequence.
 
-    Yes if the prompt continues the sequence's prompt, or if it reuses at least as many tokens as it discards.
-    Otherwise two conversations that share only their beginning would take the sequence from each other each turn.
-
-    Args:
-        num_prompt: tokens of the sequence that were the prompt of its text.
-        num_tokens: all tokens of the sequence.
-        num_common, num_reusable: of the other prompt.
+    Yes if the prompt continues the sequence's prompt, or if it reuses at least as many tokens as it discards. Otherwise
+    two conversations that share only their beginning would take the sequence from each other each turn.
     """
     return num_common >= num_prompt - NUM_ANSWER_CUE_TOKENS or num_reusable >= num_tokens - num_reusable
 
@@ -81,22 +70,11 @@ class PrefixStore(Protocol):
     """Where sequences go that leave a prefix cache, and come back from."""
 
     def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
-        """Take a copy of a sequence that is about to be closed. Called on the model's thread; must not raise.
-
-        Args:
-            sequence: holds `tokens`.
-            tokens: the cached tokens.
-            num_prompt: how many of them were the prompt of their text.
-        """
+        """Take a copy of a sequence that is about to be closed, on the model's thread. Must not raise."""
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
-        """Put the sequence that has most of a prompt into the prefix cache, if no better one is there.
-
-        Args:
-            prompt: as for `PrefixCache.take_longest_match`.
-            beside_another: how the sequence is opened.
-
-        Cancellation: waits for the running job.
+        """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
+        `PrefixCache.take_longest_match`. Cancellation: waits for the running job.
         """
 
     async def run(self) -> None:
@@ -114,12 +92,7 @@ class PrefixCache:
     """
 
     def __init__(self, model: Model, max_bytes: int) -> None:
-        """Make an empty cache.
-
-        Args:
-            model: opens the sequences.
-            max_bytes: bound of the sequences' memory, >= 0. The oldest entries are closed first.
-        """
+        """Make an empty cache. The oldest entries are closed when it exceeds `max_bytes`."""
         self.store: PrefixStore | None = None
         self._model = model
         self._max_bytes = max_bytes
@@ -134,13 +107,9 @@ class PrefixCache:
         return sum(entry.num_bytes for entry in self._entries)
 
     def take_longest_match(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
-        """Take the sequence with most reusable tokens of a prompt out of the cache; open a new one if there is none.
-
-        Of two that can reuse as many, the newest is taken.
-
-        Args:
-            prompt: its last token is never reused, since its logits are wanted.
-            beside_another: see `Model.open_sequence`. Only sequences that were opened with the same value match.
+        """Take the sequence with most reusable tokens of a prompt, the newest of several, out of the cache; or open a
+        new one. The prompt's last token is never reused, since its logits are wanted. Only sequences that were opened
+        with the same `beside_another` match.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
@@ -151,7 +120,8 @@ class PrefixCache:
             if entry.beside_another == beside_another:
                 num_common = common_length(entry.packed, packed)
                 num_reusable = entry.sequence.reusable_length(num_common, num_read)
-                if num_reusable > 0 and num_reusable >= num_cached and entry.may_serve(num_common, num_reusable):
+                serves = may_serve(entry.num_prompt, len(entry.tokens), num_common, num_reusable)
+                if num_reusable > 0 and num_reusable >= num_cached and serves:
                     best, num_cached = entry, num_reusable
         if best is None:
             return CacheHit(self._model.open_sequence(beside_another=beside_another), 0)
@@ -164,10 +134,7 @@ class PrefixCache:
         return CacheHit(best.sequence, num_cached)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
-        """The sequence with most reusable tokens of a text, which stays in the cache; None if no token is reusable.
-
-        Of two that can reuse as many, the newest is returned.
-        """
+        """As `take_longest_match`, of a text, but the sequence stays in the cache; None if no token is reusable."""
         packed = pack(text)
         best: PrefixMatch | None = None
         for entry in self._entries:
@@ -188,7 +155,6 @@ class PrefixCache:
         """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
 
         Args:
-            sequence: of a session that is over.
             cached_tokens: the tokens that the sequence holds.
             committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
             beside_another: as the sequence was opened.
@@ -264,8 +230,8 @@ def pack(tokens: Sequence[int]) -> bytes:
 def common_length(one: bytes, other: bytes) -> int:
     """How many tokens two packed texts have in common at their beginnings.
 
-    A binary search, since comparing two slices of bytes takes microseconds for thousands of tokens, and a loop over
-    the tokens holds the GIL for milliseconds.
+    A binary search: comparing slices of bytes takes microseconds, and a loop over tokens holds the GIL for
+    milliseconds.
     """
     low, high = 0, min(len(one), len(other)) // _ID_BYTES
     middle = high  # most texts that share anything share all of the shorter one

@@ -1,7 +1,4 @@
-"""A probe: feeds a model two tokens, and checks that it returns their logits.
-
-Everything here runs on the model's own thread.
-"""
+"""A probe: feeds a model two tokens, and checks that it returns their logits. On the model's own thread."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ PROBED = (0, 0)
 
 
 def probe(model: Model) -> None:
-    """Feed two tokens to a new sequence, which is closed again. The model itself does not change.
-
-    Args:
-        model: of mlx-lm or any other kind.
+    """Feed two tokens to a new sequence, which is closed again.
 
     Raises: ModelError: the model cannot process the tokens (the original error is the cause), or returns something else
         than their logits. NaN and infinite logits pass.
@@ -40,12 +34,8 @@ def probe(model: Model) -> None:
 
 
 def check_logits(named: str, logits: object, shape: tuple[int | None, ...]) -> int:
-    """Check what a model returned for `PROBED`.
-
-    Args:
-        named: the name of the model, for the message.
-        logits: what the model returned.
-        shape: the expected shape; a size of None stands for any size but 0.
+    """Check what a model, `named` for the message, returned for `PROBED`; a size of None in `shape` stands for any but
+    0.
 
     Returns: the width of the logits, >= 1.
     Raises: ModelError: this is not an array, or has another shape, or does not hold floating-point numbers.

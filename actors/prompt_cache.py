@@ -20,18 +20,15 @@ from protocol.reprs import shown_path
 class ContinuedSequence(MLXSequence):
     """A text in caches that held tokens before it, which nobody can name.
 
-    To all callers it is a text that begins with its own first token: lengths and positions do not count those before.
-    It shares no pass, and no other text reuses it.
+    To all callers it begins with its own first token: lengths and positions do not count those before. It shares no
+    pass, and no other text reuses it.
     """
 
     _num_before = 0
     _beginning: SequenceState | None = None
 
     def begin(self, state: SequenceState) -> None:
-        """Take the state of the tokens before; once, while the sequence is empty.
-
-        Raises: MisfitError, RewindError: this is not the state of a sequence of this model.
-        """
+        """Take the state of the tokens before; once, while the sequence is empty. Raises: as `put_state`."""
         self.put_state(state)
         self._num_before, self._beginning = len(state.tokens), state
 
@@ -90,12 +87,7 @@ def open_continued(model: Model, path: str, *, beside_another: bool) -> Continue
 
 
 def _read(path: Path) -> SequenceState:
-    """The state in a prompt cache file; in place of the tokens, as many zeros.
-
-    Raises:
-        MisfitError: its caches are of classes that are not known, or of different lengths.
-        SessionFileError: it cannot be read.
-    """
+    """The state in a prompt cache file; in place of the tokens, as many zeros."""
     # mlx and mlx-lm raise errors of many kinds for a file that is damaged.
     try:
         caches: list[Any] = load_prompt_cache(str(path))

@@ -11,23 +11,18 @@ from protocol.messages import Features, Open
 
 
 @attrs.frozen
-class _Prompt:
-    """What must be equal, so that a session may begin with what another one has read.
-
-    Attributes:
-        tokens: those that are read without logits.
-        pass_tokens: the setting; some caches depend on how a text is divided into passes.
-        beside_another: see `Model.open_sequence`.
-        is_scored: whether the session scores. It records no features for others.
+class SharedPrompt:
+    """What must be equal to begin with what another session has read. One that scores records no features for
+    others.
     """
 
     tokens: tuple[int, ...]
-    pass_tokens: int | str
+    pass_tokens: int | str  # some caches depend on how a text is divided into passes
     beside_another: bool
     is_scored: bool
 
     @classmethod
-    def of(cls, opened: Open, *, beside_another: bool) -> _Prompt:
+    def of(cls, opened: Open, *, beside_another: bool) -> SharedPrompt:
         """The prompt of a session."""
         tokens = opened.prompt[: opened.num_read]
         return cls(tokens, opened.settings.prefill_step_size, beside_another, opened.num_scored > 0)
@@ -35,22 +30,17 @@ class _Prompt:
 
 @attrs.frozen(eq=False)
 class ReadPrompt:
-    """A prompt that was read by one session, for others.
-
-    Attributes:
-        fork: opens a sequence that holds it.
-        features: the target's hidden states of all of it, if a drafter reads those.
-    """
+    """A prompt that a session has read, for others, and all of its features, if a drafter reads those."""
 
     fork: Fork
     features: Features | None = None
 
 
 class PromptReading:
-    """A prompt that one session reads, and that others may wait for."""
+    """A prompt that one session of an actor reads, and that others may wait for. To be used in trio's thread."""
 
-    def __init__(self, prompt: _Prompt, readings: dict[_Prompt, PromptReading]) -> None:
-        """The session begins; `readings` has those that are under way."""
+    def __init__(self, prompt: SharedPrompt, readings: dict[SharedPrompt, PromptReading]) -> None:
+        """Begin to read, and join `readings`, which has those that are under way, until `end`."""
         self._prompt = prompt
         self._readings = readings
         self._waiting: dict[object, Callable[[ReadPrompt | None], None]] = {}
@@ -62,9 +52,7 @@ class PromptReading:
         return len(self._waiting)
 
     def wait_for(self, session: object, on_end: Callable[[ReadPrompt | None], None]) -> None:
-        """Have a function called once the prompt was read: with it, or with None if it was not read to its end, or
-        cannot be copied.
-        """
+        """Have a function called with the prompt once it was read; with None if it was not, or cannot be copied."""
         self._waiting[session] = on_end
 
     def wait_no_more(self, session: object) -> None:
@@ -72,23 +60,8 @@ class PromptReading:
         self._waiting.pop(session, None)
 
     def end(self, read: ReadPrompt | None = None) -> None:
-        """Give those that wait the prompt; or None, so that one of them reads it. Once."""
+        """Give those that wait the prompt; or None, so that one of them reads it. Once, whatever happens."""
         del self._readings[self._prompt]
         waiting, self._waiting = self._waiting, {}
         for on_end in waiting.values():
             on_end(read)
-
-
-class PromptReadings:
-    """The prompts that the sessions of one actor are reading. To be used in trio's thread."""
-
-    def __init__(self) -> None:
-        self._by_prompt: dict[_Prompt, PromptReading] = {}
-
-    def under_way(self, opened: Open, *, beside_another: bool) -> PromptReading | None:
-        """The reading of a session's prompt by another session, if there is one."""
-        return self._by_prompt.get(_Prompt.of(opened, beside_another=beside_another))
-
-    def begin(self, opened: Open, *, beside_another: bool) -> PromptReading:
-        """Begin a reading of a session's prompt, which nobody reads yet. The session ends it, whatever happens."""
-        return PromptReading(_Prompt.of(opened, beside_another=beside_another), self._by_prompt)

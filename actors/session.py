@@ -19,27 +19,22 @@ from protocol.stop_strings import Stop
 
 @attrs.define(eq=False)
 class Session:
-    """One generation, as the runtime hands it to the actors.
-
-    Touched in trio's thread only.
+    """One generation, as the runtime hands it to the actors. Touched in trio's thread only. What it calls must not
+    raise.
 
     Attributes:
-        opened: the message that begins the session.
         commits: where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead
             of filling the memory; closed when nothing more comes.
         counts: statistics that the actors count; the consumer's side counts tokens.
         unsent: the last commit, while the channel has no space for it.
         error: the reason why nothing more comes, if that is not the end of the text.
-        on_left: called when no actor works on the session any more and their cached sequences are put away; must not
-            raise.
-        is_unwanted: whether nobody will read the rest, so that the session ends as soon as the actors notice. May be
-            set in any thread.
-        logits_pipeline: shapes the logits of both models.
+        on_left: called when no actor works on the session any more and their cached sequences are put away.
+        is_unwanted: whether nobody will read the rest. May be set in any thread.
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
-            string ends the text, if one does; must not raise. None if there are no stop strings.
-        on_room: called when the consumer has made room for a commit that did not fit; must neither wait nor raise.
-        find_copy: finds what may be copied from other texts; None if nothing may.
-        on_finished: called with the tokens of a text that has ended by itself, prompt included; must not raise.
+            string ends the text, if one does.
+        on_room: called when the consumer has made room for a commit that did not fit; must not wait.
+        find_copy: finds what may be copied from other texts.
+        on_finished: called with the tokens of a text that has ended by itself, prompt included.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
 
@@ -90,14 +85,14 @@ class Session:
         return statistics.max_buffer_size - statistics.current_buffer_used
 
     def make_room(self) -> None:
-        """Note that the consumer has taken something: send the unsent commit, if there is one. Never waits."""
+        """Note that the consumer has taken something: send the unsent commit. Never waits."""
         if self.unsent is not None:
             self.deliver_nowait()
             if self.on_room is not None:
                 self.on_room()
 
     def deliver_nowait(self) -> None:
-        """Send the unsent commit, if there is one and space for it, to the consumer. Never waits."""
+        """Send the unsent commit, if there is space for it. Never waits."""
         if self.unsent is None:
             return
         try:

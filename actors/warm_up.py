@@ -1,7 +1,5 @@
-"""Warm-up: the first measurement of the prices, before anybody waits for a token.
-
-It takes some two or three dozen passes of the target and up to sixty draft steps. The averages of `protocol.prices`
-begin with its results.
+"""Warm-up: the first measurement of the prices, before anybody waits for a token. It takes some two or three dozen
+passes of the target and up to sixty draft steps.
 """
 
 from __future__ import annotations
@@ -28,11 +26,9 @@ from protocol.settings import Settings
 from protocol.trace import Share
 
 NUM_TEXT_TOKENS = 8  # fed before the first pass
-# Tokens of each timed pass: the drafter mostly feeds one, and the target's proposals and the passes that streams share
-# are wider.
-DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)
-# Those of the target that are timed, too, as long as the pass before took at most so many times as long as one token's:
-# on a GPU, many rows may cost no more than a few, and how many streams speculate together depends on that.
+DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)  # tokens of each timed pass
+# Timed, too, as long as the pass before took at most so many times as long as one token's: on a GPU, many rows may cost
+# no more than a few, and how many streams speculate together depends on that.
 WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
 NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
@@ -40,30 +36,18 @@ MAX_REPEATS = 2  # of a measurement whose prices cannot be
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
-# More tokens than any warm-up feeds.
-MAX_TOKENS = 256
+MAX_TOKENS = 256  # more than any warm-up feeds
 # A model with a shorter context is not warmed up: its prices are measured while it works.
 MIN_CONTEXT_LENGTH = 128
 
 _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
-async def warm_up(
-    target: tuple[Model, Worker],
-    draft: tuple[Model, Worker] | None,
-    prices: Prices,
-) -> None:
-    """Time both models, each alone and both at once; and plain decoding, if its price is not known yet.
-
-    All is measured again where the prices of the first measurement cannot be.
-
-    Args:
-        target: the model, and its worker.
-        draft: likewise; None if it is in another process, where `time_drafter` times it.
-        prices: where the measurements go.
+async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
+    """Time both models, each alone and both at once; and plain decoding, if its price is not known yet. All is measured
+    again where the prices of the first measurement cannot be. `time_drafter` times a drafter in another process.
 
     Cancellation: strikes after the running passes.
-
     Raises: JobError: a model failed.
     """
     if _is_short(target[0]) or (draft is not None and _is_short(draft[0])):
@@ -96,10 +80,7 @@ async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker] | N
         if draft is not None:
             draft_sequence = await stack.enter_async_context(_open_sequence(*draft))
             await _time_steps(draft_sequence, draft[1], prices)
-        for width in NUM_PASSES_ALONE * TARGET_WIDTHS:
-            job = _pass(target_sequence, width)
-            await target_worker.run(job)
-            prices.observe_verify_pass(width, job.began, job.ended)
+        await _time_passes(target_sequence, target_worker, NUM_PASSES_ALONE * TARGET_WIDTHS, prices)
         if draft is not None:
             await _time_side_by_side((target_sequence, target_worker), (draft_sequence, draft[1]), prices)
     async with _open_sequence(*target) as target_sequence:
@@ -110,16 +91,12 @@ async def _measure(target: tuple[Model, Worker], draft: tuple[Model, Worker] | N
 
 
 async def _warm(sequence: CachedSequence, worker: Worker, widths: tuple[int, ...]) -> None:
-    """Compute a pass of each width. It is not timed: it compiles kernels and allocates buffers.
-
-    It compiles those that sampling needs, too, so that the first stream at a temperature does not wait for them.
-    """
+    """Compute a pass of each width, untimed: it compiles kernels, also those of sampling, and allocates buffers."""
     for width in widths:
         await worker.run(_pass(sequence, width, samples=True))
 
 
 async def _time_steps(sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
-    """Time draft steps while the target waits."""
     await _warm(sequence, worker, DRAFT_WIDTHS)
     for width in NUM_PASSES_ALONE * DRAFT_WIDTHS:
         job = _pass(sequence, width)
@@ -130,7 +107,6 @@ async def _time_steps(sequence: CachedSequence, worker: Worker, prices: Prices) 
 async def _time_side_by_side(
     target: tuple[CachedSequence, Worker], draft: tuple[CachedSequence, Worker], prices: Prices
 ) -> None:
-    """Time passes of the target while the drafter takes steps, and those steps."""
     is_over = False
     # Collected here, since the nursery would wrap them in an exception group.
     errors: list[JobError] = []
@@ -151,10 +127,7 @@ async def _time_side_by_side(
         nursery.start_soon(time_draft_steps)
         sequence, worker = target
         try:
-            for width in TARGET_WIDTHS:
-                job = _pass(sequence, width)
-                await worker.run(job)
-                prices.observe_verify_pass(width, job.began, job.ended)
+            await _time_passes(sequence, worker, TARGET_WIDTHS, prices)
         except JobError as error:
             errors.append(error)
         is_over = True
@@ -172,10 +145,14 @@ async def _time_wide_passes(model: Model, sequence: CachedSequence, worker: Work
             return
         width = wider
         await worker.run(_pass(sequence, width))  # not timed, as above
-        for _ in range(NUM_PASSES_ALONE):
-            job = _pass(sequence, width)
-            await worker.run(job)
-            prices.observe_verify_pass(width, job.began, job.ended)
+        await _time_passes(sequence, worker, NUM_PASSES_ALONE * (width,), prices)
+
+
+async def _time_passes(sequence: CachedSequence, worker: Worker, widths: tuple[int, ...], prices: Prices) -> None:
+    for width in widths:
+        job = _pass(sequence, width)
+        await worker.run(job)
+        prices.observe_verify_pass(width, job.began, job.ended)
 
 
 async def _time_plain_decoding(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:

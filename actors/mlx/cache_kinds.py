@@ -1,16 +1,12 @@
 """Cache kinds: for each cache class, all that Outrider knows of it. No other module tests for a cache class.
 
-A kind says how a cache of its class is rewound, copied, saved in files and read from them, and what it is as a row of a
-batch. There are two ways to rewind. A *trim* drops the tail, to any length. A *checkpoint* keeps the state from before
-a feed, and restores it.
+A *trim* drops the tail of a cache, to any length. A *checkpoint* keeps the state from before a feed, and restores it.
+What mlx-lm's classes say of themselves is not reliable: `is_trimmable` is about the present moment, so a rotating cache
+that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` reduces its count of tokens, and
+keeps the tokens.
 
-What one of mlx-lm's classes says of itself is not reliable. `is_trimmable` is about the present moment, so a rotating
-cache that fills in the middle of a round cannot be trimmed back. `ConcatenateKVCache.trim` reduces its count of tokens,
-and keeps the tokens. So both ways are written down here.
-
-For files, each of mlx-lm's classes has `state` and `from_state`, and those are used. But a file never chooses the
-class: a state goes into a cache of the class that the model makes for itself, and only if it fits. So every number and
-shape in a file is compared with such a cache before a model works on it.
+A file never chooses a class: a state goes into a cache of the class that the model makes for itself, once every number
+and shape in the file has been compared with such a cache.
 """
 
 from __future__ import annotations
@@ -42,13 +38,7 @@ State = Any
 
 @attrs.frozen
 class LayerState:
-    """The state of one layer's cache.
-
-    Attributes:
-        kind: the name of mlx-lm's class that has such a state.
-        state: see `State`; None for a `CacheList`.
-        inner: the states of the caches in a `CacheList`; empty for every other class.
-    """
+    """The state of one layer's cache, of a class of mlx-lm. A `CacheList` has those of its caches, in `inner`."""
 
     kind: str
     state: State = None
@@ -56,12 +46,11 @@ class LayerState:
 
     @property
     def arrays(self) -> State:
-        """All of the state, as `mx.eval` takes it."""
+        """All of the state, for `mx.eval`."""
         return [inner.arrays for inner in self.inner] if self.inner else self.state
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys and values are quantised."""
         return self.kind == QuantizedKVCache.__name__
 
 
@@ -70,15 +59,13 @@ class MisfitError(Exception):
 
 
 class CacheKind:
-    """The kind of a cache class. Its methods take a cache of that class, which is that of one layer and one text.
+    """The kind of a cache class. Its methods take one layer's cache of one text.
 
     Attributes:
-        cache_class: the class.
         always_trims: whether any tail can be trimmed, however much was fed.
         kept: the attributes that a checkpoint keeps.
         is_overwritten: whether the arrays among them are written into where they are read again.
         can_keep_state: whether the state can be kept, restored, and put into another cache.
-        can_be_row: whether there is a `row_cache`.
     """
 
     cache_class: type = object
@@ -86,7 +73,11 @@ class CacheKind:
     kept: tuple[str, ...] = ()
     is_overwritten = False
     can_keep_state = True
-    can_be_row = False
+
+    @property
+    def can_be_row(self) -> bool:
+        """Whether the text of such a cache can be a row of a batch."""
+        return type(self).row_cache is not CacheKind.row_cache
 
     # --- how it reads ---
 
@@ -104,10 +95,10 @@ class CacheKind:
         return getattr(layer, "max_size", None)
 
     def reads_alike(self, layer: Any, num_tokens: int) -> bool:
-        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes.
+        """Whether `num_tokens` tokens are read the same way, however they are divided into passes.
 
-        Not beyond a window that keeps the first tokens for good: mlx-lm's mask over several tokens is that of a plain
-        window, which hides the kept tokens from all but the first of them.
+        Not beyond a window that keeps the first tokens for good: mlx-lm's mask over several tokens hides those from all
+        but the first of them.
         """
         return not getattr(layer, "keep", 0) or bool(num_tokens <= layer.max_size)
 
@@ -121,22 +112,19 @@ class CacheKind:
         """Whether the cache could take `num_tokens` more now, and then drop its tail.
 
         Args:
-            layer: the cache.
-            num_tokens: tokens that would be fed, >= 0.
             back_to: the shortest length to which the cache must be able to go back; None for the present length.
         """
         return self.always_trims
 
     def trim(self, layer: Any, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens. `can_trim_after` must have been true before they were fed."""
+        """Drop the last `num_tokens` tokens; `can_trim_after` must have been true before they were fed."""
         layer.trim(num_tokens)
 
     def snapshot(self, layer: Any) -> Restore:
         """Keep the state. Returns a function that restores it, as often as it is called.
 
-        Arrays are kept by reference where that is safe. It is not where a cache assigns into its array, since every
-        reference to the array sees the assignment. A view does not change with the array; its price is a copy of the
-        buffer when the array is next written.
+        Arrays are kept by reference, except where the cache assigns into them, which every reference sees. A view does
+        not change with the array; its price is a copy of the buffer when the array is next written.
         """
         state = {name: self._kept(getattr(layer, name)) for name in self.kept}
 
@@ -148,7 +136,7 @@ class CacheKind:
         return restore
 
     def checkpoint_bytes(self, layer: Any) -> int:
-        """Bytes that a checkpoint keeps in memory in addition to the cache, once the cache has changed."""
+        """Bytes that a checkpoint adds in memory, once the cache has changed."""
         return 0 if self.kept == ("offset",) else int(layer.nbytes)
 
     def _kept(self, value: Any) -> Any:
@@ -164,10 +152,7 @@ class CacheKind:
         return self.cache_class.__name__
 
     def take_state(self, layer: Any) -> LayerState:
-        """The state, without the unused rows of buffers. Arrays may be lazy.
-
-        Later writes into the cache do not change the state.
-        """
+        """The state, without the unused rows of buffers. Arrays may be lazy; later writes do not change them."""
         return LayerState(self.state_name, _as_view(self.state(layer)))
 
     def put_state(self, taken: LayerState, like: Any, longer: Any) -> Any:
@@ -176,8 +161,7 @@ class CacheKind:
         Args:
             taken: the state; may be anything that a file has.
             like: a cache of the model's layer that holds one token. It gives the bounds, shapes and number formats.
-            longer: the same with some more tokens. Where its shapes differ from those of `like`, they depend on the
-                length.
+            longer: the same with some more tokens, which tells the shapes that depend on the length.
 
         Raises: MisfitError: this is not the state of such a cache.
         """
@@ -185,8 +169,7 @@ class CacheKind:
             raise MisfitError(f"the model has a {type(like).__name__}, a cache class that is not known")
         if taken.kind != self.state_name:
             raise MisfitError(f"it has a {taken.kind[:40]} where the model has a {self.state_name}")
-        fits = isinstance(taken.state, tuple) and len(taken.state) == len(like.state)
-        self._require(fits, "a state of another form")
+        self._require(_has_parts(taken.state, len(like.state)), "a state of another form")
         self.check_state(taken.state, like, longer)
         return self.made(taken.state)
 
@@ -195,12 +178,10 @@ class CacheKind:
         return self.take_state(layer)
 
     def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
-        """A function that rewinds a cache to a prefix checkpoint, as often as it is called.
+        """A function that rewinds a cache, which holds at least `length` tokens, to a prefix checkpoint at that length.
 
         Args:
             taken: the result of `take_prefix_checkpoint`; may be anything that a file has.
-            length: tokens that the cache held then.
-            layer: the cache, which holds those tokens and perhaps more.
             like, longer: as for `put_state`.
 
         Raises: MisfitError: such a cache cannot have had this state at that length.
@@ -210,10 +191,8 @@ class CacheKind:
         return partial(self.fill, layer, taken)
 
     def fill(self, layer: Any, taken: LayerState) -> None:
-        """Give a cache a state that was taken of a cache of the same layer, and was not read from a file.
-
-        The cache has new views each time, so that writes after a first call do not show in a second.
-        """
+        """Give a cache a state that was taken of a cache of the same layer, not from a file; as often as wanted."""
+        # New views each time, so that writes after a first call do not show in a second.
         vars(layer).update(vars(self.made(_as_view(taken.state))))
 
     def state(self, layer: Any) -> State:
@@ -221,10 +200,7 @@ class CacheKind:
         return _cut(layer.state, layer.offset)
 
     def check_state(self, state: State, like: Any, longer: Any) -> None:
-        """Compare a state, which has as many parts as that of `like`, with two caches; see `put_state`.
-
-        Raises: MisfitError: this is not the state of such a cache.
-        """
+        """Compare a state, which has as many parts as that of `like`, with two caches; see `put_state`."""
         raise NotImplementedError
 
     def made(self, state: State) -> Any:
@@ -238,15 +214,11 @@ class CacheKind:
     # --- for checks ---
 
     def _require(self, fits: bool, misfit: str) -> None:
-        """Raise an error with a description of the misfit, unless the state fits."""
         if not fits:
             raise MisfitError(f"its {self.state_name} has {misfit}")
 
     def _num_rows(self, buffers: Sequence[Any], like_buffers: Sequence[mx.array]) -> int:
-        """The number of rows of keys and values.
-
-        Raises: MisfitError: the numbers differ, or the buffers have another form than those of a cache of the model.
-        """
+        """The number of rows of keys and values, whose form is compared with those of a cache of the model."""
         for buffer, like_buffer in zip(buffers, like_buffers, strict=True):
             self._require(_have_same_form(buffer, like_buffer, [2]), "arrays of another shape")
         num_rows = {int(buffer.shape[2]) for buffer in buffers}
@@ -258,7 +230,7 @@ class CacheKind:
 
 
 class UnknownKind(CacheKind):
-    """The kind of all other classes: a model can read with such a cache, and nothing is undone, saved or shared."""
+    """The kind of all other classes: a model can read with such a cache; nothing is undone, saved or shared."""
 
     can_keep_state = False
 
@@ -269,13 +241,12 @@ class KVCacheKind(CacheKind):
     cache_class = KVCache
     kept = ("offset",)
     always_trims = True
-    can_be_row = True
 
     def take_prefix_checkpoint(self, layer: KVCache) -> LayerState:
         return LayerState(self.state_name, (None, None, layer.offset))
 
     def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: KVCache, like: Any, longer: Any) -> Restore:
-        fits = taken.kind == self.state_name and isinstance(taken.state, tuple) and len(taken.state) == 3
+        fits = taken.kind == self.state_name and _has_parts(taken.state, 3)
         fits = fits and _is_number(taken.state[2], length, min(length, layer.offset))
         self._require(fits, "another length in a prefix checkpoint")
         return partial(setattr, layer, "offset", length)
@@ -298,8 +269,7 @@ class QuantizedKVCacheKind(CacheKind):
 
     def check_state(self, state: State, like: Any, longer: Any) -> None:
         keys, values, offset, group_size, bits = state
-        are_triples = all(isinstance(arrays, tuple) and len(arrays) == 3 for arrays in (keys, values))
-        self._require(are_triples, "arrays of another form")
+        self._require(_has_parts(keys, 3) and _has_parts(values, 3), "arrays of another form")
         num_rows = self._num_rows((*keys, *values), (*like.keys, *like.values))
         self._require_length(_is_number(offset, 0, num_rows))
         self._require((group_size, bits) == (like.group_size, like.bits), "another quantisation")
@@ -334,8 +304,7 @@ class RotatingKVCacheKind(CacheKind):
     def working(self, layer: RotatingKVCache) -> RotatingKVCache:
         """One that can be trimmed also when it is full.
 
-        A cache that keeps its first tokens stays. What it reads depends on the passes, in prompts too, and rewinding is
-        the smaller part of the matter.
+        A cache that keeps its first tokens stays: what it reads depends on the passes, in prompts too.
         """
         return SlidingWindowCache(layer.max_size) if layer.keep == 0 else layer
 
@@ -353,8 +322,8 @@ class RotatingKVCacheKind(CacheKind):
         if num_rows == offset:
             fits = _is_number(index, num_rows, num_rows) or (num_rows == max_size and _is_number(index, keep, max_size))
         else:
-            # The cache has wrapped round: the next row to write is any after the first `keep`. After a feed of several
-            # tokens there are more rows than the window has, in order.
+            # It has wrapped round: the next row to write is any after the first `keep`; or, after a feed of several
+            # tokens, there are more rows than the window has, in order.
             has_wrapped = max_size <= num_rows and _is_number(offset, num_rows, 2**31 - 1)
             fits = has_wrapped and _is_number(index, keep if num_rows == max_size else num_rows, num_rows)
         self._require_length(fits)
@@ -369,7 +338,6 @@ class SlidingWindowCacheKind(RotatingKVCacheKind):
     cache_class = SlidingWindowCache
     is_overwritten = False
     state_name = RotatingKVCache.__name__
-    can_be_row = True
 
     def can_trim_after(self, layer: SlidingWindowCache, num_tokens: int, back_to: int | None = None) -> bool:  # type: ignore[override]
         return layer.can_trim_after(num_tokens, layer.offset if back_to is None else back_to)
@@ -389,17 +357,16 @@ class SlidingWindowCacheKind(RotatingKVCacheKind):
 
 
 class ChunkedKVCacheKind(CacheKind):
-    """A token attends to its chunk, from its beginning on. Each feed first drops what lies more than a chunk behind."""
+    """A token attends to its chunk, from the beginning. Each feed first drops what lies more than a chunk behind."""
 
     cache_class = ChunkedKVCache
     kept = ("keys", "values", "offset", "start_position")
     is_overwritten = True
 
     def can_trim_after(self, layer: ChunkedKVCache, num_tokens: int, back_to: int | None = None) -> bool:
-        # After a few feeds across the end of a chunk, the token to which the cache goes back may lack a part of its
-        # chunk.
         first_cached = max(layer.start_position, layer.offset - layer.chunk_size if num_tokens else 0)
         length = layer.offset if back_to is None else back_to
+        # After feeds across the end of a chunk, the token to go back to may lack a part of its chunk.
         return bool(length // layer.chunk_size * layer.chunk_size >= first_cached)
 
     def state(self, layer: ChunkedKVCache) -> State:
@@ -418,19 +385,18 @@ class ArraysCacheKind(CacheKind):
 
     cache_class = ArraysCache
     kept = ("cache", "left_padding", "lengths")
-    can_be_row = True
 
     def state(self, layer: ArraysCache) -> State:
         return layer.state
 
     def check_state(self, state: State, like: Any, longer: Any) -> None:
         arrays, *padding = state
-        self._require(isinstance(arrays, tuple) and len(arrays) == len(like.cache), "another number of arrays")
+        self._require(_has_parts(arrays, len(like.cache)), "another number of arrays")
         for array, like_array, longer_array in zip(arrays, like.cache, longer.cache, strict=True):
             if like_array is None:
                 self._require(array is None, "arrays where it should have none")
                 continue
-            # Most arrays have one shape at any length. But some contain the last tokens, of which there may be few.
+            # Most arrays have one shape at any length; some contain the last tokens, of which there may be few.
             growing = [i for i, (a, b) in enumerate(zip(like_array.shape, longer_array.shape, strict=True)) if a != b]
             self._require(_have_same_form(array, like_array, growing), "arrays of another shape")
         self._require(all(number is None for number in padding), "padding, which only a batch of texts has")
@@ -444,7 +410,7 @@ class ArraysCacheKind(CacheKind):
 
 
 class CacheListKind(CacheKind):
-    """Several caches of one layer, of any kinds, which are asked one by one for what `kinds_of` is used for."""
+    """Several caches of one layer, of any kinds. Where `kinds_of` is used, they are asked one by one."""
 
     cache_class = CacheList
 
@@ -503,8 +469,7 @@ KINDS: dict[type, CacheKind] = {
         CacheListKind(),
     )
 }
-"""By class. The kind of a class says nothing of its subclasses, which may do anything otherwise."""
-
+"""By class. A subclass may do anything otherwise, so it is not known by its base."""
 
 _UNKNOWN = UnknownKind()
 
@@ -515,12 +480,12 @@ def kind_of(layer: Any) -> CacheKind:
 
 
 def kinds_of(caches: Iterable[Any]) -> Iterator[tuple[CacheKind, Any]]:
-    """Each of some caches with its kind; in place of a `CacheList`, those in it."""
+    """Each cache with its kind; in place of a `CacheList`, those in it."""
     for layer in caches:
         if type(layer) is CacheList:
             yield from kinds_of(layer.caches)
         else:
-            yield KINDS.get(type(layer), _UNKNOWN), layer
+            yield kind_of(layer), layer
 
 
 def lengths_of(caches: Iterable[Any]) -> set[int]:
@@ -529,6 +494,10 @@ def lengths_of(caches: Iterable[Any]) -> set[int]:
 
 
 # --- states ---------------------------------------------------------------------------------------
+
+
+def _has_parts(state: State, number: int) -> bool:
+    return isinstance(state, tuple) and len(state) == number
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:
@@ -545,14 +514,14 @@ def _have_same_form(array: Any, other: mx.array, growing: Sequence[int]) -> bool
 
 
 def _cut(state: State, num_rows: int) -> State:
-    """The state with the first `num_rows` rows of keys and values: those that were written."""
+    """The state with the first `num_rows` rows of keys and values."""
     if isinstance(state, (tuple, list)):
         return tuple(_cut(inner, num_rows) for inner in state)
     return state[..., :num_rows, :] if isinstance(state, mx.array) else state
 
 
 def _as_view(state: State) -> State:
-    """The state with views of its arrays. An assignment into an array shows in its references, but not in its views."""
+    # An assignment into an array shows in its references, but not in its views.
     if isinstance(state, (tuple, list)):
         return tuple(_as_view(inner) for inner in state)
     return state[...] if isinstance(state, mx.array) else state

@@ -22,11 +22,11 @@ class CacheOptions:
 
     Attributes:
         rewind: "auto" takes the best rewind mode that all layers have at the moment: trim, then checkpoint, then none
-            (N=1). "trim" and "checkpoint" allow only that mode or none. "none" never rewinds.
-        max_kv_size: most tokens that a cache keeps, for models that do not make their own caches; None for no bound.
-            As in mlx-lm, the first four tokens are kept for good.
-        kv_bits: bits to which key-value caches are quantised; None for no quantisation.
-        kv_group_size: elements of one quantisation group.
+            (N=1). "trim" and "checkpoint" allow only that mode or none.
+        max_kv_size: most tokens that a cache keeps, for models that do not make their own caches; None for no bound. As
+            in mlx-lm, the first four tokens are kept for good.
+        kv_bits: bits to which key-value caches are quantised, in groups of `kv_group_size` elements; None for no
+            quantisation.
         quantized_kv_start: number of cached tokens from which a cache is quantised.
         one_by_one: whether the model must be fed one token at a time; see `actors.mlx.model`.
     """
@@ -44,7 +44,7 @@ class CacheOptions:
         return [kind_of(layer).working(layer) for layer in made]
 
     def grown_cache(self, model: Module, num_tokens: int, *, quantized: bool) -> list[Any]:
-        """Caches that hold `num_tokens` tokens, to compare shapes with. They are lazy, and never computed."""
+        """Caches that hold `num_tokens` tokens, to compare shapes with; lazy, and never computed."""
         cache = self.make_cache(model)
         model(mx.zeros((1, num_tokens), mx.int32), cache=cache)
         if quantized:
@@ -66,14 +66,7 @@ class CacheOptions:
         return not self.one_by_one and all(kind.reads_alike(layer, num_tokens) for kind, layer in kinds_of(cache))
 
     def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
-        """How a feed could be undone.
-
-        Args:
-            cache: the caches.
-            length: tokens that they hold.
-            num_tokens: tokens that would be fed, >= 1.
-            back_to: see `CacheKind.can_trim_after`.
-        """
+        """How a feed after `length` tokens could be undone; see `CacheKind.can_trim_after`."""
         # Quantisation cannot be undone. Only committed tokens may cause it, so that it happens at the same length as
         # in plain decoding.
         if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:
@@ -85,13 +78,7 @@ class CacheOptions:
         return RewindMode.CHECKPOINT if self.can_checkpoint(cache) else RewindMode.SINGLE
 
     def passes(self, cache: list[Any], length: int, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Divide a feed into passes whose logits equal those of plain decoding.
-
-        Args:
-            cache: the caches.
-            length: tokens that they hold.
-            tokens: the tokens to feed.
-        """
+        """Divide a feed after `length` tokens into passes whose logits equal those of plain decoding."""
         if self._goes_one_by_one(cache, length, len(tokens)):
             return [(token,) for token in tokens]
         if self.kv_bits is not None and length < self._quantized_from < length + len(tokens):
@@ -102,22 +89,14 @@ class CacheOptions:
 
     @property
     def _quantized_from(self) -> int:
-        """The length from which caches are quantised, >= 1: empty caches are not, so the first pass is not either."""
+        """At least 1: empty caches are not quantised, so the first pass is not either."""
         return max(1, self.quantized_kv_start)
 
     def _goes_one_by_one(self, cache: list[Any], length: int, num_tokens: int) -> bool:
-        """Whether `num_tokens` more tokens need a pass each to be read as in plain decoding."""
         return num_tokens > 1 and not self.reads_alike(cache, length + num_tokens)
 
     def quantize(self, cache: list[Any], length: int) -> bool:
-        """Quantise the caches that must be quantised after a feed.
-
-        Args:
-            cache: the caches; replaced in this list.
-            length: tokens that they hold.
-
-        Returns: whether any cache was quantised.
-        """
+        """Quantise the caches in this list that must be after a feed to `length` tokens. Returns: whether any was."""
         if self.kv_bits is None or length < self.quantized_kv_start:
             return False
         before = list(cache)

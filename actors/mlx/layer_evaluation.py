@@ -6,9 +6,9 @@ import contextvars
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -34,10 +34,11 @@ class LayerEvaluation(Enum):
     """Layer by layer, with at most `MAX_LAYERS_IN_FLIGHT` submitted and not done, so that a GPU never runs dry."""
 
 
-# Enough that the device does not wait for the next layer to be submitted. What `mx.async_eval` commits at its end is no
-# task; only the buffers that a layer fills are: hardly one, with the sizes of `runtime.loading.mlx_environment`.
+# Enough that the device does not wait for the next layer. What `mx.async_eval` commits at its end is no task; only the
+# buffers that a layer fills are: hardly one, with the sizes of `runtime.loading.mlx_environment`.
 MAX_LAYERS_IN_FLIGHT = 3
 
+T = TypeVar("T")
 OnLayer = Callable[[Any], None]
 # Called with a layer, what entered it, and its result.
 Observer = Callable[[Module, Any, Any], None]
@@ -48,53 +49,41 @@ _on_layer = contextvars.ContextVar[OnLayer | None]("on_layer", default=None)
 _observer = contextvars.ContextVar[Observer | None]("observer", default=None)
 
 
-class _Pipeline:
-    """Submits the result of each layer, and waits for that of an earlier one."""
+def _pipeline() -> OnLayer:
+    in_flight: deque[Any] = deque()
 
-    def __init__(self) -> None:
-        self._in_flight: deque[Any] = deque()
-
-    def __call__(self, result: Any) -> None:
+    def submit(result: Any) -> None:
         mx.async_eval(result)
-        self._in_flight.append(result)
-        if len(self._in_flight) > MAX_LAYERS_IN_FLIGHT - 1:
-            mx.eval(self._in_flight.popleft())
+        in_flight.append(result)
+        if len(in_flight) > MAX_LAYERS_IN_FLIGHT - 1:
+            mx.eval(in_flight.popleft())
+
+    return submit
 
 
-def _new_on_layer(evaluation: LayerEvaluation) -> OnLayer | None:
+def evaluating(evaluation: LayerEvaluation) -> AbstractContextManager[None]:
+    """Say when the layers of one pass are evaluated in this thread, while in force; see `evaluating_layers`."""
     match evaluation:
         case LayerEvaluation.WHOLE:
-            return None
+            return _set(_on_layer, None)
         case LayerEvaluation.WAITING:
-            return mx.eval
+            return _set(_on_layer, mx.eval)
         case LayerEvaluation.PIPELINED:
-            return _Pipeline()
+            return _set(_on_layer, _pipeline())
+
+
+def observing(observer: Observer) -> AbstractContextManager[None]:
+    """Tell an observer of each layer that this thread runs, while in force; see `evaluating_layers`."""
+    return _set(_observer, observer)
 
 
 @contextmanager
-def evaluating(evaluation: LayerEvaluation) -> Iterator[None]:
-    """Say when the layers of one pass are evaluated in this thread, while in force.
-
-    This concerns the layers of models for which `evaluating_layers` is in force.
-    """
-    reset = _on_layer.set(_new_on_layer(evaluation))
+def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _on_layer.reset(reset)
-
-
-@contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Tell an observer of each layer that this thread runs, while in force.
-
-    This concerns the layers of models for which `evaluating_layers` is in force.
-    """
-    reset = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(reset)
+        variable.reset(token)
 
 
 @contextmanager
@@ -102,8 +91,8 @@ def evaluating_layers(model: Module) -> Iterator[None]:
     """While in force, make the model's layers able to evaluate their results and to be observed; see `evaluating` and
     `observing`.
 
-    Each layer's class is replaced by a subclass, as long as anybody uses the model; the layer's attributes and
-    parameters stay in place. Any thread may enter and leave.
+    Each layer's class is replaced by a subclass, as long as anybody uses the model; attributes and parameters stay in
+    place. Any thread may enter and leave.
     """
     layers = [layer for layer in getattr(model, "layers", ()) if isinstance(layer, Module)]
     subclasses: dict[type, type] = {}
@@ -123,8 +112,7 @@ def evaluating_layers(model: Module) -> Iterator[None]:
                     layer.__class__ = type(layer).__bases__[0]
 
 
-# A model may be target and drafter of one runtime, or belong to several runtimes, each with a thread of its own. By the
-# id of each layer, which its users keep alive.
+# By the id of each layer. A model may be target and drafter of one runtime, or belong to several, each with a thread.
 _num_users = Counter[int]()
 _lock = threading.Lock()
 

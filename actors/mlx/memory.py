@@ -1,8 +1,7 @@
 """MLX's memory: keeps models resident, and frees unused buffers without stalling other threads.
 
-On CPU, `mx.clear_cache` waits for the evaluations of other threads, such as a chunk of a long prompt, and holds the GIL
-meanwhile. So every other Python thread stands still, also the event loop. Called through ctypes, the same function of
-MLX waits without the GIL.
+On CPU, `mx.clear_cache` waits for other threads' evaluations, such as a chunk of a long prompt, with the GIL held, so
+that the event loop stands still. Called through ctypes, the same function waits without the GIL.
 """
 
 from __future__ import annotations
@@ -22,28 +21,9 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 _SYMBOL = "_ZN3mlx4core11clear_cacheEv"
 
 
-class _WiredLimit:
-    """The wired limit of the process, raised while at least one runtime needs it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_users = 0
-        self._limit_before: int | None = None
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._num_users == 0:
-                self._limit_before = maybe_set_recommended_wired_limit()
-            self._num_users += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._num_users -= 1
-            if self._num_users == 0 and self._limit_before is not None:
-                mx.set_wired_limit(self._limit_before)
-
-
-_wired_limit = _WiredLimit()
+_lock = threading.Lock()
+_num_users = 0
+_limit_before: int | None = None
 
 
 @contextmanager
@@ -52,11 +32,18 @@ def wired_memory() -> Iterator[None]:
 
     May be entered by several runtimes at once, in any threads; the last one that leaves restores the limit.
     """
-    _wired_limit.enter()
+    global _num_users, _limit_before
+    with _lock:
+        if _num_users == 0:
+            _limit_before = maybe_set_recommended_wired_limit()
+        _num_users += 1
     try:
         yield
     finally:
-        _wired_limit.leave()
+        with _lock:
+            _num_users -= 1
+            if _num_users == 0 and _limit_before is not None:
+                mx.set_wired_limit(_limit_before)
 
 
 def recommended_working_set() -> int | None:

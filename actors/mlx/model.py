@@ -25,7 +25,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating_layers
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.shared_passes import SharedPasses
-from actors.model import Feed, RewindMode
+from actors.model import RewindMode
 from actors.probe import PROBED, check_logits
 from actors.trained.features import FeatureRecorder
 from protocol.errors import ModelError
@@ -36,14 +36,14 @@ S = TypeVar("S", bound=MLXSequence)
 
 _warned_of: set[str] = set()  # cache classes and model families: one warning each a process
 
-# Families that are fed one token at a time, because a pass over several tokens gives other logits than a pass for each.
-# A verify pass would judge a proposal otherwise than plain decoding. phi3small adds its boolean mask to the scores
-# instead of masking them, so tokens see later tokens. In plamo3, such a pass has a window that is one token wider.
+# Families that are fed one token at a time, because a pass over several tokens gives other logits than a pass for each:
+# phi3small adds its boolean mask to the scores instead of masking them, so tokens see later tokens; in plamo3, such a
+# pass has a window that is one token wider.
 _ONE_BY_ONE = {"mlx_lm.models.phi3small", "mlx_lm.models.plamo3"}
 
 # phi3small forbids meaningless ids by writing to their logits, up to id 100351, whatever the size of its vocabulary
-# (mlx-lm 0.32.2). MLX checks no bounds, so with a smaller vocabulary it overwrites other memory, and sooner or later
-# the process crashes. The published models have a vocabulary of this size.
+# (mlx-lm 0.32.2). MLX checks no bounds, so with a smaller vocabulary than that of the published models it overwrites
+# other memory, and sooner or later the process crashes.
 _MIN_PHI3SMALL_VOCAB_SIZE = 100_352
 
 
@@ -67,15 +67,13 @@ def load(
     """Load a model and its tokenizer. The weights are evaluated on the calling thread.
 
     Args:
-        path_or_hub_id: where the model is.
-        adapter: the directory of an adapter, which is put on the model; None for none.
+        adapter: the directory of an adapter, which is put on the model.
         quantize: `bits`, `group_size` and `mode`, to which the weights are quantised before; None leaves them.
         is_lazy: whether each weight is left in its file until it is used, on the same thread.
         **mlx_lm_options: further options of `mlx_lm.load`.
 
     Raises:
-        ModelError: the configuration is that of a model that would crash the process, or a model that is quantised is
-            to be quantised again.
+        ModelError: the model would crash the process, or is quantised and is to be quantised again.
         Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
@@ -113,7 +111,7 @@ def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str) ->
     quantize_modules(model, group_size, bits, mode=mode, class_predicate=wanted)
 
 
-class MLXModel:
+class MLXModel(SharedPasses):
     """An mlx-lm model on its own thread, on which it must also be made."""
 
     def __init__(
@@ -123,46 +121,36 @@ class MLXModel:
         named: str = "the model",
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
-        """Wrap a model whose weights are evaluated. Feeds it two tokens to check it.
+        """Wrap a model, `named` in messages, whose weights are evaluated. Feeds it two tokens to check it.
 
-        Args:
-            model: an mlx-lm language model.
-            options: of its caches.
-            named: the name of the model in messages.
-            layer_evaluation: when the layers of a pass are evaluated beside another model; None for what suits the
-                default device.
+        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
         Raises:
             ModelError: the model would crash the process, returns something else than logits, or does not fill the
                 cache that it is given; or the options demand something that its caches cannot do.
             Whatever the model raises.
         """
-        self._model = model
         self._layer_evaluation = layer_evaluation
         for module in model.modules():
             if type(module).__module__ == "mlx_lm.models.phi3small" and hasattr(module, "args"):
                 _check_phi3small(named, module.args.vocab_size)
         one_by_one = any(type(module).__module__ in _ONE_BY_ONE for module in model.modules())
-        self._options = attrs.evolve(options, one_by_one=one_by_one)
         # A forward pass, since no attribute has the width of the logits in all architectures.
         cache = options.make_cache(model)
         logits = model(mx.array([PROBED]), cache=cache)
-        self._vocab_size = check_logits(named, logits, (1, len(PROBED), None))
+        vocab_size = check_logits(named, logits, (1, len(PROBED), None))
         mx.eval(logits)
         if wrong_lengths := lengths_of(cache) - {len(PROBED)}:
             raise ModelError(
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
             )
-        self._shared_passes = SharedPasses(model, self._options, vocab_size=self._vocab_size)
+        super().__init__(model, attrs.evolve(options, one_by_one=one_by_one), vocab_size=vocab_size)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """While in force, the model's layers evaluate their results for sequences that ask for it.
-
-        To be entered and left by one thread at a time, since a model may be both target and drafter.
-        """
+        """While in force, the model's layers evaluate their results for sequences that ask for it."""
         return evaluating_layers(self._model)
 
     @property
@@ -187,32 +175,11 @@ class MLXModel:
             by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return by_name
 
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        return self._shared_passes.feed(feeds)
-
-    @property
-    def widest_row(self) -> int:
-        return self._shared_passes.widest_row
-
-    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
-        self._shared_passes.read(sequences, tokens)
-
-    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
-        return self._shared_passes.feed_ahead(sequences, tokens)
-
-    def abandon_shared(self) -> None:
-        self._shared_passes.abandon()
-
     def bounded_batch(self, max_batch: int) -> int:
-        """Most texts in one pass: `max_batch`, or 1 for a kind of model whose texts cannot share. Feeds it nothing.
-
-        In a job of several rounds that cannot share a pass, all would wait for the last one's.
+        """Most texts in one pass: `max_batch`, or 1 for a kind of model whose texts cannot share, where all would wait
+        for the last one's pass. Feeds it nothing.
         """
-        return max_batch if self._shared_passes.known_obstacle is None else 1
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Feeds the model some tokens to find out."""
-        return self._shared_passes.obstacle(rewinds_passes=rewinds_passes)
+        return max_batch if self.known_obstacle is None else 1
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         return self.open_sequence_of(MLXSequence, beside_another=beside_another)
@@ -227,21 +194,14 @@ class MLXModel:
             self._options,
             vocab_size=self._vocab_size,
             layer_evaluation=layer_evaluation,
-            recorder_slot=self._shared_passes.recorder_slot,
+            recorder_slot=self.recorder_slot,
         )
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """Record what enters some layers, for a drafter that reads it, from the next pass on; see also
-        `TextFeatures.want`.
-
-        `evaluating_layers` must be in force.
-
-        Args:
-            layer_ids: each in [0, number of layers]; that number stands for what the last layer gives. None records
-                nothing.
+        """Record what enters some layers, of which the number of layers stands for what the last one gives, from the
+        next pass on; None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
-        recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
-        self._shared_passes.recorder_slot.recorder = recorder
+        self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
 
     @property
     def num_ranks(self) -> int:
@@ -251,11 +211,11 @@ class MLXModel:
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        return sum(weight.nbytes for weight in self._weights())
+        return sum(weight.nbytes for weight in _weights_of(self._model))
 
     def anatomy(self) -> Anatomy:
         """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
-        weights = self._weights()
+        weights = _weights_of(self._model)
         sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size)
         sequence.feed((0,) * 8, 0)
         kinds = list(kinds_of(sequence.cache))
@@ -277,11 +237,7 @@ class MLXModel:
             num_layers=len(getattr(self._model, "layers", ())),
         )
 
-    def _weights(self) -> list[mx.array]:
-        return _weights_of(self._model)
-
     def _check_quantisation(self, cache: list[Any]) -> None:
-        """Raise an error if the caches cannot be quantised as the options demand. Quantises a filled `cache` to see."""
         try:
             maybe_quantize_kv_cache(cache, 0, self._options.kv_group_size, self._options.kv_bits)
         except ValueError as error:
@@ -294,7 +250,6 @@ class MLXModel:
             ) from error
 
     def _check_rewind_modes(self, cache: list[Any]) -> None:
-        """Raise an error if the caches lack the demanded rewind mode; warn of cache classes that are not known."""
         wanted = self._options.rewind
         if self._options.one_by_one:
             family = type(self._model).__module__.rpartition(".")[2]
@@ -334,17 +289,14 @@ class Anatomy:
     """What a model consists of, and what its caches can do.
 
     Attributes:
-        family: the architecture, as the configuration names it.
         num_parameters: elements of the weights; quantised weights count as they are packed.
         num_bytes: memory of the weights.
-        dtypes: number formats of the weights.
-        cache_kinds: how many layers have which kind of cache; see `actors.mlx.cache_kinds.CacheKind.name`.
+        cache_kinds: how many layers have which kind of cache; see `CacheKind.name`.
         rewind_mode: how a round can be undone in a short text.
         window: tokens after which some cache begins to forget; None if there is no such cache.
-        rewind_mode_beyond_window: how a round can be undone from there on; None if there is no window.
+        rewind_mode_beyond_window: how a round can be undone from there on.
         checkpoint_bytes: memory of one checkpoint, in a short text.
         sharing_obstacle: why texts cannot share a pass; None if they can.
-        num_layers: of the model.
     """
 
     family: str
@@ -364,10 +316,7 @@ class Anatomy:
 
 
 def _check_config(path_or_hub_id: str | Path) -> None:
-    """Raise an error if a directory has a model that would crash the process.
-
-    A model on the hub has no configuration here yet; `MLXModel` checks it once it is loaded.
-    """
+    """A model on the hub has no configuration here yet; `MLXModel` checks it once it is loaded."""
     try:
         config = json.loads((Path(path_or_hub_id) / "config.json").read_text())
         family, vocab_size = config["model_type"], config["vocab_size"]

@@ -18,9 +18,7 @@ from protocol.prefill_chunks import MAX_CHUNK_TOKENS
 
 
 class RowBatch:
-    """Several texts in the row caches of one model.
-
-    A row is named by a key that stays the same while other rows come and go.
+    """Several texts in the row caches of one model. A row is named by a key that stays while other rows come and go.
 
     Attributes:
         is_recurrent: whether a row can only go back to where it was before its last pass.
@@ -30,28 +28,15 @@ class RowBatch:
     """
 
     def __init__(
-        self,
-        model: Module,
-        caches: Sequence[Any],
-        layer_evaluation: LayerEvaluation,
-        *,
-        vocab_size: int,
+        self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation, *, vocab_size: int
     ) -> None:
-        """Make an empty batch.
-
-        Args:
-            model: an mlx-lm language model.
-            caches: caches of one text, each of a kind that has a `row_cache`.
-            layer_evaluation: when the layers of a pass are evaluated.
-            vocab_size: width of the model's logits. The model has no embedding for ids from there on.
-        """
+        """Make an empty batch; `caches` are those of one text, each of a kind that has a `row_cache`."""
         self._model = model
         self._features: dict[object, mx.array] = {}  # by key: (tokens, width) of the last pass
         self._vocab_size = vocab_size
-        # As the model calls them, and as they are here.
         self._caches = [kind_of(layer).row_cache(layer) for layer in caches]
         row_caches: list[RowCache] = [rows for _, rows in kinds_of(self._caches)]
-        self._row_caches = row_caches
+        self._row_caches = row_caches  # without the lists that some of them are in
         self.is_recurrent = any(rows.is_recurrent for rows in row_caches)
         self.rewinds_passes = all(rows.rewinds_passes for rows in row_caches)
         self.widest_row = min((rows.max_width for rows in row_caches), default=MAX_CHUNK_TOKENS)
@@ -71,12 +56,12 @@ class RowBatch:
         return key in self._row_of
 
     def length(self, key: object) -> int:
-        """Number of tokens in a row."""
+        """Tokens in a row."""
         return self._lengths[self._row_of[key]]
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
-        """Add a row with the text of some caches, at least one token, which they hold no longer."""
-        self._settle_states()
+        """Add a row with the text of some caches, which they give away."""
+        self._settle()
         for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
             rows.join(single, length)
         self._row_of[key] = len(self._keys)
@@ -86,8 +71,8 @@ class RowBatch:
         self._goes_back.append(False)
 
     def leave(self, key: object, caches: Sequence[Any]) -> int:
-        """Remove a row, and give its text back to the caches that joined. Returns: the number of its tokens."""
-        self._settle_states()
+        """Remove a row, and give its text back to the caches that joined. Returns: its tokens."""
+        self._settle()
         row = self._row_of[key]
         length = self._lengths[row]
         for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
@@ -97,7 +82,7 @@ class RowBatch:
 
     def drop(self, key: object) -> None:
         """Remove a row and its text."""
-        self._settle_states()
+        self._settle()
         self._features.pop(key, None)
         row = self._row_of[key]
         for rows in self._row_caches:
@@ -109,7 +94,7 @@ class RowBatch:
             rows.shrink(max(self._lengths, default=0))
 
     def read(self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None) -> None:
-        """Process the first tokens of all rows, which are empty, and evaluate their caches; as `feed` otherwise."""
+        """Process the first tokens of all rows, which are empty, and evaluate their caches; otherwise as `feed`."""
         self.feed(tokens, recorder)
         mx.eval([rows.state for rows in self._row_caches], list(self._features.values()))
         release_buffers()
@@ -120,8 +105,8 @@ class RowBatch:
         """Process tokens of several rows in one pass.
 
         Args:
-            tokens: by key, at least one id for each row that takes part, at most `widest_row`. The other rows stay as
-                they are. The model reads an id beyond its vocabulary as its last id, as `MLXSequence` has it.
+            tokens: by key, at most `widest_row` ids for each row that takes part. The other rows stay as they are. The
+                model reads an id beyond its vocabulary as its last id, as in `MLXSequence`.
             recorder: of the features that a trained drafter reads; None if nobody reads any.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
@@ -139,15 +124,7 @@ class RowBatch:
         return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
     def feed_ahead(self, keys: Sequence[object], tokens: mx.array, recorder: FeatureRecorder | None = None) -> mx.array:
-        """Process one token of several rows, which may not be computed yet.
-
-        Args:
-            keys: the rows.
-            tokens: (n,) ids.
-            recorder: as for `feed`.
-
-        Returns: (n, V) logits, lazy.
-        """
+        """Process one token, (n,), of each row in `keys`, maybe not yet computed. Returns: (n, V) logits, lazy."""
         self._settle()
         rows = [self._row_of[key] for key in keys]
         are_all = rows == list(range(len(self)))
@@ -155,9 +132,7 @@ class RowBatch:
         if not are_all:
             fed = mx.zeros((len(self),), tokens.dtype)
             fed[mx.array(rows)] = tokens
-            widths = [0] * len(self)
-            for row in rows:
-                widths[row] = 1
+            widths = [int(row in rows) for row in range(len(self))]
         # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
         logits = self._forward(mx.minimum(fed.astype(mx.int32), self._vocab_size - 1)[:, None], widths, recorder)[:, 0]
         self._count(widths)
@@ -178,7 +153,6 @@ class RowBatch:
         return logits
 
     def _count(self, widths: Sequence[int]) -> None:
-        """Count the tokens that each row has read."""
         self._lengths_before = list(self._lengths)
         self._lengths = [length + read for length, read in zip(self._lengths, widths, strict=True)]
 
@@ -203,16 +177,11 @@ class RowBatch:
         return self._lengths[row]
 
     def _settle(self) -> None:
-        """Put back the states of the rows that were rewound."""
+        """Put back the recurrent states of the rows that were rewound."""
         if any(self._goes_back):
             for rows in self._row_caches:
                 rows.restore(self._goes_back)
             self._goes_back = [False] * len(self)
-
-    def _settle_states(self) -> None:
-        """Settle if rows have states."""
-        if self.is_recurrent:
-            self._settle()
 
     @property
     def num_bytes(self) -> int:

@@ -1,13 +1,12 @@
 """Caches of several texts, one a row, for forward passes that all of them share.
 
 A row holds its text from slot 0 on, and has a length of its own. A pass of width W writes W slots behind each row's
-length, whether or not all of them are of its text, and the mask hides from a token what lies behind it in its row. So a
-rewind is a smaller length and copies nothing, and what lies behind a length is overwritten before any token sees it.
-Models of mlx-lm ask their caches for masks and offsets, so they run unchanged.
+length, whether or not all are of its text, and the mask hides from a token what lies behind it in its row. So a rewind
+is a smaller length and copies nothing. Models of mlx-lm ask their caches for masks and offsets, so they run unchanged.
 
 A sliding window is a ring of as many slots as the window and the widest pass together: what a rejected proposal has
-overwritten was out of sight already. A recurrent state cannot be rewound; the state from before a pass is kept, and put
-back for the rows that reject a token.
+overwritten was out of sight already. A recurrent state from before a pass is kept, and put back for the rows that
+reject a token.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ MAX_WIDTH = 80
 
 
 class RowCache(ABC):
-    """One layer's cache of a batch, beside what the model calls.
-
-    Attributes:
-        max_width, is_recurrent, rewinds_passes, is_padded: see `RowBatch`.
-    """
+    """One layer's cache of a batch, beside what the model calls. For the attributes see `RowBatch`."""
 
     max_width = MAX_CHUNK_TOKENS
     is_recurrent = False
@@ -42,12 +37,7 @@ class RowCache(ABC):
 
     @abstractmethod
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """Prepare a pass.
-
-        Args:
-            lengths: (B,) tokens that each row holds.
-            widths: (B,) tokens of each row that the pass reads, >= 0. The pass is as wide as the widest.
-        """
+        """Prepare a pass that reads `widths` (B,) tokens, >= 0, of rows that hold `lengths` (B,) tokens."""
 
     @abstractmethod
     def restore(self, rows: Sequence[bool]) -> None:
@@ -55,14 +45,11 @@ class RowCache(ABC):
 
     @abstractmethod
     def join(self, single: Any, length: int) -> None:
-        """Add a row: the text of a cache that holds one, and which keeps no reference to it.
-
-        An empty text joins only where all are empty.
-        """
+        """Add a row: the text of a cache, which gives it away. An empty text joins only where all are empty."""
 
     @abstractmethod
     def leave(self, row: int, length: int, single: Any) -> None:
-        """Give a row's text to the cache that had joined. The row is to be removed then."""
+        """Give a row's text to the cache that had joined; the row is to be removed then."""
 
     @abstractmethod
     def remove(self, row: int) -> None:
@@ -88,8 +75,8 @@ class RowKVCache(RowCache):
 
     Attributes:
         keys, values: (B, heads, slots, width of a head); None while there is no row.
-        offset: (B,) int32; as mlx-lm's models read it, the tokens in each row, those of the pass included once they
-            are written.
+        offset: (B,) int32, for mlx-lm's models: the tokens in each row, those of the pass included once they are
+            written.
     """
 
     rewinds_passes = True
@@ -104,11 +91,12 @@ class RowKVCache(RowCache):
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         self.offset = mx.array(tuple(lengths), mx.int32)
         self._end = max(lengths) + max(widths)
-        if self.keys is not None:
-            self._reserve(self._end)
+        if self.keys is not None and self.values is not None:
+            grown = -(-(self._end - self.keys.shape[2]) // STEP) * STEP
+            self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write behind each row's length: (B, heads, W, width of a head). Returns: all slots that the pass may see."""
+        """Write (B, heads, W, width of a head) behind each row's length. Returns: all slots that the pass may see."""
         if self.keys is None or self.values is None:  # all texts are empty
             self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
         slots = self._slots(keys.shape[2])[:, None, :, None]
@@ -119,7 +107,7 @@ class RowKVCache(RowCache):
         return self._visible(self.keys), self._visible(self.values)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """(B, 1, N, slots) which slots each token of a pass of width N sees. Called before the pass is written."""
+        """(B, 1, N, slots) which slots each token of a pass of width N sees, which is not written yet."""
         slots = mx.arange(self._end)
         positions = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
         mask = slots <= positions
@@ -160,7 +148,6 @@ class RowKVCache(RowCache):
         return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
 
     def _zeros_like(self, written: mx.array) -> mx.array:
-        """A buffer for what (B, heads, W, width of a head) is the first part of."""
         num_rows, heads, _, width = written.shape
         return mx.zeros((num_rows, heads, self._num_slots_for(self._end), width), written.dtype)
 
@@ -168,21 +155,12 @@ class RowKVCache(RowCache):
         return -(-num_tokens // STEP) * STEP
 
     def _slots(self, width: int) -> mx.array:
-        """(B, width) slots that a pass writes."""
         return self.offset[:, None] + mx.arange(width)
 
     def _visible(self, buffer: mx.array) -> mx.array:
         return buffer[:, :, : self._end]
 
-    def _reserve(self, num_slots: int) -> None:
-        assert self.keys is not None
-        assert self.values is not None
-        if (missing := num_slots - self.keys.shape[2]) > 0:
-            grown = -(-missing // STEP) * STEP
-            self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
-
     def _joined(self, buffer: mx.array | None, text: mx.array) -> mx.array:
-        """The buffer with one more row, which holds `text` (1, heads, tokens, width of a head)."""
         num_slots = max(self._num_slots_for(text.shape[2]), 0 if buffer is None else buffer.shape[2])
         row = _grown(text, num_slots - text.shape[2])
         if buffer is None:
@@ -191,10 +169,7 @@ class RowKVCache(RowCache):
 
 
 class RowRingCache(RowKVCache):
-    """Keys and values of the last tokens of several texts: the token at position p is in slot p modulo the slots.
-
-    It has room for one pass beyond its window.
-    """
+    """Keys and values of the last tokens of several texts: the token at position p is in slot p modulo the slots."""
 
     max_width = MAX_WIDTH
     rewinds_passes = False
@@ -260,7 +235,6 @@ class RowRingCache(RowKVCache):
         return buffer
 
     def _ring(self, text: mx.array, length: int) -> mx.array:
-        """A ring with the last tokens (1, heads, tokens, width of a head) of a text, in order of their positions."""
         num_held = min(text.shape[2], self._num_slots)
         slots = mx.arange(length - num_held, length) % self._num_slots
         ring = mx.zeros((*text.shape[:2], self._num_slots, text.shape[3]), text.dtype)
@@ -316,10 +290,9 @@ class RowArraysCache(ArraysCache, RowCache):
 
 
 def _grown(buffer: mx.array, num_slots: int) -> mx.array:
-    """The buffer with more slots."""
     return mx.pad(buffer, [(0, 0), (0, 0), (0, num_slots), (0, 0)]) if num_slots > 0 else buffer
 
 
 def _without(buffer: mx.array, row: int) -> Any:
-    """The buffer without a row; None without the last one."""
+    """None without the last row."""
     return None if buffer.shape[0] == 1 else mx.concatenate([buffer[:row], buffer[row + 1 :]])

@@ -23,24 +23,14 @@ from protocol.errors import RewindError
 
 @attrs.frozen
 class Checkpoint:
-    """The state of a sequence's caches when they held `length` tokens.
-
-    Attributes:
-        length: number of tokens.
-        restores: functions that restore it together.
-    """
+    """What restores a sequence's caches to when they held `length` tokens."""
 
     length: int
     restores: list[Restore]
 
 
 class MLXSequence(StatefulSequence):
-    """One text in the caches of an mlx-lm model; see `CachedSequence`.
-
-    Attributes:
-        cache: the caches that the model works on. Most models have one for each layer.
-        layer_evaluation: when the layers of a pass are evaluated.
-    """
+    """One text in the caches of an mlx-lm model. Most models have a cache for each layer."""
 
     def __init__(
         self,
@@ -51,15 +41,7 @@ class MLXSequence(StatefulSequence):
         layer_evaluation: LayerEvaluation = LayerEvaluation.WHOLE,
         recorder_slot: RecorderSlot | None = None,
     ) -> None:
-        """Make an empty sequence.
-
-        Args:
-            model: an mlx-lm language model.
-            options: how its caches are made and rewound.
-            vocab_size: width of the model's logits. The model has no embedding for ids from there on.
-            layer_evaluation: when the layers of a pass are evaluated.
-            recorder_slot: has the recorder of the model's features, while there is one; None if there never is.
-        """
+        """Make an empty sequence. The slot has the recorder of the model's features, while there is one."""
         self._model = model
         self._features = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options
@@ -81,12 +63,11 @@ class MLXSequence(StatefulSequence):
 
     @property
     def is_row(self) -> bool:
-        """Whether the text is a row of a batch."""
         return self._batch is not None
 
     @property
     def can_be_row(self) -> bool:
-        """Whether the text can be a row of a batch: there is one, and its caches can be rewound there as here."""
+        """Whether the text can be a row: there is one, and its caches can be rewound in a batch as here."""
         return (
             self._length > 0
             and self._options.rewind == "auto"
@@ -111,7 +92,7 @@ class MLXSequence(StatefulSequence):
         self._checkpoints.clear()
 
     def leave_batch(self) -> None:
-        """Have caches of its own again; does nothing where it has."""
+        """Have caches of its own again, if it has none."""
         if self._batch is not None:
             self._length = self._batch.leave(self, self.cache)
             self._batch = None
@@ -155,8 +136,7 @@ class MLXSequence(StatefulSequence):
 
     def _forward(self, tokens: tuple[int, ...]) -> mx.array:
         """(len(tokens), V) logits, lazy."""
-        # A drafter may have a smaller vocabulary than its target. It reads ids beyond it as its last id. Its guesses
-        # are poor after such an id, but an index out of bounds would read other memory.
+        # A drafter may have a smaller vocabulary than its target, and an index out of bounds would read other memory.
         known = [min(token, self._vocab_size - 1) for token in tokens]
         with evaluating(self.layer_evaluation), self.features.of_pass(self.length, len(tokens)):
             logits: mx.array = self._model(mx.array([known]), cache=self.cache)
@@ -208,11 +188,10 @@ class MLXSequence(StatefulSequence):
 
     @property
     def length(self) -> int:
-        """Number of cached tokens."""
         return self._length
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None also if some cache is of a class that is not known."""
+        """None also if the class of some cache is not known."""
         self.leave_batch()
         self.check_caches(len(tokens))
         if not tokens or not self._keep_states:
@@ -276,7 +255,6 @@ class MLXSequence(StatefulSequence):
         return lambda: make()._filled(state)
 
     def _filled(self, state: SequenceState) -> MLXSequence:
-        """The sequence, which was empty, with the state of another one of the model."""
         for checkpoint in state.prefix_checkpoints:
             self._fill(checkpoint.layers, checkpoint.length)
             self._prefix_checkpoints.append(self._make_checkpoint())
@@ -322,8 +300,7 @@ class MLXSequence(StatefulSequence):
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
         self.leave_batch()
-        # From the length at which caches were quantised, tokens were read otherwise, and another text may quantise its
-        # caches at another length.
+        # Another text may quantise its caches at another length.
         if self._is_quantized or not self._options.reads_alike(self.cache, num_read):
             return 0
         if self._length <= num_common:
@@ -355,7 +332,6 @@ class MLXSequence(StatefulSequence):
         self._length = checkpoint.length
 
     def _drop_checkpoints_ahead(self) -> None:
-        """Drop checkpoints beyond the present length."""
         self._checkpoints = [c for c in self._checkpoints if c.length <= self._length]
         self._prefix_checkpoints = [c for c in self._prefix_checkpoints if c.length <= self._length]
 

@@ -34,12 +34,10 @@ class SequenceState:
     """The state of a sequence.
 
     Attributes:
-        tokens: the cached tokens, in order.
         layers: the states of its caches, in order.
         prefix_checkpoints: states at shorter lengths, ascending, to which the sequence can be rewound.
-        others: what the other ranks have of it, from rank 1 on, where the model is sharded; records if it comes from a
-            file. None for a model of one process.
-        features: what a trained drafter keeps of its target's, which it needs to go on; None if it keeps none.
+        others: of a sharded model, what the other ranks have of it, from rank 1 on; records if it comes from a file.
+        features: what a trained drafter keeps of its target's, which it needs to go on.
     """
 
     tokens: tuple[int, ...]
@@ -63,12 +61,12 @@ class SequenceState:
 
     @property
     def all_layers(self) -> list[LayerState]:
-        """The states of all caches: now, and then those at each prefix checkpoint."""
+        """The states of all caches: now, and then at each prefix checkpoint."""
         return [*self.layers, *(layer for checkpoint in self.prefix_checkpoints for layer in checkpoint.layers)]
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths at which another text can continue from a file, whatever the classes of the caches; ascending."""
+        """The lengths at which another text can continue from a file, ascending."""
         if (features := self.last_features) is not None:
             return tuple(range(min(features.start + 1, len(self.tokens)), len(self.tokens) + 1))
         return (*(checkpoint.length for checkpoint in self.prefix_checkpoints), len(self.tokens))
@@ -92,13 +90,9 @@ class StatefulSequence(ReusableSequence):
 
     @abstractmethod
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """The state of the sequence, for a file.
+        """The state of the sequence, whose `num_fed` cached tokens are these, for a file.
 
-        Args:
-            tokens: the cached tokens, `num_fed` of them.
-
-        Returns: the state, without tokens that are to be read again; None if there are no cached tokens, or the state
-            cannot be kept.
+        Returns: the state, without tokens that are to be read again; None if there are none, or it cannot be kept.
         Raises: RewindError: some cache holds another number of tokens.
         """
 
@@ -112,12 +106,7 @@ class StatefulSequence(ReusableSequence):
 
 @attrs.frozen
 class SequenceRecord:
-    """The state of a sequence as a file has it, or one rank's part of it, which lacks the tokens.
-
-    Attributes:
-        description: a value for JSON, which refers to tensors by name.
-        tensors: by name.
-    """
+    """The state of a sequence, or one rank's part of it without the tokens: a value for JSON that names tensors."""
 
     description: Any
     tensors: Mapping[str, Tensor]
@@ -127,25 +116,17 @@ class OtherParts(Protocol):
     """What the other ranks have of the state of a sequence, while they keep it."""
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
-        """Copy it, a layer at each step. Yields None, and in the end the parts, from rank 1 on.
-
-        To be used on the model's thread.
-        """
+        """Copy it on the model's thread, a layer at a step. Yields None, and in the end the parts, from rank 1 on."""
 
 
 class Recorder:
-    """Copies the state of a sequence for a file, a layer at a time, so that other work of the model can come between.
-
-    To be used on the model's thread.
+    """Copies the state of a sequence for a file, on the model's thread, by layers, so that other work can come
+    between.
     """
 
     def __init__(self, sequence: SequenceState, name: str, *, rank: int = 0) -> None:
-        """Nothing is copied yet.
-
-        Args:
-            sequence: the state. If its model is sharded, this rank keeps its part, and the others keep theirs.
-            name: prefix of the tensors' names.
-            rank: of this process; a rank other than 0 copies its own part, without the tokens.
+        """Prepare to copy; `name` is the prefix of the tensors' names. A rank other than 0 copies its own part, without
+        the tokens.
         """
         self._sequence = sequence
         self._name = f"{name}{_infix(rank)}" if rank else name
@@ -206,7 +187,7 @@ class Recorder:
 
 
 def record(sequence: SequenceState, name: str) -> SequenceRecord:
-    """The state of a sequence, for a file, in one go; see `Recorder`."""
+    """The state of a sequence, for a file, in one go."""
     recorder = Recorder(sequence, name)
     while (recorded := recorder.step()) is None:
         pass
@@ -214,16 +195,11 @@ def record(sequence: SequenceState, name: str) -> SequenceRecord:
 
 
 def _infix(rank: int) -> str:
-    """In the names of the tensors of a rank other than 0."""
     return f".rank-{rank}"
 
 
 def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> SequenceState:
-    """The state of a sequence from a file. To be called on the thread of the model that it is for.
-
-    Args:
-        recorded: the state; with `tokens`, a rank's part of it.
-        tokens: of the text; None if the record has them.
+    """The state of a sequence from a file, on the thread of its model; with `tokens`, from a rank's part of it.
 
     Raises: MisfitError: the description is not one of such a state.
     """
@@ -237,7 +213,11 @@ def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> S
     def tree(described: Any, depth: int) -> State:
         if isinstance(described, list) and depth < _MAX_DEPTH:
             return tuple(tree(element, depth + 1) for element in described)
-        return array(described) if isinstance(described, dict) else _checked(described, int | None)
+        if isinstance(described, dict):
+            return array(described)
+        if described is None or type(described) is int:
+            return described
+        raise MisfitError(f"it has a {type(described).__name__} where a number should be")
 
     def layer(described: Any, depth: int = 0) -> LayerState:
         match described:
@@ -282,7 +262,6 @@ def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> S
 
 
 def _parts(described: Any, tensors: Mapping[str, Tensor]) -> tuple[SequenceRecord, ...] | None:
-    """The parts of the ranks from 1 on; None for a model of one process."""
     if described is None:
         return None
     if not isinstance(described, list) or not described:
@@ -291,9 +270,3 @@ def _parts(described: Any, tensors: Mapping[str, Tensor]) -> tuple[SequenceRecor
         SequenceRecord(part, {name: tensor for name, tensor in tensors.items() if f"{_infix(rank)}." in name})
         for rank, part in enumerate(described, 1)
     )
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise MisfitError(f"it has a {type(value).__name__} where a number should be")
-    return value

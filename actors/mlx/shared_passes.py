@@ -18,8 +18,7 @@ from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 from actors.trained.features import FeatureRecorder, RecorderSlot
 
-# Every row takes as many slots as the longest, so rows may take this many times the slots of their tokens, and up to so
-# many slots without a limit.
+# Every row takes as many slots as the longest: so many times their tokens' slots at most, beyond some that are free.
 MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
 # A row leaves the batch after so many passes without it: each of them computed its padding.
 MAX_PASSES_MISSED = 4
@@ -28,16 +27,7 @@ MAX_PASSES_MISSED = 4
 _NEEDS_ONE_TEXT = {"afm7", "gemma3n", "gpt_bigcode", "internlm3", "llama4", "minimax_m3_vl", "phi3small"}
 
 # Modules of mlx-lm whose recurrent layers read `ArraysCache.lengths`, and so keep padding out of their states.
-_READS_LENGTHS = {
-    "falcon_h1",
-    "granitemoehybrid",
-    "kimi_linear",
-    "lfm2",
-    "mamba2",
-    "plamo2",
-    "qwen3_5",
-    "qwen3_next",
-}
+_READS_LENGTHS = {"falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "plamo2", "qwen3_5", "qwen3_next"}
 
 # The probe's texts: the lengths at which they join, and how many tokens of each the two passes read. The second pass
 # shows whether padding of the first has got into a recurrent state.
@@ -45,27 +35,19 @@ _PROBE_TOKENS = tuple(range(1, 12))
 _PROBES = ((3, (2, 1)), (6, (3, 1)))
 
 # Largest difference between logits of the probe, in parts of their range. Another mask makes a difference like the
-# range itself; rounding in bfloat16 makes one of a hundredth.
+# range itself; rounding in bfloat16 makes a hundredth.
 _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The batch of one model, and which of its texts are rows of it. All methods run on the model's thread.
+    """The part of an `MLXModel` that concerns several texts: the batch of the model, and which texts are rows of it.
 
     Attributes:
-        known_obstacle: why texts of this model cannot share passes, as far as its kind tells, without feeding it
-            anything; None if that says nothing against it.
+        known_obstacle: why texts of this model cannot share passes, as far as is known without feeding it anything.
         recorder_slot: has the recorder of the features that a trained drafter reads, while there is one.
     """
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
-        """Make passes without any row.
-
-        Args:
-            model: an mlx-lm language model.
-            options: of its caches.
-            vocab_size: width of its logits.
-        """
         self._model = model
         self._options = options
         self._vocab_size = vocab_size
@@ -77,7 +59,7 @@ class SharedPasses:
         self._obstacle = self.known_obstacle
         self._is_probed = self.known_obstacle is not None
 
-    def feed(self, feeds: Sequence[Feed]) -> list[mx.array]:
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         candidates = [feed.sequence for feed in feeds if len(feed.tokens) <= MAX_WIDTH and not feed.alone]
         rows = self._joined(candidates)
         by_text = {feed.sequence: feed for feed in feeds}
@@ -93,8 +75,8 @@ class SharedPasses:
     def widest_row(self) -> int:
         return self._batch.widest_row
 
-    def read(self, sequences: Sequence[MLXSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """See `Model.read_together`. The texts are rows of a batch of their own, until they join others."""
+    def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
+        """The texts are rows of a batch of their own, until they join others."""
         batch = self._new_batch(sequences[0].layer_evaluation)
         for text in sequences:
             text.join(batch)
@@ -104,7 +86,7 @@ class SharedPasses:
         if not any(text.is_row_of(self._batch) for text in self._rows):
             self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
-    def feed_ahead(self, sequences: Sequence[MLXSequence], tokens: mx.array) -> mx.array:
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
         rows = self._joined(sequences)
         logits_of: dict[MLXSequence, mx.array] = {}
         if rows:
@@ -122,7 +104,7 @@ class SharedPasses:
         ]
         return each[0] if len(each) == 1 else mx.concatenate(each)
 
-    def abandon(self) -> None:
+    def abandon_shared(self) -> None:
         """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
         if not self._has_fed_rows:
             return
@@ -133,7 +115,7 @@ class SharedPasses:
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
 
     def _joined(self, texts: Sequence[Any]) -> list[MLXSequence]:
-        """Those of some texts that are rows of the next pass, in order. They have joined the batch afterwards."""
+        """Those of some texts that are rows of the next pass, in order, after they have joined the batch."""
         rows = [text for text in texts if self._may_share(text)]
         if self._batch.pads_texts:
             others = [text for text in self._rows if text.is_row_of(self._batch)]
@@ -159,7 +141,7 @@ class SharedPasses:
         return rows
 
     def _may_share(self, text: Any) -> bool:
-        return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self.obstacle() is None))
+        return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self._find_obstacle() is None))
 
     def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
@@ -168,12 +150,15 @@ class SharedPasses:
 
     # --- what cannot share ------------------------------------------------------------------------
 
-    def obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """Feeds the model some tokens to find out."""
         if rewinds_passes and not self._batch.rewinds_passes:
             return "its rows cannot go back by more than one pass"
+        return self._find_obstacle()
+
+    def _find_obstacle(self) -> str | None:
         if not self._is_probed:
-            # What stands if the model fails in a way of its own.
+            # The first stands if the probe raises.
             self._obstacle, self._is_probed = "its forward pass failed when that was tried", True
             agrees = self._agrees()
             self._obstacle = None if agrees else "it gives other logits for two texts at once than for each alone"
@@ -195,7 +180,6 @@ class SharedPasses:
         return None
 
     def _agrees(self) -> bool:
-        """Whether two texts at once give the logits that each gives alone."""
         try:
             return all(_is_close(*pair) for pair in zip(self._probed_alone(), self._probed_together(), strict=True))
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # whatever a model's code runs into
@@ -219,26 +203,19 @@ class SharedPasses:
         batch.read({length: _PROBE_TOKENS[:length] for length in lengths})
         fed = []
         for each in zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True):
-            tokens: dict[object, tuple[int, ...]] = {}
-            for length, (begin, end) in zip(lengths, each, strict=True):
-                tokens[length] = _PROBE_TOKENS[begin:end]
-            fed.append(batch.feed(tokens))
+            parts = [_PROBE_TOKENS[begin:end] for begin, end in each]
+            fed.append(batch.feed(dict(zip(lengths, parts, strict=True))))
             # It leaves, and joins again with what it has read.
             batch.join(lengths[0], caches[lengths[0]], batch.leave(lengths[0], caches[lengths[0]]))
         return [logits[length] for length in lengths for logits in fed]
 
 
 def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
-    """Of a pass over some texts; None if nobody reads features of any of them."""
     return next((recorder for text in texts if (recorder := text.features.recorder) is not None), None)
 
 
 def _fitting(lengths: Mapping[Any, int]) -> set[object]:
-    """The texts that can be rows of one batch without much more memory than they take alone: the shortest of them.
-
-    Args:
-        lengths: tokens of each.
-    """
+    """The shortest of some texts: those that can be rows without much more memory than they take alone."""
     fitting: set[object] = set()
     num_tokens = 0
     for text, length in sorted(lengths.items(), key=lambda each: each[1]):
@@ -251,7 +228,6 @@ def _fitting(lengths: Mapping[Any, int]) -> set[object]:
 
 
 def _passes(length: int, widths: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, end) of the tokens that each pass reads."""
     return list(pairwise(accumulate(widths, initial=length)))
 
 

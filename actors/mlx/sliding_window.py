@@ -1,8 +1,8 @@
 """The cache of a sliding window, which can be trimmed also when it is full.
 
 mlx-lm's `RotatingKVCache` writes a new token over the oldest one, so what a rejected proposal has overwritten is lost.
-Here tokens are written one behind the other, and those that have left the window stay for a while. What a model reads
-is a slice, which has the tokens in order and none but those that the model's own mask is about.
+Here tokens are written one behind the other, and those that have left the window stay for a while. A model reads a
+slice, which has the tokens in order and only those that its own mask is about.
 """
 
 from __future__ import annotations
@@ -12,32 +12,22 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
-# Tokens by which a full window can be trimmed: more than the furthest that a drafter is ahead of its target, which is
-# two proposals and a token.
+# Tokens by which a full window can be trimmed: more than a drafter is ever ahead of its target, two proposals and one.
 MAX_TRIM = 160
-
-# Slots beyond those of the window. When all are taken, the last tokens move into a new buffer: once in
-# `NUM_SPARE - MAX_TRIM` tokens at most.
+# Slots beyond the window's. When all are taken, once in `NUM_SPARE - MAX_TRIM` tokens, the last move to a new buffer.
 NUM_SPARE = 256
-
-# Slots by which a buffer grows until then.
-STEP = 256
+STEP = 256  # slots by which a buffer grows until then
 
 
 class SlidingWindowCache(RotatingKVCache):
     """Keys and values of the last tokens of a text, in order. A model computes with it what it does with mlx-lm's.
 
-    Its buffers grow with a short text, by `STEP` slots, and end at `NUM_SPARE` slots more than the window. Only a wide
-    pass makes them larger, until the next move: to the window, `MAX_TRIM` and the width of the pass.
+    Its buffers, (1, heads, slots, width of a head), grow with a short text, and end at `NUM_SPARE` slots more than the
+    window. Only a wide pass makes them larger, until the next move: to the window, `MAX_TRIM` and the width of the
+    pass.
 
     A slot is written once, unless a trim has given its token up. So a reference to the buffers, with the offset, is a
     checkpoint for as long as nothing before it is trimmed.
-
-    Attributes:
-        keys, values: (1, heads, slots, width of a head); None while the cache is empty.
-        offset: tokens that were read.
-        max_size: tokens of the window.
-        keep: 0; mlx-lm's number of first tokens that are kept for good.
     """
 
     keys: mx.array | None
@@ -57,32 +47,24 @@ class SlidingWindowCache(RotatingKVCache):
         return self.offset if self._idx == self.offset else max(0, self._idx - self.max_size)
 
     def can_trim_after(self, num_tokens: int, back_to: int) -> bool:
-        """Whether the cache could take `num_tokens` more, in any number of passes, and then be trimmed to a length.
-
-        Args:
-            num_tokens: tokens that would be fed, >= 0.
-            back_to: the length, at most the present one.
-        """
+        """Whether the cache could take `num_tokens` more, in any number of passes, and then be trimmed to a length."""
         first_kept = self.offset - self._idx
         if num_tokens > 0:
             first_kept = max(first_kept, self.offset + num_tokens - self.max_size - MAX_TRIM)
         return first_kept == 0 or back_to - first_kept >= self.max_size
 
     def is_trimmable(self) -> bool:
-        """Whether any token can be trimmed."""
         return self.num_trimmable > 0
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens, or as many as can be. Returns: how many were dropped."""
         n = min(n, self.num_trimmable)
         self.offset -= n
         self._idx -= n
         return n
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the keys and values of a pass, (1, heads, W, width of a head).
-
-        Returns: those of all tokens that some token of the pass can see, in order.
+        """Write the keys and values of a pass, (1, heads, W, width of a head). Returns: those of all tokens that some
+        token of the pass can see, in order.
         """
         width = keys.shape[2]
         end = self._idx + width
@@ -104,7 +86,6 @@ class SlidingWindowCache(RotatingKVCache):
         return self.keys_and_values()
 
     def _moved(self, buffer: mx.array | None, num_kept: int, new: mx.array, num_free: int) -> mx.array:
-        """A buffer of the last tokens of another one, new tokens and free slots."""
         parts = [] if buffer is None else [buffer[..., self._idx - num_kept : self._idx, :]]
         free = mx.zeros((*new.shape[:2], num_free, new.shape[3]), new.dtype)
         return mx.concatenate([*parts, new, free], axis=2)
@@ -117,12 +98,8 @@ class SlidingWindowCache(RotatingKVCache):
         return self.keys[..., seen, :], self.values[..., seen, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The mask of a pass of width N; None where each token sees what there is, "causal" or an array.
-
-        Args:
-            N: tokens of the pass, which are not yet written.
-            window_size: tokens that each token sees, if fewer than `max_size`; mlx-lm's models give their own.
-            return_array: whether "causal" will not do.
+        """The mask of a pass of width N, which is not written yet; None where each token sees what there is, "causal"
+        or an array. mlx-lm's models give a window of their own, if it is smaller.
         """
         if N > 1:
             return super().make_mask(N, window_size, return_array)
@@ -133,9 +110,8 @@ class SlidingWindowCache(RotatingKVCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The state of a `RotatingKVCache` that holds the same tokens. An assignment takes any state of such a cache.
-
-        Later writes into this cache do not change the state.
+        """The state of a `RotatingKVCache` that holds the same tokens; later writes do not change it. An assignment
+        takes any state of such a cache.
         """
         if self.keys is None or self.values is None:
             return None, None, self.offset, self.keep, self.max_size, self._idx
@@ -152,5 +128,4 @@ class SlidingWindowCache(RotatingKVCache):
         self._num_seen = min(self._idx, self.max_size)
 
     def _temporal_order(self, v: mx.array) -> mx.array:
-        """All tokens of a buffer, in order."""
         return v[..., : self._idx, :]

@@ -15,8 +15,7 @@ from mlx.utils import tree_flatten
 
 from protocol.tensor import Tensor
 
-# Approximate number of elements in the sample of a tensor.
-_SAMPLE_SIZE = 256
+_SAMPLE_SIZE = 256  # about so many elements of a tensor
 
 
 @attrs.frozen
@@ -25,17 +24,14 @@ class Fingerprint:
 
     Fingerprints differ if these differ: architectures; configurations; names, shapes, number formats or quantisation of
     weights; weights that were trained further, merged with others or converted again; and adapters. Such weights differ
-    nearly everywhere, so a sample of about 256 elements of each tensor, evenly spread, is enough.
+    nearly everywhere, so a sample of about 256 elements of each tensor is enough.
 
-    Fingerprints do not reveal a change to single elements outside the sample, changed code of an architecture, or a
-    deliberate forgery.
+    They do not reveal a change to single elements outside the sample, changed code of an architecture, or a forgery.
 
     Attributes:
-        family: the architecture, as the configuration names it.
         num_parameters: elements of the weights; quantised weights count as they are packed.
-        configuration: SHA-256 of the configuration, in hexadecimal.
-        layout: likewise of the names, shapes, number formats and quantisation of the weights.
-        weights: likewise of the sampled elements.
+        configuration, layout, weights: SHA-256, in hexadecimal, of the configuration; of the names, shapes, number
+            formats and quantisation of the weights; and of the sampled elements.
     """
 
     family: str
@@ -58,13 +54,8 @@ class Fingerprint:
 
 
 def fingerprint(model: Module, others: Sequence[mx.array] = (), beside: Any = None) -> Fingerprint:
-    """The fingerprint of a model. To be called on the model's thread.
-
-    It takes some milliseconds for a model of any size, since it reads only a few hundred elements of each tensor.
-
-    Args:
-        others: weights that the module does not have.
-        beside: what its caches depend on besides, as a value for JSON; None for nothing.
+    """The fingerprint of a model, with `others` among its weights, on its thread. It takes some milliseconds for any
+    size. `beside` is what its caches depend on besides, as a value for JSON.
     """
     # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
@@ -96,8 +87,8 @@ def _configuration(model: Module) -> Any:
     config: Any = getattr(model, "config", None)
     if attrs.has(type(config)):  # of a trained drafter
         values = attrs.asdict(config)
-    # What weights and arguments do not tell: how strong an adapter is, and whether activations are quantised, too. Left
-    # out where there is none, so that fingerprints of plain models stay what they were.
+    # How strong an adapter is, and whether activations are quantised, too. Left out where there is none, so that
+    # fingerprints of plain models stay what they were.
     applied = [
         [name, type(module).__name__, getattr(module, "scale", None)]
         for name, module in model.named_modules()
@@ -121,7 +112,7 @@ def _weights_digest(arrays: list[tuple[str, mx.array]]) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """About `_SAMPLE_SIZE` elements, evenly spread along each axis. A slice, so that only these elements are read."""
+    """About `_SAMPLE_SIZE` elements, evenly spread along each axis. A slice, so that only these are read."""
     if array.ndim == 0:
         return array
     per_axis = max(2, round(_SAMPLE_SIZE ** (1 / array.ndim)))

@@ -23,11 +23,9 @@ class CollectedPart:
     """One rank's part of a saved text, as far as it has come."""
 
     def __init__(self, rank: int) -> None:
-        """Of a rank, from which nothing has come yet."""
         self._rank = rank
         self._description: Any = None
-        # Of each tensor: its type, its shape, and what has come of its bytes.
-        self._tensors: dict[str, tuple[str, tuple[int, ...], bytearray]] = {}
+        self._tensors: dict[str, tuple[str, tuple[int, ...], bytearray]] = {}  # type, shape, and what has come of each
 
     @property
     def is_complete(self) -> bool:
@@ -35,10 +33,7 @@ class CollectedPart:
         return self._description is not None
 
     def add(self, message: Any) -> bool:
-        """Add a message. Returns whether it is the last one for now.
-
-        Raises: RankError: it is not about a saved text.
-        """
+        """Add a message. Returns: whether it is the last one for now. Raises: RankError: it has no part of a text."""
         match message:
             case TensorChunk(name, dtype, shape, data):
                 self._tensors.setdefault(name, (dtype, shape, bytearray()))[2].extend(data)
@@ -49,10 +44,7 @@ class CollectedPart:
         raise RankError(f"rank {self._rank} has sent {type(message).__name__} and not its part of a saved text")
 
     def record(self) -> SequenceRecord:
-        """All that has come.
-
-        Raises: RankError: bytes are missing, or too many.
-        """
+        """All that has come. Raises: RankError: bytes are missing, or too many."""
         for dtype, shape, data in self._tensors.values():
             if len(data) != math.prod(shape) * DTYPES.get(dtype, 0):
                 raise RankError(
@@ -63,10 +55,7 @@ class CollectedPart:
 
 
 def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
-    """The next message of a rank that rank 0 waits for.
-
-    Raises: RankError: none has come in time, or the group is broken.
-    """
+    """The next message that rank 0 waits for. Raises: RankError: none has come in time, or the group is broken."""
     try:
         return group.receive(WAIT_S)
     except TimeoutError:
@@ -75,9 +64,8 @@ def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
 
 
 def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
-    """Wait for the `Answer` of each of some ranks. Returns: the errors among them, which name their rank.
-
-    Raises: RankError: as `received`.
+    """Wait for the `Answer` of each of some ranks. Returns: their errors, which name the rank. Raises: as
+    `received`.
     """
     errors, waiting = [], set(ranks)
     while waiting:
@@ -93,19 +81,13 @@ def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
 
 
 def send_record(record: SequenceRecord, group: RankGroup, *, to: int) -> None:
-    """Send a rank its part, from rank 0.
-
-    Raises: RankError: the group is broken.
-    """
+    """Send a rank its part, from rank 0. Raises: RankError: the group is broken."""
     _send_tensors(record.tensors.items(), group, to)
     group.send(Recorded(record.description), to=to)
 
 
 def receive_record(group: RankGroup) -> SequenceRecord:
-    """Wait for this rank's part, from rank 0.
-
-    Raises: RankError: the group is broken, or this is no such part.
-    """
+    """Wait for this rank's part, from rank 0. Raises: RankError: the group is broken, or this is no such part."""
     part = CollectedPart(0)
     while not part.add(group.receive()[1]):
         pass
@@ -113,16 +95,10 @@ def receive_record(group: RankGroup) -> SequenceRecord:
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
-    """Copy the next layer, and send it to rank 0.
+    """Copy the next layer of this rank's part, and send it to rank 0, in the end with the fingerprint of its part of
+    the model.
 
-    Args:
-        recorder: of this rank's part.
-        group: the ranks.
-        fingerprint: of this rank's part of the model.
-
-    Returns: whether that was all.
-
-    Raises: RankError: the group is broken.
+    Returns: whether that was all. Raises: RankError: the group is broken.
     """
     record = recorder.step()
     _send_tensors(recorder.pop_tensors().items(), group, to=0)

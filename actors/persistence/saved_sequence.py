@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -30,8 +30,7 @@ T = TypeVar("T")
 SavableModel = MLXModel | TrainedDrafter
 """A model whose sequences can be saved."""
 
-# Changes with what a state of a trained drafter is: those from before are then left to the same rule as another's.
-_TRAINED_VERSION = 1
+_TRAINED_VERSION = 1  # changes with what a state of a trained drafter is: those from before then count as another's
 # Most attempts to take the state of a sequence in use and to find out which tokens it holds.
 _MAX_TRIES = 3
 
@@ -41,9 +40,8 @@ class SavedModelState:
     """A model's part of a saved session.
 
     Attributes:
-        fingerprint: identifies the model; rank 0's part of it, where it is sharded.
+        fingerprint: identifies the model; rank 0's part of it, where it is sharded over `num_ranks`.
         sequence: what the model had cached of the text; None for nothing.
-        num_ranks: how many ranks the model is sharded over.
     """
 
     fingerprint: Fingerprint
@@ -53,13 +51,7 @@ class SavedModelState:
 
 @attrs.frozen
 class FilledSequence:
-    """A sequence with a state from a file, which no session knows of yet.
-
-    Attributes:
-        sequence: the sequence.
-        tokens: its cached tokens.
-        beside_another: see `Model.open_sequence`.
-    """
+    """A sequence with `tokens` from a file, which no session knows of yet."""
 
     sequence: StatefulSequence
     tokens: tuple[int, ...]
@@ -71,10 +63,8 @@ class _Snapshot:
     """A sequence between two jobs of its session.
 
     Attributes:
-        state: its state, in which only the number of tokens is right, not their ids; None if it is of no use.
-        num_fed: see `StatefulSequence`.
+        state: in which only the number of tokens is right, not their ids; None if it is of no use.
         tokens: the cached tokens; None if the session may not know them yet.
-        busy_seconds: of the worker at that moment.
     """
 
     state: SequenceState | None
@@ -83,38 +73,32 @@ class _Snapshot:
     busy_seconds: float
 
 
-def _make_snapshot(
-    actor: ModelActor[Any],
-    session: ActorSession,
-    on_snapshot: Callable[[_Snapshot], None],
-    _job: Job[Any],
-    taken: tuple[SequenceState | None, int],
-    _goes_on: bool,
-) -> None:
-    """Make the snapshot in trio's thread; for `Steps.on_step`."""
-    # A session counts the tokens of a draft step as soon as the step is done; those of any other job, only when the
-    # actor's loop runs.
-    tokens = session.cached_tokens.tokens if isinstance(session, DraftSession) and session.part is not None else None
-    on_snapshot(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
+async def _make_snapshot(actor: ModelActor[Any], session: ActorSession, sequence: StatefulSequence) -> _Snapshot:
+    snapshots: list[_Snapshot] = []
+
+    def on_step(_job: Job[Any], taken: tuple[SequenceState | None, int], _goes_on: bool) -> None:
+        # In trio's thread. A session counts the tokens of a draft step as soon as the step is done; those of any other
+        # job, only when the actor's loop runs.
+        counts = isinstance(session, DraftSession) and session.part is not None
+        tokens = session.cached_tokens.tokens if counts else None
+        snapshots.append(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
+
+    await _unwrapped(actor.worker.run_steps(Steps("save", partial(_take, sequence), on_step)))
+    return snapshots.pop()
 
 
 async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
     """The state of a running session's sequence at an actor, between two of its jobs. The session goes on.
 
     Returns: None if the actor has no such session, or its sequence is of no use to another text.
-
     Cancellation: waits for the running job.
-
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     for _ in range(_MAX_TRIES):
         session = actor.session_of(session_id)
         if session is None or session.is_broken or not isinstance(session.sequence, StatefulSequence):
             return None
-        snapshots: list[_Snapshot] = []
-        on_step = partial(_make_snapshot, actor, session, snapshots.append)
-        await _unwrapped(actor.worker.run_steps(Steps("save", partial(_take, session.sequence), on_step)))
-        (snapshot,) = snapshots
+        snapshot = await _make_snapshot(actor, session, session.sequence)
         if snapshot.state is None:
             return None
         tokens = snapshot.tokens
@@ -129,24 +113,16 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
 
 
 async def let_pass(actor: ModelActor[Any]) -> None:
-    """Wait until the jobs in the queue of an actor's worker are done, and their sessions have seen the results.
-
-    Cancellation: waits for the running job.
-    """
+    """Wait until the present jobs are done, and their sessions know. Cancellation: waits for the running job."""
     await _run(actor, Job("save", lambda: None))
     await trio.lowlevel.checkpoint()
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """An actor's model, and what it has cached of a text.
-
-    Args:
-        actor: the owner of the model.
-        text: the text. Cached tokens that are not of this text are not saved.
-        taken: the state of the session that works on the text; None to search the prefix cache.
+    """An actor's model, and what it has cached of a text, and of no other: `taken` of its running session, or from the
+    prefix cache.
 
     Cancellation: waits for the running job.
-
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     model = _savable(actor)
@@ -160,10 +136,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
 
 
 async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
-    """A state of an actor's model for a file. A layer is copied at a time, and other work of the model comes between.
-
-    Cancellation: waits for the running job.
-    """
+    """Copy a state for a file, layer by layer, with other work between. Cancellation: waits for the running job."""
     recorder = Recorder(state, actor.name)
     while (recorded := await _run(actor, Job("save", recorder.step))) is None:
         pass
@@ -171,10 +144,7 @@ async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
 
 
 async def identify(actor: ModelActor[Any]) -> Fingerprint:
-    """The fingerprint of an actor's model.
-
-    Cancellation: waits for the running job.
-    """
+    """The fingerprint of an actor's model. Cancellation: waits for the running job."""
     return await _run(actor, Job("load", partial(_fingerprint, _savable(actor))))
 
 
@@ -182,7 +152,6 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
     """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
 
     Cancellation: waits for the running job.
-
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     try:
@@ -228,7 +197,6 @@ def _fingerprint(model: SavableModel) -> Fingerprint:
 def _find(
     model: SavableModel, name: ActorName, prefix_cache: PrefixCache, text: tuple[int, ...]
 ) -> SequenceState | None:
-    """What the prefix cache has of a text."""
     if (match := prefix_cache.find_longest_match(text)) is None:
         return None
     assert isinstance(match.sequence, StatefulSequence)
@@ -241,9 +209,7 @@ def _find(
 
 
 def _take(sequence: StatefulSequence) -> Step[tuple[SequenceState | None, int]]:
-    """The state of a sequence, in which only the number of tokens is right, and `num_fed`; None if no other text can
-    reuse it.
-    """
+    """The state, in which only the number of tokens is right, and `num_fed`; None if no other text can reuse it."""
     num_fed = sequence.num_fed
     if sequence.reusable is None or sequence.reusable_length(num_fed, num_fed) == 0:
         return Step((None, num_fed))
@@ -263,14 +229,11 @@ def _cut_taken(model: SavableModel, taken: SequenceState, text: tuple[int, ...])
 def _cut(
     model: SavableModel, state: SequenceState, length: int, text: tuple[int, ...] | None = None
 ) -> SequenceState | None:
-    """A state without the tokens after a length, which are of another text and must not get into the file.
-
-    If the caches cannot be rewound to that length, they are rewound to the nearest one below it.
+    """A state without the tokens after a length, which are of another text and must not get into the file; or after the
+    nearest length below it to which the caches can be rewound. None if there is none.
 
     Args:
         text: what all that was given is of, see `ReusableSequence.settle`; None if that is not known.
-
-    Returns: None if there is no such length.
     """
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)

@@ -1,7 +1,7 @@
 """The logit check: whether a token can be chosen from a row of logits, by the row's maximum.
 
-MLX's maximum of a row is NaN if any element is. So the maximum is finite if and only if no logit is NaN or +inf and at
-least one is finite. That is one reduction, which is evaluated together with the token of the row.
+MLX's maximum of a row is NaN if any element is. So it is finite if and only if no logit is NaN or +inf and at least one
+is finite.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from protocol.errors import NotANumberError, OutriderError, ProcessorError
 
 @attrs.define
 class LogitCheck:
-    """The largest logit of each row, lazy.
-
-    Attributes:
-        own: (n,) of the model's own logits.
-        processed: (n,) of the processed logits; None if no processor changed them.
-    """
+    """The largest logit of each row, lazy: (n,) of the model's own, and of the processed ones if these differ."""
 
     own: mx.array
     processed: mx.array | None = None
@@ -57,22 +52,16 @@ class LogitCheck:
         return self._values
 
     def check(self, row: int, position: int, role: str) -> None:
-        """Raise an error if no token can be chosen from a row.
-
-        Args:
-            row: index of the row.
-            position: absolute, of the token that the row is for.
-            role: of the model, for the message.
-
-        Raises:
-            NotANumberError: the model's own logits are not numbers.
-            ProcessorError: processors, penalties or `logit_bias` left no finite logit.
-        """
+        """Raise `error`, if there is one."""
         if (error := self.error(row, position, role)) is not None:
             raise error
 
     def error(self, row: int, position: int, role: str) -> OutriderError | None:
-        """What `check` would raise."""
+        """The error if no token can be chosen from a row, for the token at an absolute position.
+
+        A `NotANumberError` if the model's own logits are not numbers; a `ProcessorError` if processors, penalties or
+        `logit_bias` left no finite logit.
+        """
         own, *processed = self._read()[row]
         if not math.isfinite(own):
             return not_a_number(own, position, role)
@@ -87,7 +76,7 @@ class LogitCheck:
 
 
 def not_a_number(largest: float, position: int, role: str) -> NotANumberError:
-    """The error of a row of a model's own logits whose largest is not finite; see `LogitCheck.check`."""
+    """The error of a row of a model's own logits whose largest is not finite."""
     return NotANumberError(
         f"the {role} model gave {_named(largest)} for the token at position {position}; usually numbers have "
         "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it again"

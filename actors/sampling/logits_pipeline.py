@@ -3,8 +3,6 @@
 It applies the settings in mlx-lm's order, with mlx-lm's building blocks. First the processors: `logit_bias`, the
 penalties, the user's logits processors. Then, at a temperature above 0, the filters over log-probabilities: top-p,
 min-p, XTC and top-k. The temperature itself belongs to the acceptance rules (`protocol.acceptance`).
-
-The logits of both models go through the same pipeline, each on its model's thread.
 """
 
 from __future__ import annotations
@@ -26,12 +24,7 @@ from protocol.settings import Settings
 
 @attrs.frozen
 class TokenHistory:
-    """The last tokens of a text, as many as the pipeline needs.
-
-    Attributes:
-        begin: absolute position of the first of the tokens.
-        tokens: the tokens from there to the end of the text.
-    """
+    """The last tokens of a text, as many as the pipeline needs, from the absolute position `begin` to the end."""
 
     begin: int
     tokens: tuple[int, ...]
@@ -58,13 +51,7 @@ class LogitsPipeline:
     """
 
     def __init__(self, opened: Open) -> None:
-        """Make the pipeline of one session.
-
-        Args:
-            opened: the message that begins the session.
-
-        Raises: ProcessorError: a processor failed to save its state; see `UserProcessors`.
-        """
+        """Raises: ProcessorError: a processor failed to save its state; see `UserProcessors`."""
         settings = opened.settings
         self._seed = opened.seed
         self._settings = settings
@@ -93,12 +80,8 @@ class LogitsPipeline:
         return self._look_back != 0
 
     def history(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> TokenHistory:
-        """The tokens of a text that the processors need for the logits after it.
-
-        Args:
-            committed: the text, prompt included.
-            beyond: drafted tokens after it.
-            num_rows: rows of logits to process, >= 1: those after each of the last `num_rows` tokens.
+        """The tokens, of a text and a draft, that the processors need for the logits after the last `num_rows` of
+        them.
         """
         if not self.needs_text:
             return NO_HISTORY
@@ -107,12 +90,8 @@ class LogitsPipeline:
         return TokenHistory(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
 
     def process(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
-        """Apply the processors.
-
-        Args:
-            logits: (n, V) for positions start … start + n - 1.
-            history: of the text before position start + n - 1; see `history`.
-            start: absolute position of the first row.
+        """Apply the processors to (n, V) logits for positions start … start + n - 1; `history` is that before the last
+        of them.
 
         Returns: (n, V), lazy. With a user's processor, `logits` and the result are evaluated.
         Raises: ProcessorError: a user's processor failed, or its result cannot be evaluated.
@@ -127,15 +106,8 @@ class LogitsPipeline:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
     def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
-        """Apply the processors to one row, after a token that may not be computed yet. Not if `runs_user_code`.
-
-        Args:
-            logits: (1, V) for the position after `position`.
-            history: of the text before `position`.
-            position: absolute, of the token.
-            token: (1,) id, lazy.
-
-        Returns: (1, V), lazy.
+        """Apply the processors to (1, V) logits after the token (1,) at `position`, which may not be computed yet. Not
+        if `runs_user_code`. The history is of the text before. Returns: (1, V), lazy.
         """
         logits = self._biased(logits)
         if not self.needs_text:
@@ -145,11 +117,7 @@ class LogitsPipeline:
         return self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
-        """Apply the filters.
-
-        Args:
-            logits: (n, V) processed, for positions start … start + n - 1.
-            start: absolute position of the first row.
+        """Apply the filters to (n, V) processed logits for positions from `start` on.
 
         Returns: (n, V) log-probabilities, -inf for removed tokens; the unchanged logits if no filter is on. Lazy.
         """
@@ -162,12 +130,9 @@ class LogitsPipeline:
         return logprobs
 
     def sample(self, logits: mx.array) -> mx.array | None:
-        """The tokens that the user's sampler chooses.
+        """The tokens (n,) that the user's sampler chooses from (n, V) processed and filtered logits; None if there is
+        no sampler.
 
-        Args:
-            logits: (n, V) processed and filtered.
-
-        Returns: (n,) ids; None if there is no sampler.
         Raises: ProcessorError: the sampler failed.
         """
         return None if self._sampler is None else self._sampler(logits)
@@ -182,7 +147,7 @@ class LogitsPipeline:
         return logits
 
     def _xtc_uniforms(self, start: int, num_rows: int) -> mx.array:
-        """(num_rows, 1) draws in [0, 1) for XTC, one for each position."""
+        """(num_rows, 1) draws in [0, 1), one for each position."""
         keys = [key_for(self._seed, Purpose.XTC, start + i) for i in range(num_rows)]
         return mx.stack([mx.random.uniform(key=key) for key in keys])[:, None]
 
@@ -201,7 +166,7 @@ def by_kind(pipelines: Sequence[LogitsPipeline]) -> dict[Hashable, list[int]]:
 
 
 def pad(logits: mx.array, width: int) -> mx.array:
-    """Logits (n, W) at the width of the target's: cut, or filled up with -inf for tokens that the model lacks. Lazy."""
+    """Logits (n, W) at the target's width: cut, or filled up with -inf for tokens that the model lacks. Lazy."""
     missing = width - logits.shape[1]
     return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing > 0 else logits[:, :width]
 
@@ -209,11 +174,8 @@ def pad(logits: mx.array, width: int) -> mx.array:
 # --- penalties and filters by settings ------------------------------------------------------------
 
 
-# The largest bound of a slice that MLX accepts.
-_MAX_CONTEXT_SIZE = 2**31 - 1
-
-# A smaller top_p may become 0 in float32, and then mlx-lm's filter drops every token.
-_MIN_TOP_P = 1e-30
+_MAX_CONTEXT_SIZE = 2**31 - 1  # the largest bound of a slice that MLX accepts
+_MIN_TOP_P = 1e-30  # a smaller one may become 0 in float32, and then mlx-lm's filter drops every token
 
 
 def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int | None]]:
@@ -231,8 +193,7 @@ def _penalties(settings: Settings) -> list[tuple[LogitsProcessor, int | None]]:
 
 
 Filter = Callable[[mx.array, Callable[[], mx.array]], mx.array]
-"""`f(logprobs, draw_uniforms)`: (n, V) log-probabilities and a function that draws (n, 1) uniform numbers for them;
-returns (n, V) log-probabilities, lazy, with -inf for removed tokens."""
+"""From (n, V) log-probabilities, and a function that draws (n, 1) uniform numbers, to some with -inf where removed."""
 
 
 def _filters(settings: Settings) -> list[Filter]:
@@ -247,12 +208,16 @@ def _filters(settings: Settings) -> list[Filter]:
     if settings.xtc_probability > 0:
         filters.append(lambda logprobs, draw_uniforms: _xtc(logprobs, settings, draw_uniforms()))
     if settings.top_k > 0:
-        filters.append(lambda logprobs, _: _top_k(logprobs, settings.top_k))
+        filters.append(
+            lambda logprobs, _: (
+                apply_top_k(logprobs, settings.top_k) if settings.top_k < logprobs.shape[-1] else logprobs
+            )
+        )
     return filters
 
 
-# mlx-lm's `apply_min_p` and `apply_xtc` are compiled with their thresholds as constants, which are part of the names of
-# the kernels: each new value is compiled, for a second on a CPU, and on Metal under a lock. These two are not compiled.
+# mlx-lm's `apply_min_p` and `apply_xtc` are compiled anew for each value of their thresholds, for a second on a CPU and
+# on Metal under a lock. These two are not compiled.
 
 
 def _min_p(logprobs: mx.array, settings: Settings) -> mx.array:
@@ -273,7 +238,3 @@ def _xtc(logprobs: mx.array, settings: Settings, uniforms: mx.array) -> mx.array
     if special_tokens := [token for token in settings.xtc_special_tokens if token < logprobs.shape[-1]]:
         is_excluded[..., special_tokens] = False
     return mx.where(is_excluded & (uniforms <= settings.xtc_probability), -mx.inf, logprobs)
-
-
-def _top_k(logprobs: mx.array, top_k: int) -> mx.array:
-    return apply_top_k(logprobs, top_k) if top_k < logprobs.shape[-1] else logprobs

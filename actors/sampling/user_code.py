@@ -1,9 +1,8 @@
 """User code on the models' threads: calls a user's logits processors and sampler, and evaluates their results.
 
-An error in a processor must end its own stream and no other, so it must not look like an error of the model. But MLX
-is lazy: an error in a processor's result would come up later, in the middle of a model's pass. So the logits are
-evaluated before a processor gets them, and its result is evaluated right after the call. An error in that second
-evaluation is the processor's.
+An error in a processor must end its own stream only, and not look like the model's. But MLX is lazy, and an error in a
+result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and its result
+right after the call: an error in that second evaluation is the processor's.
 """
 
 from __future__ import annotations
@@ -19,23 +18,17 @@ import mlx.core as mx
 from protocol.errors import ProcessorError
 from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless
 
-# What user code may raise: anything. `sys.exit()` ends its stream, too, since a thread cannot end the process. A Ctrl-C
-# only reaches the main thread.
+# User code may raise anything. `sys.exit()` ends its stream, too, since a thread cannot end the process.
 _RAISED = (Exception, SystemExit, KeyboardInterrupt)
 
-# Most saved states of one processor. They are those after the drafted texts, and after the text before them.
-MAX_STATES = 256
+MAX_STATES = 256  # of one processor: those after the drafted texts, and after the text before them
 
 
 class UserProcessors:
     """The `logits_processors` of one session, for both models."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], prompt_length: int) -> None:
-        """Prepare the processors of a session. To be called in trio's thread; never waits.
-
-        Args:
-            processors: in the order in which they are applied.
-            prompt_length: number of tokens in the session's prompt.
+        """Prepare the processors, in trio's thread; never waits.
 
         Raises: ProcessorError: a processor failed to save its state. If another stream is using it at the moment, its
             state is saved later, on a model's thread.
@@ -49,18 +42,14 @@ class UserProcessors:
         return len(self._processors)
 
     def __call__(self, rows: list[mx.array], histories: Sequence[tuple[int, ...]]) -> list[mx.array]:
-        """Apply all processors to rows of logits. Synchronises with the device once, and once more for each processor.
-
-        Args:
-            rows: n arrays (1, V), lazy or not.
-            histories: (n,) the text before each row, prompt included.
+        """Apply all processors to (1, V) logits after each of n texts. Synchronises with the device once, and once more
+        for each processor.
 
         Returns: n arrays (1, V), evaluated.
 
         Raises:
-            ProcessorError: a processor raised, or returned something else than logits, or logits that cannot be
-                evaluated.
-            Whatever the evaluation of `rows` raises, which is the model's error.
+            ProcessorError: a processor raised, or did not return logits that can be evaluated.
+            Exception: whatever the evaluation of `rows` raises, which is the model's error.
         """
         mx.eval(rows)
         texts = [mx.array(history) for history in histories]
@@ -77,7 +66,7 @@ def _call_processor(
     processor: LogitsProcessor | _CheckpointedProcessor, ids: tuple[int, ...], tokens: mx.array, row: mx.array
 ) -> mx.array:
     """A processor's result for one row of logits (1, V), checked; lazy or not."""
-    shape = row.shape
+    shape, named = row.shape, f"the logits processor {name_of(processor)}"
     try:
         if isinstance(processor, _CheckpointedProcessor):
             result = processor(ids, tokens, row)
@@ -86,19 +75,14 @@ def _call_processor(
     except ProcessorError:
         raise
     except _RAISED as error:
-        raise ProcessorError(
-            f"the logits processor {name_of(processor)} raised {type(error).__name__}: {error}"
-        ) from error
+        raise ProcessorError(f"{named} raised {type(error).__name__}: {error}") from error
     if not isinstance(result, mx.array) or result.shape != shape:
         got = f"shape {result.shape}" if isinstance(result, mx.array) else f"a {type(result).__name__}"
         hint = "; is a return statement missing?" if result is None else ""
-        raise ProcessorError(
-            f"the logits processor {name_of(processor)} must return logits of shape {shape}, got {got}{hint}"
-        )
+        raise ProcessorError(f"{named} must return logits of shape {shape}, got {got}{hint}")
     if not mx.issubdtype(result.dtype, mx.floating):
         raise ProcessorError(
-            f"the logits processor {name_of(processor)} must return floating-point logits, got {result.dtype}; "
-            "convert them with astype(logits.dtype)"
+            f"{named} must return floating-point logits, got {result.dtype}; convert them with astype(logits.dtype)"
         )
     return result
 
@@ -111,16 +95,13 @@ class UserSampler:
         self._named = f"the sampler {name_of(sampler)}"
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Choose a token for each row, in order. Synchronises with the device twice.
-
-        Args:
-            logits: (n, V) processed and filtered, lazy or not.
+        """Choose a token for each row of (n, V) shaped logits, in order. Synchronises with the device twice.
 
         Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
 
         Raises:
             ProcessorError: the sampler raised, or returned something else than an id.
-            Whatever the evaluation of `logits` raises, which is the model's error.
+            Exception: whatever the evaluation of `logits` raises, which is the model's error.
         """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         are_sound = mx.isfinite(mx.max(logits, axis=-1))
@@ -137,7 +118,6 @@ class UserSampler:
         return mx.array(ids)
 
     def _choose(self, logprobs: mx.array) -> mx.array:
-        """The sampler's result for one row (1, V), checked; lazy or not."""
         try:
             token = self._sampler(logprobs)
         except _RAISED as error:
@@ -152,11 +132,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code returned.
-
-    Args:
-        who: the name of that code, for the message.
-        arrays: the arrays. Everything else that they depend on must be evaluated already.
+    """Evaluate arrays that user code returned, `who` being its name. All else that they depend on is evaluated already.
 
     Raises: ProcessorError: an array cannot be evaluated.
     """
@@ -184,22 +160,11 @@ def name_of(code: object) -> str:
 # --- processors with a state ----------------------------------------------------------------------
 
 
-class _Shared:
-    """A processor with its lock, shared by all streams that use the processor, on the threads of two models.
-
-    Attributes:
-        processor: found again by its identity, so it must live as long as this.
-        lock: held while the processor is used. The processor may take any time, so trio's thread never waits for it.
-    """
-
-    def __init__(self, processor: Checkpointed) -> None:
-        self.processor = processor
-        self.lock = threading.Lock()
-
-
-# By the processor's identity, for as long as some stream uses it. Several event loops may use this registry at once.
-_shared: WeakValueDictionary[int, _Shared] = WeakValueDictionary()
-_shared_lock = threading.Lock()  # for the registry only, never held while a processor is used
+# By the processor's identity, and alive, as the processor is, for as long as some stream uses it. A lock is held while
+# its processor is used, by streams on the threads of two models. That may take any time, so trio's thread never waits
+# for it. Several event loops may use this registry at once.
+_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_registry_lock = threading.Lock()  # never held while a processor is used
 
 
 class _CheckpointedProcessor:
@@ -208,30 +173,23 @@ class _CheckpointedProcessor:
     def __init__(self, processor: Checkpointed, prompt_length: int) -> None:
         self._prompt_length = prompt_length
         self.processor = processor
-        with _shared_lock:
-            self._shared = _shared.get(id(processor)) or _Shared(processor)
-            _shared[id(processor)] = self._shared
-        # The state in which this stream found the processor. `self` stands for "not known yet": a model's thread may
-        # hold the lock throughout a call for another stream. Between calls, the processor always has its owner's state.
+        with _registry_lock:
+            self._lock = _locks.setdefault(id(processor), threading.Lock())
+        # The state in which this stream found the processor, which it has between all calls. `self` stands for "not
+        # known yet": a model's thread may hold the lock throughout a call for another stream.
         self._initial: Any = self
-        if self._shared.lock.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
                 self._initial = self._save()
             finally:
-                self._shared.lock.release()
+                self._lock.release()
         # Generated tokens → the state after the call with them; least recently used first.
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def __call__(self, ids: tuple[int, ...], tokens: mx.array, logits: mx.array) -> mx.array:
-        """The processor's result for a text, whatever it was called with before.
-
-        Args:
-            ids: the text, prompt included.
-            tokens: the same as an array.
-            logits: (1, V).
-        """
+        """The processor's result for a text, prompt included, whatever it was called with before."""
         generated = ids[self._prompt_length :]
-        with self._shared.lock:
+        with self._lock:
             # The object is left as its owner left it, whatever text it was called with: the next stream begins there.
             owners_state = self._save()
             if self._initial is self:
@@ -254,9 +212,8 @@ class _CheckpointedProcessor:
             raise ProcessorError(f"{name} raised {type(error).__name__} in save(): {error}") from error
 
     def _restore_nearest(self, generated: tuple[int, ...]) -> int:
-        """Restore the state after the longest prefix of a text that has one.
-
-        Returns: how many generated tokens the processor must be called with next.
+        """Restore the state after the longest prefix of a text that has one. Returns: how many generated tokens the
+        processor must be called with next.
         """
         for length in range(len(generated) - 1, -1, -1):
             state = self._states.get(generated[:length], self)

@@ -1,9 +1,8 @@
 """The cores that the models' threads share, for a BLAS with threads of its own.
 
-Two models that compute at the same time are fastest with half the cores each, and one that computes alone with all of
-them. A change is not free: the threads of OpenBLAS wait for more work in a loop, which takes the time of a core from
-the model that has just been started beside them. So all cores are given to one model only after it has been alone for a
-while, which is so where the drafter rests and not between two rounds of speculation.
+Two models that compute at the same time are fastest with half the cores each, and one alone with all of them. But the
+threads of OpenBLAS wait for more work in a loop, which takes the time of a core from the model that has just been
+started beside them. So a model gets all cores only after it has been alone for a while.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Seconds after which a model that computes alone is given all cores. Several passes, so that it is not done between the
-# rounds of one text; OpenBLAS's threads wait in a loop for some 0.03 s.
+# Seconds after which a model that computes alone is given all cores: several passes, so not between the rounds of one
+# text. OpenBLAS's threads wait in a loop for some 0.03 s.
 ALONE_AFTER_S = 0.05
 
 
 class CoreSharing:
-    """Tells a BLAS how many threads to use, by how many models compute at the moment. Any thread may call it."""
+    """Tells a BLAS how many threads to use, by how many models compute. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -36,12 +35,7 @@ class CoreSharing:
         return 0.0 if self._set_threads is None or self._num_cores < 2 else ALONE_AFTER_S
 
     def control(self, set_threads: Callable[[int], None], num_cores: int) -> None:
-        """Control the number of threads from now on.
-
-        Args:
-            set_threads: sets the number for the whole process; called on any thread, one call at a time.
-            num_cores: number of cores that the process may use, >= 1.
-        """
+        """Control the number of threads of the process: `set_threads` sets it, on any thread, one call at a time."""
         with self._lock:
             self._set_threads, self._num_cores, self._num_threads = set_threads, num_cores, 0
             self._update()

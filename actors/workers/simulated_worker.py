@@ -1,7 +1,6 @@
 """A worker in simulated time: it has no thread, and a job takes as long as its price says.
 
-Under trio's autojumping `MockClock`, the real actors, lookahead tree and acceptance rules run thousands of rounds a
-second, deterministically, for any cost of verifying and drafting.
+Under trio's autojumping `MockClock`, the real actors run thousands of rounds a second, deterministically.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _COMPUTES: frozenset[SpanKind] = frozenset({"warm-up", "prefill", "draft", "veri
 
 @attrs.define(eq=False)
 class _Running:
-    """A job that has begun, and the seconds that it would still take alone, as of the last change of pace."""
+    """A job, and the seconds that it would still take alone, as of the last change of pace."""
 
     remaining_s: float
     scope: trio.CancelScope
@@ -35,29 +34,19 @@ class _Running:
 class Contention:
     """A device that simulated workers share.
 
-    One job alone computes at full pace. Two at once progress at 1 / (1 + kappa) of their pace each: kappa is the
-    share of a draft step's time by which it delays the target, 0 for separate hardware and 1 for a device that one of
-    them saturates.
+    Two jobs at once progress at 1 / (1 + kappa) of their pace each: kappa is 0 for separate hardware and 1 for a device
+    that one of them saturates.
     """
 
     def __init__(self, kappa: float) -> None:
-        """Make an idle device.
-
-        Args:
-            kappa: in [0, 1].
-
-        Raises: SettingsError: `kappa` is outside this range.
-        """
+        """Raises: SettingsError: `kappa` is outside [0, 1]."""
         check_number("contention", kappa, 0, 1, remedy="use 0 for separate hardware")
         self.kappa = kappa
         self._running: list[_Running] = []
         self._changed_at = 0.0
 
     async def compute(self, seconds: float) -> None:
-        """Run a job that would take `seconds` alone, and return when it is done.
-
-        Cancellation: none; a job that has begun is not abandoned.
-        """
+        """Run a job that would take `seconds` alone. Cancellation: none; a job that has begun is not abandoned."""
         # Each change of pace moves the deadlines of all running jobs, so a task wakes up only when its job is done.
         running = _Running(seconds, trio.CancelScope(shield=True))
         with running.scope:
@@ -84,7 +73,7 @@ class Contention:
 
 
 async def _sleep_uncancelled(seconds: float) -> None:
-    """Sleep. As on a thread, a job that has begun is not abandoned, so this cannot be cancelled."""
+    """As on a thread, a job that has begun is not abandoned."""
     if seconds > 0:
         # One scope both shields and ends the sleep; two would cost twice as much.
         with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
@@ -103,14 +92,7 @@ class SimulatedWorker:
         on_event: Callable[[Event], None] | None = None,
         contention: Contention | None = None,
     ) -> None:
-        """Make a worker.
-
-        Args:
-            actor: the owner, which names the spans.
-            price: seconds that a job takes, >= 0.
-            on_event: called with the span of each finished job.
-            contention: the device, if it is shared with other workers; None for a device of its own.
-        """
+        """Make a worker; `price` gives the seconds that a job takes. See also `ThreadWorker`."""
         self._actor = actor
         self._price = price
         self._on_event = on_event
@@ -159,7 +141,7 @@ class SimulatedWorker:
         return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
 
     async def run_steps(self, steps: Steps[Any]) -> None:
-        """See `Worker.run_steps`. `Steps.on_step` is called at once, before the next step begins."""
+        """As `Worker.run_steps`; `Steps.on_step` is called before the next step begins."""
         async with self._lock:
             following: Job[Any] | None = steps.first()
             while following is not None:

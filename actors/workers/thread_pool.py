@@ -1,7 +1,7 @@
 """A pool of operating-system threads that workers run on.
 
-A thread that has evaluated on CPU leaves a native thread of MLX's behind when it ends, and nothing ends that native
-thread. So a process that opens many runtimes, one after another, runs all of them on the same few threads.
+A thread that has evaluated on CPU leaves a native thread of MLX's behind, which nothing ends. So a process that opens
+many runtimes runs all of them on the same few threads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import outcome
 
 logger = logging.getLogger("outrider")
 
-# Name of an idle thread.
-IDLE = "idle thread of outrider's pool"
-# Seconds that the end of the process waits for one thread. An idle thread takes a millisecond.
+IDLE = "idle thread of outrider's pool"  # the name of one
+# Seconds that the end of the process waits for one thread. An idle one takes a millisecond.
 JOIN_TIMEOUT_S = 5.0
 
 Work = Callable[[], None]
@@ -39,7 +38,7 @@ class PooledThread:
         self._thread.start()
 
     def start(self, name: str, work: Work, on_end: OnEnd) -> None:
-        """Give the thread a piece of work. Only while it is idle."""
+        """Give the thread, which must be idle, a piece of work."""
         self._thread.name = name
         self._work.put((work, on_end))
 
@@ -54,11 +53,6 @@ class PooledThread:
             self._is_abandoned = True
             _abandoned.append(self)
         self._work.put(None)
-
-    def _give_back(self) -> None:
-        with _lock:
-            if not self._is_abandoned:
-                _idle.append(self)
 
     def _run(self) -> None:
         try:
@@ -78,7 +72,9 @@ class PooledThread:
                     on_end(result)
                     return
                 # Give the thread back before announcing the end, so that a runtime opened in response finds it.
-                self._give_back()
+                with _lock:
+                    if not self._is_abandoned:
+                        _idle.append(self)
                 on_end(result)
                 del given, work, on_end, result, synchronized  # an idle thread must keep no arrays alive
         finally:
@@ -86,9 +82,8 @@ class PooledThread:
 
 
 def release_streams() -> None:
-    """Release MLX's streams of the calling thread, at its end.
-
-    Without this, a process whose threads have used or imported MLX may abort as it exits.
+    """Release MLX's streams of the calling thread, at its end: otherwise a process whose threads have used or imported
+    MLX may abort as it exits.
     """
     try:
         mx.synchronize()
@@ -104,12 +99,8 @@ _lock = threading.Lock()
 
 
 def run_on_thread(name: str, work: Work, on_end: OnEnd) -> PooledThread:
-    """Run a piece of work on an idle thread, or on a new one if there is none.
-
-    Args:
-        name: of the thread while it does the work.
-        work: the work. If it raises, the thread is not used again.
-        on_end: called on that thread with the outcome; must not raise.
+    """Run a piece of work on an idle thread, or on a new one, with a name meanwhile. A thread whose work raises is not
+    used again. `on_end` is called on that thread with the outcome; must not raise.
 
     Returns: the thread. Once the work is done, another worker may have it.
     """

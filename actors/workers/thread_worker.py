@@ -29,18 +29,16 @@ logger = logging.getLogger("outrider")
 T = TypeVar("T")
 
 # A job counts as hanging after HANG_TIMEOUT_S seconds, unless its worker was given another time, plus HANG_FACTOR times
-# as long as the slowest job of its worker would have taken for as many tokens. Loading has no limit. A worker gives up
-# a job only if the runtime can do without that worker, and only if somebody waits for the worker, or for the job to end
-# after its cancellation.
+# as long as the slowest job of its worker would have taken for as many tokens. Loading has no limit. A job is given up
+# only if somebody waits for the worker, or for the job to end after its cancellation.
 HANG_TIMEOUT_S = 10.0
 HANG_FACTOR = 4.0
-# Shortest pause between two looks at a job that may be given up.
-WATCH_INTERVAL_S = 0.05
+WATCH_INTERVAL_S = 0.05  # the shortest pause between two looks at such a job
 
 
 @attrs.define(eq=False)
 class _QueuedJob:
-    """A job in the queue, or the first of several steps, and the task that waits for it."""
+    """A job, or the first of several steps, and the task that waits for it."""
 
     job: Job[Any]
     task: trio.lowlevel.Task
@@ -56,10 +54,10 @@ class HangError(OutriderError):
 
 
 class ThreadWorker:
-    """A worker with a thread of its own.
+    """A worker with a thread of its own, as an async context manager, to be left when nobody waits for a job any more.
 
-    Use it as an async context manager, and leave it when nobody waits for a job any more. Leaving it waits for the
-    running job and gives the thread back to the pool, also under cancellation and when interrupted.
+    Leaving it waits for the running job and gives the thread back to the pool, also under cancellation and when
+    interrupted.
     """
 
     def __init__(
@@ -74,14 +72,11 @@ class ThreadWorker:
         """Make a worker that is not started yet.
 
         Args:
-            actor: the owner, which names the thread and the spans.
             on_event: called in trio's thread with the span of each finished job.
             may_be_given_up: whether a job that hangs is given up when it was cancelled, when another job waits behind
                 it, or when the worker is left. The worker then runs no more jobs, and its thread is abandoned.
-            hang_timeout_s: after how many seconds a job hangs, beside the time that it should take; None for
-                `HANG_TIMEOUT_S`.
-            explain: gives the reason behind an exception that a job raised, to be reported in its place. Called on the
-                worker's thread.
+            hang_timeout_s: seconds beside the time that a job should take; None for `HANG_TIMEOUT_S`.
+            explain: gives, on the worker's thread, the reason behind an exception that a job raised.
         """
         self._actor = actor
         self._on_event = on_event
@@ -140,7 +135,6 @@ class ThreadWorker:
         await self._enqueue(_QueuedJob(steps.first(), trio.lowlevel.current_task(), steps))
 
     async def _enqueue(self, queued: _QueuedJob, meanwhile: Callable[[], None] | None = None) -> Any:
-        """Hand a job to the thread and wait for its outcome."""
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._stopped.is_set():
             await trio.lowlevel.cancel_shielded_checkpoint()
@@ -190,7 +184,6 @@ class ThreadWorker:
             trio.lowlevel.spawn_system_task(self._give_up_if_it_hangs)
 
     async def _give_up_if_it_hangs(self) -> None:
-        """Watch the running job and those after it, until nobody waits for any."""
         while self._unfinished and not self._stopped.is_set():
             began = self._job_began
             left_s = self._hang_timeout_s - (0.0 if began is None else self.clock() - began)
@@ -202,9 +195,7 @@ class ThreadWorker:
         self._is_watched = False
 
     def _give_up(self) -> None:
-        """Abandon the thread, and fail every task that waits for one of its jobs."""
-        began = self._job_began
-        seconds = 0.0 if began is None else self.clock() - began
+        seconds = 0.0 if self._job_began is None else self.clock() - self._job_began
         logger.warning(
             "the %s model hangs: a job has been running for %.0f s. Its thread is abandoned as a daemon, and the model "
             "is not used any more",
@@ -214,8 +205,8 @@ class ThreadWorker:
         self.give_up(HangError(f"a job had not ended after {seconds:.0f} s"))
 
     def give_up(self, reason: OutriderError) -> None:
-        """Abandon the thread, whatever it does, and fail every task that waits for one of its jobs. The worker runs no
-        more jobs. Harmless once the worker has ended.
+        """Abandon the thread, whatever it does, and fail every task that waits for one of its jobs. Harmless once the
+        worker has ended.
         """
         if not self._stopped.is_set():
             self._jobs.put(None)
@@ -239,7 +230,7 @@ class ThreadWorker:
             del queued
 
     def _run_one(self, queued: _QueuedJob, job: Job[Any]) -> Job[Any] | None:
-        """Run a job, or one step; returns the step that follows it."""
+        """Run a job, or one step. Returns: the step that follows it."""
         began = time.perf_counter()
         self._running, self._job_began = job, began
         job.begin()
@@ -268,13 +259,7 @@ class ThreadWorker:
     # --- back in trio -----------------------------------------------------------------------------
 
     def _finish(
-        self,
-        queued: _QueuedJob,
-        job: Job[Any],
-        result: outcome.Outcome[Any],
-        began: float,
-        ended: float,
-        goes_on: bool,
+        self, queued: _QueuedJob, job: Job[Any], result: outcome.Outcome[Any], began: float, ended: float, goes_on: bool
     ) -> None:
         if queued not in self._unfinished:
             return  # given up

@@ -1,7 +1,5 @@
-"""The interface of a worker, and what it runs: jobs, and sequences of steps.
-
-A worker runs the jobs of one model, one at a time. `actors.workers.thread_worker` has one with a thread,
-`actors.workers.simulated_worker` one in simulated time.
+"""The interface of a worker, which runs the jobs of one model, one at a time; and what it runs: jobs, and series of
+steps.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Job(Generic[T]):
-    """One call for a worker to make.
+    """One call for a worker to make, in the round of a session.
 
     Attributes:
         kind: the kind of work, for traces and for simulated prices.
-        call: does the work, on the worker's thread. Its result crosses threads, so it holds only ints and
-            evaluated arrays.
-        session: id of the session that the job is for, or None.
-        num_tokens: tokens that go through the model. Once the job is done, the value of `count`, if there is one.
-        round: the session's round that the job is for, or None.
-        count: computes from the result how many tokens went through the model; None if that is known beforehand.
+        call: does the work, on the worker's thread. Its result crosses threads, so it holds only ints and evaluated
+            arrays.
+        num_tokens: tokens that go through the model. Once the job is done, the value of `count`, if there is one, of
+            its result.
         prepare: called on the worker's thread when the job begins, before its price is asked for; may set `num_tokens`
             and `shares`.
         shares: the sessions that share the job; see `Span.shares`.
@@ -55,7 +51,7 @@ class Job(Generic[T]):
         return self.ended - self.began
 
     def begin(self) -> None:
-        """Prepare the call. To be called on the worker's thread, before `run` and before the price is asked for."""
+        """Prepare the call, on the worker's thread, before `run` and before the price is asked for."""
         if self.prepare is not None:
             self.prepare()
 
@@ -69,13 +65,12 @@ class Job(Generic[T]):
 
 @attrs.frozen
 class Step(Generic[T]):
-    """The return value of one of several steps.
+    """What one of several steps returns.
 
     Attributes:
         result: crosses threads, as a job's result does.
         next_call: does the next step; None if this was the last one.
-        num_tokens: tokens that go through the model in the next step.
-        shares: the sessions that take part in the next step, if there were several in the first one.
+        num_tokens, shares: of the next step; see `Job`. No shares if there was one session in the first step.
     """
 
     result: T
@@ -88,8 +83,8 @@ class Step(Generic[T]):
 class Steps(Generic[T]):
     """Several jobs in a row, each of which names the next one. The worker runs them without returning to trio between.
 
-    The steps end early, after the running one, in three cases: they are interrupted, the call that waits for them is
-    cancelled, or another job waits for the worker.
+    They end early, after the running one, if they are interrupted, if the call that waits for them is cancelled, or if
+    another job waits for the worker.
 
     Attributes:
         kind, session, num_tokens, round, shares: as in `Job`; `num_tokens` and `shares` are those of the first step.
@@ -99,7 +94,6 @@ class Steps(Generic[T]):
             follows (unless it is prevented meanwhile). Must not wait. An exception from it ends the steps, and
             `Worker.run_steps` raises it.
         prepare: called with the first step as it begins; see `Job.prepare`.
-        is_interrupted: whether the steps end after the running one.
     """
 
     kind: SpanKind
@@ -126,7 +120,7 @@ class Steps(Generic[T]):
         return job
 
     def following(self, step: Step[T]) -> Job[Step[T]] | None:
-        """The step after one that was done, as a job; None if there is none or the steps are interrupted."""
+        """The step after one that was done; None if there is none or the steps are interrupted."""
         if step.next_call is None or self.is_interrupted:
             return None
         if len(step.shares) == 1:
@@ -135,7 +129,7 @@ class Steps(Generic[T]):
         return Job(self.kind, step.next_call, self.session, step.num_tokens, self.round, shares=step.shares)
 
     def hand_over(self, job: Job[Step[T]], result: T, goes_on: bool) -> outcome.Outcome[None]:
-        """Call `on_step`, unless an earlier call raised; returns the error of the first call that raised, if any."""
+        """Call `on_step`, unless an earlier call raised. Returns: the error of the first call that raised, if any."""
         if self._callback_error is not None:
             return self._callback_error
         called = outcome.capture(self.on_step, job, result, goes_on)
@@ -164,28 +158,22 @@ class Worker(Protocol):
 
     @property
     def overdue_s(self) -> float:
-        """Seconds by which the running job exceeds a multiple of the time that it should take; negative if it does not,
-        -inf if none runs or it may take any time.
-        """
+        """Seconds by which the running job exceeds a multiple of what it should take; -inf if it may take any time."""
         ...
 
     def watch(self) -> None:
-        """Give up the running job, and with it the worker, if it hangs and that is allowed: a task waits for its end
-        that has not handed it in.
-        """
+        """Give up the worker if its running job hangs and that is allowed: another task waits for its end."""
         ...
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
         """Run a job and return its result.
 
         Args:
-            job: the work.
             meanwhile: called in trio's thread once the job is handed over; must neither wait nor raise.
 
         Cancellation: a job that has not begun is taken back. One that has begun is not abandoned: the call waits for
-        its end and returns its result, and the cancellation is raised at the caller's next checkpoint. (A worker
-        that may be given up does not wait for a job that hangs.)
-
+            its end and returns its result, and the cancellation is raised at the caller's next checkpoint. (A worker
+            that may be given up does not wait for a job that hangs.)
         Raises: JobError: the job raised, or the worker has died or was given up; the error is the cause.
         """
         ...
@@ -194,7 +182,6 @@ class Worker(Protocol):
         """Run steps until one is the last, or they are interrupted.
 
         Cancellation: as in `run`; if steps have begun, the running one is the last.
-
         Raises: JobError: a step raised; the results of the steps before it were handed over. Also what `Steps.on_step`
             raises.
         """
@@ -211,14 +198,14 @@ class Worker(Protocol):
 
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:
-    """A job's outcome with any exception wrapped in a `JobError`, so that callers can tell it from their own."""
+    """A job's outcome with any exception wrapped in a `JobError`."""
     return outcome.Error(job_error(job, result.error)) if isinstance(result, outcome.Error) else result
 
 
 def job_error(job: Job[Any], error: BaseException) -> JobError:
     """The error of a job, with what its call raised as the cause."""
-    # The error may live for long, as the cause of an error that a user is given. The frames that it passed through
-    # may hold arrays, such as those that did not fit into memory; they must not live as long.
+    # A user may keep the error for long. The frames that it passed through may hold arrays, such as those that did not
+    # fit into memory.
     traceback.clear_frames(error.__traceback__)
     wrapped = JobError(f"{job.kind} failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error

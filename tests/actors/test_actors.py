@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -75,25 +76,13 @@ async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(looka
             for num_tokens in range(1, 13):
                 # The tokens behind the first stop token are never reached.
                 stop = text[num_tokens - 1 : num_tokens + 2]
-                completion = await simulation.runtime.generate(
-                    prompt, max_tokens=30, stop_tokens=stop, lookahead=lookahead
-                )
-                assert ids(completion.tokens) == text[:num_tokens]
-                assert completion.finish_reason == "stop"
-                assert completion.tokens[-1].finish_reason == "stop"
-
-
-@sweep("lookahead", LOOKAHEADS)
-async def test_a_stop_token_that_is_also_the_last_one_allowed_is_a_stop(lookahead: Any, autojump_clock: Any) -> None:
-    prompt = prompt_with_distinct_continuation(12)
-    text = continuation(prompt, 12)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.8))) as simulation:
-        for num_tokens in range(1, 13):
-            completion = await simulation.runtime.generate(
-                prompt, max_tokens=num_tokens, stop_tokens=[text[num_tokens - 1]], lookahead=lookahead
-            )
-            assert ids(completion.tokens) == text[:num_tokens]
-            assert completion.finish_reason == "stop"
+                for max_tokens in (30, num_tokens):  # the last token allowed may be a stop, too
+                    completion = await simulation.runtime.generate(
+                        prompt, max_tokens=max_tokens, stop_tokens=stop, lookahead=lookahead
+                    )
+                    assert ids(completion.tokens) == text[:num_tokens]
+                    assert completion.finish_reason == "stop"
+                    assert completion.tokens[-1].finish_reason == "stop"
 
 
 @sweep("lookahead", [1, 2, 3, 5, "auto"])
@@ -123,36 +112,21 @@ async def test_a_prompt_that_ends_with_a_stop_token_still_has_a_continuation(aut
 
 
 @sweep("lookahead", LOOKAHEADS)
-async def test_a_text_ends_with_the_targets_context(lookahead: Any, autojump_clock: Any) -> None:
-    for agreement in (0.5, 1.0):
-        for context_length in range(4, 18):
-            target = ScriptedModel(truthful, context_length=context_length)
-            async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
-                completion = await simulation.runtime.generate(PROMPT, max_tokens=None, lookahead=lookahead)
-                assert ids(completion.tokens) == continuation(PROMPT, context_length - 3)
-                assert completion.finish_reason == "length"
-
-
-@sweep("lookahead", LOOKAHEADS)
-async def test_a_drafter_whose_context_ends_first_costs_no_text(lookahead: Any, autojump_clock: Any) -> None:
-    for agreement in (0.5, 1.0):
-        for context_length in range(3, 18):
-            draft = ScriptedModel(agreeing(agreement), context_length=context_length)
-            async with simulated(ScriptedModel(truthful), draft) as simulation:
-                completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
-                assert ids(completion.tokens) == continuation(PROMPT, 20)
-                assert completion.statistics.draft_failures == 0
-
-
-@sweep("context_length", range(1, 8))
-async def test_a_prompt_longer_than_the_drafters_context_never_enters_the_drafter(
-    context_length: int, autojump_clock: Any
+async def test_a_text_ends_with_the_targets_context_and_not_with_the_drafters(
+    lookahead: Any, autojump_clock: Any
 ) -> None:
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    draft = ScriptedModel(truthful, context_length=context_length)
-    async with simulated(ScriptedModel(truthful), draft) as simulation:
-        completion = await simulation.runtime.generate(prompt, max_tokens=10, lookahead=3)
-        assert ids(completion.tokens) == continuation(prompt, 10)
+    for agreement, context_length in itertools.product((0.5, 1.0), range(4, 18)):
+        target = ScriptedModel(truthful, context_length=context_length)
+        async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
+            completion = await simulation.runtime.generate(PROMPT, max_tokens=None, lookahead=lookahead)
+            assert ids(completion.tokens) == continuation(PROMPT, context_length - 3)
+            assert completion.finish_reason == "length"
+    for agreement, context_length in itertools.product((0.5, 1.0), range(1, 18)):  # also shorter than the prompt
+        draft = ScriptedModel(agreeing(agreement), context_length=context_length)
+        async with simulated(ScriptedModel(truthful), draft) as simulation:
+            completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
+            assert ids(completion.tokens) == continuation(PROMPT, 20)
+            assert completion.statistics.draft_failures == 0
 
 
 @sweep("lookahead", [1, 2, 3, 8])
@@ -241,7 +215,8 @@ async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     assert statistics.bonus == 0
     # The guess is compared nevertheless, so that the acceptance rate is known.
     assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
-    assert statistics.acceptance_rate == pytest.approx(agreement, abs=0.25)
+    assert statistics.acceptance_rate == pytest.approx(agreement, abs=0.0 if agreement == 1 else 0.25)
+    assert agreement < 1 or lookahead == "auto" or statistics.lookahead_misses == 0
 
 
 @pytest.mark.parametrize("undo", ["nothing", "by checkpoint"])
@@ -253,15 +228,6 @@ async def test_a_span_says_how_many_tokens_went_through_the_model(undo: str, aut
         spans = simulation.spans("target", "prefill", "verify")
     assert [span.num_tokens for span in spans] == [len(tokens) for _, tokens in target.sequences[0].fed]
     assert any(span.num_tokens == 1 for span in spans) is (undo == "nothing")
-
-
-async def test_a_drafter_that_is_always_right_is_always_right_for_a_target_that_cannot_rewind(
-    autojump_clock: Any,
-) -> None:
-    async with simulated(ScriptedModel(truthful, undo=never), ScriptedModel(truthful)) as simulation:
-        statistics = (await simulation.runtime.generate(PROMPT, max_tokens=30, lookahead=3)).statistics
-        assert statistics.acceptance_rate == 1
-        assert statistics.lookahead_misses == 0
 
 
 @sweep("lookahead", LOOKAHEADS[1:])

@@ -195,12 +195,7 @@ async def test_a_drafter_guesses_what_it_would_guess_from_the_start_however_ofte
 
 
 def share_of_a_drafter(right: Sequence[bool], lookahead: int) -> list[bool]:
-    """Which tokens of a text come from a drafter with a fixed lookahead.
-
-    Args:
-        right: for each token, whether the drafter's guess after the text before it is right.
-        lookahead: tokens per proposal; fewer in the last rounds, which have no use for so many.
-    """
+    """Which tokens of a text come from a drafter with a fixed lookahead, by whether its guess for each is right."""
     drafted: list[bool] = []
     while (remaining := len(right) - len(drafted)) > 0:
         window = right[len(drafted) :][: min(lookahead, remaining - 1)]

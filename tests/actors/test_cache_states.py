@@ -61,10 +61,8 @@ def through_a_file(state: SequenceState) -> SequenceState:
 
 def copied(sequence: MLXSequence, tokens: list[int], of: Subject, *, rewind: str = "auto") -> MLXSequence:
     """A new sequence with the state of another, moved through a file."""
-    state = sequence.take_state(tuple(tokens))
-    assert state is not None
     other = of.open_sequence(rewind)
-    other.put_state(through_a_file(state))
+    other.put_state(through_a_file(taken(sequence, tokens)))
     return other
 
 
@@ -73,13 +71,28 @@ def read_on(sequence: MLXSequence, tokens: list[int]) -> mx.array:
     return mx.concatenate(rows)
 
 
+def read(of: Subject, length: int, *, at_once: bool = True) -> tuple[MLXSequence, list[int]]:
+    """A sequence that has read the beginning of the text, and what it has read."""
+    sequence, tokens = of.open_sequence("auto"), TEXT[:length]
+    if at_once:
+        sequence.feed(tuple(tokens), 1)
+    else:
+        read_on(sequence, tokens)
+    return sequence, tokens
+
+
+def taken(sequence: MLXSequence, tokens: list[int]) -> SequenceState:
+    state = sequence.take_state(tuple(tokens))
+    assert state is not None
+    return state
+
+
 # --- write and read, by class ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASS_OF)
 def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> None:
-    sequence = subject(name).open_sequence("auto")
-    sequence.feed(tuple(TEXT[:5]), 0)
+    sequence, _ = read(subject(name), 5)
     assert any(type(layer) is CLASS_OF[name] for layer in sequence.cache)
 
 
@@ -93,11 +106,7 @@ def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, length: int) -> None:
     of = subject(name)
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:length]
-    if at_once:
-        sequence.feed(tuple(cached_tokens), 1)
-    else:
-        read_on(sequence, cached_tokens)
+    sequence, cached_tokens = read(of, length, at_once=at_once)
     other = copied(sequence, cached_tokens, of)
     other.check(length)
     assert [type(layer) for layer in other.cache] == [type(layer) for layer in sequence.cache]
@@ -111,11 +120,8 @@ def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, lengt
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str) -> None:
-    of = subject(name)
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[: WINDOW + 3]
-    sequence.feed(tuple(cached_tokens), 1)
-    state = sequence.take_state(tuple(cached_tokens))
-    assert state is not None
+    sequence, cached_tokens = read(subject(name), WINDOW + 3)
+    state = taken(sequence, cached_tokens)
     expected = record(state, "x")
     read_on(sequence, TEXT[40:60])
     again = record(state, "x")
@@ -127,8 +133,7 @@ def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if "Array" not in name and "Rotating" not in name])
 def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
     of = subject(name)
-    sequence = of.open_sequence("auto")
-    sequence.feed(tuple(TEXT[: WINDOW - 2]), 1)
+    sequence, _ = read(of, WINDOW - 2)
     sequence.rewind(3)
     other = copied(sequence, TEXT[:3], of)
     for _, layer in kinds_of(other.cache):
@@ -139,8 +144,7 @@ def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_cache_from_a_file_can_be_put_right_as_the_other_can(name: str) -> None:
     of = subject(name)
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[: 2 * WINDOW]
-    sequence.feed(tuple(cached_tokens), 1)
+    sequence, cached_tokens = read(of, 2 * WINDOW)
     other = copied(sequence, cached_tokens, of)
     for one in (sequence, other):
         num_fed = 1 if one.prepare(3, 2 * WINDOW) is RewindMode.SINGLE else 3
@@ -172,8 +176,7 @@ def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., n
     model = build_one(seed=5)
     model.set_dtype(dtype)
     of = Subject(model)
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
-    sequence.feed(tuple(cached_tokens), 1)
+    sequence, cached_tokens = read(of, 20)
     other = copied(sequence, cached_tokens, of)
     # So small a model with such wide weights may overflow in half precision.
     assert mx.array_equal(read_on(sequence, TEXT[60:80]), read_on(other, TEXT[60:80]), equal_nan=True)
@@ -204,34 +207,28 @@ def state_of_mlx_lms_caches(of: Subject, tokens: list[int], *, at_once: bool, ch
 @pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_file_of_an_earlier_version_is_read_on(name: str, at_once: bool, length: int) -> None:
-    of, cached_tokens, back_to = subject(name), TEXT[:length], length - 4
-    sequence, other = of.open_sequence("auto"), of.open_sequence("auto")
+    of, back_to = subject(name), length - 4
+    (sequence, cached_tokens), other = read(of, length), of.open_sequence("auto")
     other.put_state(through_a_file(state_of_mlx_lms_caches(of, cached_tokens, at_once=at_once, checkpoint_at=back_to)))
-    sequence.feed(tuple(cached_tokens), 1)
     assert [type(layer) for layer in other.cache] == [type(layer) for layer in sequence.cache]
     after = TEXT[length : length + 2 * WINDOW + 1]
     assert mx.allclose(read_on(sequence, after), read_on(other, after), rtol=0, atol=ATOL)
     assert other.reusable_length(back_to, length) == back_to
     other.reuse(back_to)
-    fresh = of.open_sequence("auto")
-    fresh.feed(tuple(cached_tokens[:back_to]), 1)
+    fresh, _ = read(of, back_to)
     assert mx.allclose(read_on(fresh, after), read_on(other, after), rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
 def test_a_window_in_a_file_has_the_form_that_it_has_in_mlx_lm(at_once: bool, length: int) -> None:
-    of, cached_tokens = subject("SlidingWindowCache"), TEXT[:length]
-    sequence, theirs, grown = of.open_sequence("auto"), make_prompt_cache(of.model), make_prompt_cache(of.model)
-    if at_once:
-        sequence.feed(tuple(cached_tokens), 1)
-    else:
-        read_on(sequence, cached_tokens)
-    state = sequence.take_state(tuple(cached_tokens))
-    assert state is not None
+    of = subject("SlidingWindowCache")
+    sequence, cached_tokens = read(of, length, at_once=at_once)
+    theirs, grown = make_prompt_cache(of.model), make_prompt_cache(of.model)
+    state = taken(sequence, cached_tokens)
     assert [layer.kind for layer in state.layers] == [type(layer).__name__ for layer in theirs]
     mx.eval(of.model(mx.array([[1]]), cache=theirs), of.model(mx.array([TEXT[:8]]), cache=grown))
-    cache = [kind_of(pair[0]).put_state(taken, *pair) for taken, *pair in zip(state.layers, theirs, grown, strict=True)]
+    cache = [kind_of(pair[0]).put_state(layer, *pair) for layer, *pair in zip(state.layers, theirs, grown, strict=True)]
     assert {type(layer) for layer in cache} == {KVCache, RotatingKVCache}
     assert all(layer.keys.shape[2] == min(length, WINDOW + MAX_TRIM) for layer in cache)
     for token in TEXT[60:80]:
@@ -270,14 +267,16 @@ def test_the_ways_back_come_back_too(name: str) -> None:
     assert reaches == [{0} if back_to in never else {back_to} for back_to in reversed(CHECKPOINTS)]
 
 
+def with_a_checkpoint_at_5(of: Subject) -> SequenceState:
+    sequence, _ = read(of, 5)
+    sequence.add_prefix_checkpoint()
+    sequence.feed(tuple(TEXT[5:20]), 1)
+    return taken(sequence, TEXT[:20])
+
+
 def test_impossible_prefix_checkpoints_are_refused() -> None:
     of = subject("ArraysCache and SlidingWindowCache")
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
-    sequence.feed(tuple(cached_tokens[:5]), 1)
-    sequence.add_prefix_checkpoint()
-    sequence.feed(tuple(cached_tokens[5:]), 1)
-    state = sequence.take_state(tuple(cached_tokens))
-    assert state is not None
+    state = with_a_checkpoint_at_5(of)
     (checkpoint,) = state.prefix_checkpoints
     for prefix_checkpoints in (
         (checkpoint, checkpoint),
@@ -309,8 +308,7 @@ def test_of_a_cache_of_another_class_nothing_is_taken() -> None:
 
 
 def test_a_sequence_that_disagrees_with_its_tokens_is_not_taken() -> None:
-    sequence = subject("KVCache").open_sequence("auto")
-    sequence.feed((1, 2, 3), 1)
+    sequence, _ = read(subject("KVCache"), 3)
     with pytest.raises(RewindError, match="should hold 2 tokens, it holds 3"):
         sequence.take_state((1, 2))
 
@@ -319,10 +317,7 @@ def test_a_sequence_that_disagrees_with_its_tokens_is_not_taken() -> None:
 @pytest.mark.parametrize("name", [name for name in CLASS_OF if name != "ArraysCache, mamba"])
 def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None:
     of = subject(name)
-    sequence = of.open_sequence("auto")
-    sequence.feed(tuple(TEXT[:5]), 1)
-    state = sequence.take_state(tuple(TEXT[:5]))
-    other = of.open_sequence("auto")
+    state, other = taken(*read(of, 5)), of.open_sequence("auto")
     before = list(other.cache)
     with pytest.raises(RewindError, match="should hold 4 tokens, it holds 5"):
         other.put_state(attrs.evolve(state, tokens=tuple(TEXT[:4])))
@@ -331,30 +326,21 @@ def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None
     assert mx.array_equal(read_on(other, TEXT[:5]), read_on(of.open_sequence("auto"), TEXT[:5]))
 
 
-FITS_NOT = {
-    "another class": ("KVCache", "mamba"),
-    "more layers": ("KVCache", "four layers"),
-    "more heads": ("KVCache", "heads"),
-    "another window": ("SlidingWindowCache", "window"),
-    "another chunk": ("ChunkedKVCache", "chunk"),
+FITS_NOT: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "another class": ("KVCache", mamba),
+    "more layers": ("KVCache", lambda: llama(num_hidden_layers=4)),
+    "more heads": ("KVCache", lambda: llama(num_key_value_heads=2)),
+    "another window": ("SlidingWindowCache", lambda: gemma3_text(window=WINDOW + 1)),
+    "another chunk": ("ChunkedKVCache", lambda: build("llama4", text_config=LLAMA4 | {"attention_chunk_size": 16})),
 }
 
 
-@pytest.mark.parametrize(("name", "other"), FITS_NOT.values(), ids=FITS_NOT.keys())
-def test_a_state_of_another_model_is_refused(name: str, other: str) -> None:
-    others = {
-        "mamba": lambda: Subject(mamba()),
-        "four layers": lambda: Subject(llama(num_hidden_layers=4)),
-        "heads": lambda: Subject(llama(num_key_value_heads=2)),
-        "window": lambda: Subject(gemma3_text(window=WINDOW + 1)),
-        "chunk": lambda: Subject(build("llama4", text_config=LLAMA4 | {"attention_chunk_size": 16})),
-    }
-    sequence = subject(name).open_sequence("auto")
-    sequence.feed(tuple(TEXT[:5]), 1)
-    state = sequence.take_state(tuple(TEXT[:5]))
-    assert state is not None
+@pytest.mark.parametrize("what", FITS_NOT)
+def test_a_state_of_another_model_is_refused(what: str) -> None:
+    name, build_other = FITS_NOT[what]
+    state = taken(*read(subject(name), 5))
     with pytest.raises(MisfitError):
-        others[other]().open_sequence("auto").put_state(state)
+        Subject(build_other()).open_sequence("auto").put_state(state)
 
 
 def test_a_state_of_other_options_is_refused() -> None:
@@ -369,12 +355,8 @@ def test_a_state_of_other_options_is_refused() -> None:
         (quantized, otherwise),
         (quantized, unquantized),
     ):
-        sequence = one.open_sequence("auto")
-        sequence.feed(tuple(TEXT[:5]), 1)
-        state = sequence.take_state(tuple(TEXT[:5]))
-        assert state is not None
         with pytest.raises(MisfitError):
-            other.open_sequence("auto").put_state(state)
+            other.open_sequence("auto").put_state(taken(*read(one, 5)))
 
 
 numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
@@ -384,12 +366,9 @@ numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
 def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> None:
     """Whatever numbers a file contains, a model that accepts them can execute every step."""
     of = subject(name)
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[: WINDOW + 3]
-    sequence.feed(tuple(cached_tokens[:-1]), 1)
-    sequence.feed(tuple(cached_tokens[-1:]), 1)
-    state = sequence.take_state(tuple(cached_tokens))
-    assert state is not None
-    recorded = record(state, "target")
+    sequence, _ = read(of, WINDOW + 2)
+    sequence.feed((TEXT[WINDOW + 2],), 1)
+    recorded = record(taken(sequence, TEXT[: WINDOW + 3]), "target")
 
     @settings(derandomize=True, deadline=None, max_examples=60)
     @given(data=st.data(), length=st.integers(1, 16))
@@ -462,12 +441,7 @@ def test_a_description_nested_without_end_is_refused() -> None:
 
 def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
     of = subject("ArraysCache, lfm2")
-    sequence, cached_tokens = of.open_sequence("auto"), TEXT[:20]
-    sequence.feed(tuple(cached_tokens[:5]), 1)
-    sequence.add_prefix_checkpoint()
-    sequence.feed(tuple(cached_tokens[5:]), 1)
-    state = sequence.take_state(tuple(cached_tokens))
-    assert state is not None
+    state = with_a_checkpoint_at_5(of)
     (pin,) = state.prefix_checkpoints
     i = next(i for i, layer in enumerate(pin.layers) if layer.kind == "KVCache")
     assert pin.layers[i].state == (None, None, 5)
@@ -482,12 +456,12 @@ def test_a_prefix_checkpoint_of_full_attention_is_a_number() -> None:
 
 def test_only_known_classes_are_made_whatever_a_file_names() -> None:
     kind = kind_of(KVCache())
-    taken = kind.take_state(KVCache.from_state((mx.zeros((1, 1, 2, 4)), mx.zeros((1, 1, 2, 4)), 2)))
-    like = KVCache.from_state((mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4)), 1))
-    assert type(kind.put_state(taken, like, like)) is KVCache
+    two, like = (KVCache.from_state((mx.zeros((1, 1, n, 4)), mx.zeros((1, 1, n, 4)), n)) for n in (2, 1))
+    layer = kind.take_state(two)
+    assert type(kind.put_state(layer, like, like)) is KVCache
     for name in ("BatchKVCache", "mx", "__import__", "os.system", "CacheList"):
         with pytest.raises(MisfitError):
-            kind.put_state(LayerState(name, taken.state), like, like)
+            kind.put_state(LayerState(name, layer.state), like, like)
 
 
 def test_the_model_itself_is_not_touched_by_a_state() -> None:

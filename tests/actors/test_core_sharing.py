@@ -29,21 +29,12 @@ class Machine:
         return sharing
 
 
-@sweep(("num_cores", "shared"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 4)])
-def test_a_model_alone_has_all_cores_and_two_at_once_half_of_them_each(num_cores: int, shared: int) -> None:
+@sweep("num_cores, set_to", [(1, [1]), (2, [2, 1]), (3, [3, 1]), (4, [4, 2, 1]), (9, [9, 4, 3])])
+def test_models_that_compute_at_once_share_the_cores_evenly(num_cores: int, set_to: list[int]) -> None:
     machine = Machine(num_cores)
     sharing = machine.sharing()
-    with sharing.computing():
-        assert machine.set_to == [num_cores]
-        with sharing.computing():
-            assert machine.set_to[-1] == shared
-
-
-def test_three_models_have_a_third_each() -> None:
-    machine = Machine(9)
-    sharing = machine.sharing()
     with sharing.computing(), sharing.computing(), sharing.computing():
-        assert machine.set_to == [9, 4, 3]
+        assert machine.set_to == set_to
 
 
 def test_all_cores_come_back_only_after_a_model_was_alone_for_a_while() -> None:

@@ -12,21 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import outcome
 import pytest
 from cache_subjects import Concatenating
 from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
-from models import (
-    deepseek_v3,
-    gemma2,
-    gemma3_text,
-    greedy,
-    llama,
-    mamba,
-    near,
-    prompt_of,
-    qwen3,
-    sliding_llama,
-)
+from models import deepseek_v3, gemma2, gemma3_text, greedy, llama, mamba, near, prompt_of, qwen3, sliding_llama
 from sweeps import sweep
 
 import runtime
@@ -37,24 +27,17 @@ from protocol.errors import RewindError
 
 def on_another_thread(call: Callable[[], Any]) -> Any:
     """The result of a function on a thread of its own; what it raises is raised here."""
-    outcome: list[Any] = []
+    results: list[outcome.Outcome[Any]] = []
 
     def run() -> None:
-        try:
-            outcome.append(call())
-        except RuntimeError as error:
-            outcome.append(error)
-        finally:
-            mx.synchronize()
-            mx.clear_streams()
+        results.append(outcome.capture(call))
+        mx.synchronize()
+        mx.clear_streams()
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    (result,) = outcome
-    if isinstance(result, RuntimeError):
-        raise result
-    return result
+    return results.pop().unwrap()
 
 
 def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
@@ -66,23 +49,14 @@ def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
 # --- threads: why a model has one of its own, and what may cross (actors.workers.worker) ------------------
 
 
-def test_a_stream_works_on_the_thread_that_made_it_and_on_no_other() -> None:
-    stream = mx.new_stream(mx.cpu)
+def test_streams_and_lazy_arrays_work_on_the_thread_that_made_them_and_on_no_other() -> None:
+    stream, x = mx.new_stream(mx.cpu), mx.arange(4) * 2
     assert mx.sum(mx.ones(3), stream=stream).item() == 3
-    with pytest.raises(RuntimeError, match="There is no Stream"):
-        on_another_thread(lambda: mx.sum(mx.ones(3), stream=stream).item())
-
-
-def test_an_evaluated_array_can_be_used_on_another_thread() -> None:
-    x = mx.arange(4) * 2
+    for call in (lambda: mx.sum(mx.ones(3), stream=stream).item(), lambda: (x + 1).tolist()):
+        with pytest.raises(RuntimeError, match="There is no Stream"):
+            on_another_thread(call)
     mx.eval(x)
     assert on_another_thread(lambda: (x + 1).tolist()) == [1, 3, 5, 7]
-
-
-def test_a_lazy_array_can_not() -> None:
-    x = mx.arange(4) * 2
-    with pytest.raises(RuntimeError, match="There is no Stream"):
-        on_another_thread(lambda: (x + 1).tolist())
 
 
 def test_a_models_weights_are_lazy_until_somebody_evaluates_them() -> None:
@@ -114,37 +88,23 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
 # --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_kinds) -------------
 
 
-@sweep(
-    ("build", "kinds"),
-    [
-        (llama, {KVCache}),
-        (qwen3, {KVCache}),
-        (gemma2, {KVCache}),
-        (deepseek_v3, {KVCache}),
-        (gemma3_text, {KVCache, RotatingKVCache}),
-        (sliding_llama, {KVCache, RotatingKVCache}),
-        (mamba, {ArraysCache}),
-    ],
-)
+@sweep("build, kinds", [
+    *((build, {KVCache}) for build in (llama, qwen3, gemma2, deepseek_v3)),
+    *((build, {KVCache, RotatingKVCache}) for build in (gemma3_text, sliding_llama)),
+    (mamba, {ArraysCache}),
+])  # fmt: skip
 def test_the_kinds_of_cache_that_families_use(build: Callable[[], nn.Module], kinds: set[type]) -> None:
     assert {type(cache) for cache in make_prompt_cache(build())} == kinds
 
 
-def test_a_kv_cache_forgets_what_is_trimmed() -> None:
-    cache = KVCache()
+@sweep("kind, seen", [(KVCache, [0, 1, 2, 90]), (ConcatenateKVCache, [0, 1, 2, 3, 4, 90])])
+def test_a_cache_forgets_what_is_trimmed_but_one_that_concatenates_keeps_it(kind: type, seen: list[int]) -> None:
+    cache = kind()
     cache.update_and_fetch(*entries(5))
+    assert cache.is_trimmable()
     assert cache.trim(2) == 2
     keys, _ = cache.update_and_fetch(*entries(1, first=90))
-    assert keys.flatten().tolist() == [0, 1, 2, 90]
-
-
-def test_a_rotating_cache_cannot_be_trimmed_once_it_is_full() -> None:
-    cache = RotatingKVCache(max_size=4)
-    for i in range(3):
-        cache.update_and_fetch(*entries(1, first=i))
-    assert cache.is_trimmable()
-    cache.update_and_fetch(*entries(1, first=3))
-    assert not cache.is_trimmable()
+    assert keys.flatten().tolist() == seen
 
 
 def test_a_rotating_cache_that_fills_in_mid_round_takes_the_trim_and_has_lost_what_it_overwrote() -> None:
@@ -154,18 +114,10 @@ def test_a_rotating_cache_that_fills_in_mid_round_takes_the_trim_and_has_lost_wh
     assert cache.is_trimmable(), "so says the cache before the round"
     for i in range(3, 6):
         cache.update_and_fetch(*entries(1, first=i))
+        assert not cache.is_trimmable()
     assert cache.trim(3) == 3, "and afterwards it claims to have done it"
     keys, _ = cache.update_and_fetch(*entries(1, first=90))
     assert keys.flatten().tolist() != [0, 1, 2, 90]
-
-
-def test_a_concatenating_cache_that_is_trimmed_keeps_the_tokens() -> None:
-    cache = ConcatenateKVCache()
-    cache.update_and_fetch(*entries(5))
-    assert cache.is_trimmable()
-    assert cache.trim(2) == 2
-    keys, _ = cache.update_and_fetch(*entries(1, first=90))
-    assert keys.flatten().tolist() == [0, 1, 2, 3, 4, 90]
 
 
 async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> None:

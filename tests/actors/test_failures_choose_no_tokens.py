@@ -53,15 +53,8 @@ STEADY = [0.005, 0.005, 0.92, *[0.07 / 13] * 13]
 
 @attrs.frozen
 class Moment:
-    """When the drafter reads a fatal token.
-
-    Attributes:
-        phase: of the session.
-        lookahead: of the session.
-        coins: where in the text, from 1 on, the models say `COIN`.
-        prices: of the jobs of target and drafter.
-        make_policy: makes the sessions' policies.
-        undo: what the target's cache can undo.
+    """When the drafter reads a fatal token. `coins` are the places in the text, from 1 on, where the models say
+    `COIN`.
     """
 
     phase: SessionPhase
@@ -194,10 +187,7 @@ async def sampled(
     num_together: int = 1,
     prediction: Sequence[int] = (),
 ) -> tuple[float, Counter[SessionPhase]]:
-    """Generate texts with the seeds 0, 1, ….
-
-    Args:
-        prediction: a text that is copied from, if sessions copy.
+    """Generate texts with the seeds 0, 1, …, copied from a prediction if sessions copy.
 
     Returns: the p-value of their tokens that are compared, and the phases in which their drafters failed.
     """
@@ -257,9 +247,8 @@ def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(moment: Moment, *args: Any, num_texts: int = 200) -> Counter[SessionPhase]:
-    """Compare texts with the theory; and texts of drafters that drop what they have drawn.
-
-    Returns: the phases in which drafters failed.
+    """Compare texts with the theory; and texts of drafters that drop what they have drawn. Returns: as `sampled`,
+    phases.
     """
     found, phases = run(lambda: sampled(num_texts, moment, *args))
     assert found > SIGNIFICANCE

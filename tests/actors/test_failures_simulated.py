@@ -28,7 +28,6 @@ from sweeps import sweep
 
 import runtime
 from protocol.errors import (
-    NoRuntimeError,
     ProtocolError,
     RewindError,
     RuntimeBrokenError,
@@ -102,18 +101,12 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
         run(fail_at, n)
 
 
-@pytest.mark.parametrize("call", ["open", "check", "close"])
-async def test_a_drafter_that_fails_in_anything_else_costs_no_token(call: str, autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), drafter(fails={call: {1}})) as simulation:
+@sweep("fails", [{"open": {1}}, {"check": {1}}, {"close": {1}}, {"feed": range(1, 1000)}])
+async def test_a_drafter_that_fails_in_anything_else_or_always_costs_no_token(fails: Any, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), drafter(fails=fails)) as simulation:
         for _ in range(3):
             assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
-
-
-async def test_a_drafter_that_always_fails_costs_no_token(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), drafter(fails={"feed": range(1, 1000)})) as simulation:
-        for _ in range(3):
-            assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT
-        assert simulation.runtime.statistics().draft_failures == 3
+        assert simulation.runtime.statistics().draft_failures == 3 or "feed" not in fails
 
 
 async def test_a_failing_drafter_is_warned_of_once_with_its_error(autojump_clock: Any, caplog: Any) -> None:
@@ -124,22 +117,15 @@ async def test_a_failing_drafter_is_warned_of_once_with_its_error(autojump_clock
 
 
 async def test_a_drafter_that_fails_for_one_session_goes_on_for_the_others(autojump_clock: Any) -> None:
-    num_failures = set()
+    prompts, num_failures = [[i, i, i] for i in range(3)], set()
     for n in range(1, 40, 3):
         async with simulated(ScriptedModel(truthful), drafter(fails={"feed": {n}})) as simulation:
-            failures = []
-
-            async def one(prompt: list[int], simulation: Simulation = simulation, failures: Any = failures) -> None:
-                completion = await simulation.runtime.generate(prompt, max_tokens=30, lookahead=2)
-                assert ids(completion.tokens) == continuation(prompt, 30)
-                failures.append(completion.statistics.draft_failures)
-
-            async with trio.open_nursery() as nursery:
-                for i in range(3):
-                    nursery.start_soon(one, [i, i, i])
-            # A step that several share is repeated for each of them alone, and succeeds then.
-            assert sorted(failures) in ([0, 0, 0], [0, 0, 1])
-            num_failures.add(sum(failures))
+            completions = await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2)
+        assert [ids(each.tokens) for each in completions] == [continuation(prompt, 30) for prompt in prompts]
+        # A step that several share is repeated for each of them alone, and succeeds then.
+        failures = sorted(each.statistics.draft_failures for each in completions)
+        assert failures in ([0, 0, 0], [0, 0, 1])
+        num_failures.add(sum(failures))
     assert num_failures == {0, 1}
 
 
@@ -155,58 +141,50 @@ async def test_a_drafter_that_says_nothing_that_is_a_number_costs_no_token(setti
 # --- the target -----------------------------------------------------------------------------------
 
 
-@sweep("price", PRICES)
-@sweep("lookahead", [0, 2, "auto"])
-def test_a_target_that_fails_at_any_feed_ends_its_stream_with_the_error_after_what_was_committed(
-    lookahead: Any, price: str
+FAILING_TARGETS = [
+    *((price, lookahead, 1, True) for price in PRICES for lookahead in (0, 2, "auto")),
+    *(("quick drafter", 2, 3, with_drafter) for with_drafter in (True, False)),
+]
+
+
+@sweep("price, lookahead, num_streams, with_drafter", FAILING_TARGETS)
+def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error_after_what_was_committed(
+    price: str, lookahead: Any, num_streams: int, with_drafter: bool
 ) -> None:
+    settings = {**SETTINGS, "lookahead": lookahead, "max_tokens": 12 if num_streams == 1 else 60}
+
     async def fail_at(n: int) -> None:
         target = ScriptedModel(truthful, fails={"feed": from_now_on(n)})
+        # A pass with drafted tokens is repeated without them.
+        last = n if lookahead == 0 else n + 1
+        error = rf"feed ({n}|{last}) failed" if num_streams == 1 else r"feed \d+ failed"
+
+        async def one(simulation: Simulation, session: int) -> None:
+            prompt, got = PROMPT + [session] * session, list[int]()
+            stream = simulation.runtime.stream(prompt, **settings)
+            with pytest.raises(RuntimeBrokenError, match=error) as broken:
+                await read_into(got, stream, pause=100.0 if session == 2 else 0.0)
+            assert isinstance(broken.value.__cause__, ScriptedFailure)
+            assert prompt + got == simulation.target_worker.sessions.all_states[session].state.committed
+            assert got == continuation(prompt, len(got))
+            # The error is the same for this stream and for new ones.
+            for attempt in (partial(anext, stream), partial(text_of, simulation, prompt)):
+                with pytest.raises(RuntimeBrokenError) as again:
+                    await attempt()
+                assert isinstance(again.value.__cause__, ScriptedFailure)
+
         with trio.fail_after(10_000):
-            async with simulated(target, drafter(), price=PRICES[price], schedule=n) as simulation:
-                stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
-                got: list[int] = []
-                # A pass with drafted tokens is repeated without them.
-                error = rf"feed ({n}|{n + 1}) failed" if lookahead else f"feed {n} failed"
-                with pytest.raises(RuntimeBrokenError, match=error) as broken:
-                    await read_into(got, stream)
-                assert isinstance(broken.value.__cause__, ScriptedFailure)
-                assert PROMPT + got == simulation.target_worker.sessions.all_states[0].state.committed
-                assert got == TEXT[: len(got)]
-                # The error is the same for this stream and for new ones.
-                for attempt in (partial(anext, stream), partial(text_of, simulation, PROMPT)):
-                    with pytest.raises(RuntimeBrokenError) as again:
-                        await attempt()
-                    assert isinstance(again.value.__cause__, ScriptedFailure)
-
-    for n in range(1, run(num_feeds, "target", PRICES[price], lookahead) + 1):
-        run(fail_at, n)
-
-
-@pytest.mark.parametrize("with_drafter", [True, False])
-def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error(with_drafter: bool) -> None:
-    async def fail_at(n: int) -> None:
-        target = ScriptedModel(truthful, fails={"feed": from_now_on(n)})
-        with trio.fail_after(10_000):
+            models = target, drafter() if with_drafter else None
             async with (
-                simulated(target, drafter() if with_drafter else None, schedule=n) as simulation,
+                simulated(*models, price=PRICES[price], schedule=n) as simulation,
                 trio.open_nursery() as nursery,
             ):
-
-                async def one(session: int, prompt: list[int], is_slow: bool) -> None:
-                    got: list[int] = []
-                    stream = simulation.runtime.stream(prompt, max_tokens=60, lookahead=2)
-                    with pytest.raises(RuntimeBrokenError) as broken:
-                        await read_into(got, stream, pause=100.0 if is_slow else 0.0)
-                    assert isinstance(broken.value.__cause__, ScriptedFailure)
-                    assert prompt + got == simulation.target_worker.sessions.all_states[session].state.committed
-                    assert got == continuation(prompt, len(got))
-
-                for i in range(3):
-                    nursery.start_soon(one, i, [i, i, i], i == 2)
+                for session in range(num_streams):
+                    nursery.start_soon(one, simulation, session)
                     await trio.testing.wait_all_tasks_blocked()
 
-    for n in range(1, 30, 2):
+    num_calls = run(num_feeds, "target", PRICES[price], lookahead)
+    for n in range(1, num_calls + 1) if num_streams == 1 else range(1, 30, 2):
         run(fail_at, n)
 
 
@@ -285,13 +263,14 @@ class Unforeseen(Exception):
     """An exception that no code here knows."""
 
 
+def fail(*_: Any) -> None:
+    raise Unforeseen("by chance")
+
+
 @pytest.mark.parametrize("what", ["find_stop", "receive"])
 async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_other(
     what: str, autojump_clock: Any
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise Unforeseen("by chance")
-
     with trio.fail_after(10_000):
         async with simulated(ScriptedModel(truthful), drafter()) as simulation:
             stream = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
@@ -306,9 +285,6 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
 
 
 async def test_a_session_that_failed_is_not_drafted_for_before_anybody_reads_that(autojump_clock: Any) -> None:
-    def fail(*_: Any) -> None:
-        raise Unforeseen("by chance")
-
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         unread = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
         assert simulation.runtime._draft.session_of(0) is not None
@@ -347,20 +323,12 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
                     raise Unforeseen(name)
             return getattr(self._chain, name)
 
-    got: dict[int, Any] = {}
-    async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
-
-        async def one(i: int) -> None:
-            got[i] = await simulation.runtime.generate([i, i, i], max_tokens=30, lookahead=2, **settings)
-
-        with trio.fail_after(10_000):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one, 0)
-                await trio.testing.wait_all_tasks_blocked()
-                nursery.start_soon(one, 1)
-    for i, completion in got.items():
-        assert ids(completion.tokens) == continuation([i, i, i], 30)
-        assert completion.statistics.draft_failures == (i == 0)
+    prompts = [[i, i, i] for i in range(2)]
+    with trio.fail_after(10_000):
+        async with simulated(ScriptedModel(truthful), drafter(), make_policy=lambda *_: Erring()) as simulation:
+            got = await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2, **settings)
+    assert [ids(each.tokens) for each in got] == [continuation(prompt, 30) for prompt in prompts]
+    assert [each.statistics.draft_failures for each in got] == [1, 0]
     assert got[1].statistics.accepted > 0
     assert num_calls >= at
 
@@ -517,17 +485,6 @@ async def test_two_consumers_may_take_turns(autojump_clock: Any) -> None:
                 await anext(stream)
 
 
-async def test_after_its_end_there_are_no_streams(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), drafter()) as simulation:
-        pass
-    with pytest.raises(RuntimeClosedError):
-        simulation.runtime.stream(PROMPT)
-    with pytest.raises(RuntimeClosedError):
-        await simulation.runtime.generate(PROMPT)
-    with pytest.raises(NoRuntimeError):
-        runtime.stream(PROMPT)
-
-
 async def test_the_runtime_of_a_task_is_the_innermost_that_is_open(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as outer:
         assert await collect(runtime.stream(PROMPT, **SETTINGS)) == TEXT
@@ -586,27 +543,20 @@ async def test_an_error_raised_in_the_body_while_it_is_being_cancelled_is_not_lo
 ) -> None:
     target, draft = ScriptedModel(truthful), drafter()
 
-    async def body() -> None:
-        async with simulated(target, draft) as simulation:
-            stream = simulation.runtime.stream(PROMPT, max_tokens=100)
-            try:
-                await trio.sleep_forever()
-            finally:
-                await stream.aclose()
-
-    async def failing_body() -> None:
+    async def body(fails: bool) -> None:
         async with simulated(target, draft) as simulation, simulation.runtime.stream(PROMPT, max_tokens=100):
             try:
                 await trio.sleep_forever()
             finally:
-                raise BodyError
+                if fails:
+                    raise BodyError
 
     with trio.move_on_after(delay) as scope:
-        await body()
+        await body(False)
     assert scope.cancelled_caught
     # The error may be in a group, as trio's nurseries raise them, but it must come out.
     with pytest.raises((BodyError, ExceptionGroup)), trio.move_on_after(delay):
-        await failing_body()
+        await body(True)
     assert_closed(target, draft)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import mlx.nn as nn
 import pytest
 import trio
-from models import VOCAB_SIZE, greedy, llama, near, prompt_of
+from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
 from our_threads import outrider_threads
 from scripted import ids
 from sweeps import sweep
@@ -46,9 +47,8 @@ async def kill(worker: Any) -> None:
 def fail_at(
     monkeypatch: pytest.MonkeyPatch, name: str, vocab_model: nn.Module, at: int, *, for_good: bool = False
 ) -> Callable[[], int]:
-    """Make the n-th call of a method of a model's sequences raise, or all calls from that one on.
-
-    All ways in which a sequence is fed count as "feed".
+    """Make the n-th call of a method of a model's sequences raise, or all from that one on. Every way to feed is
+    "feed".
 
     Returns: a function that says how often the method was called.
     """
@@ -73,13 +73,7 @@ def fail_at(
 
 
 # The first chunk of the prompt, a later one, a step or a verify, and the calls before and after those.
-MOMENTS = [
-    *(("feed", at) for at in (1, 2, 4, 7)),
-    ("prepare", 1),
-    ("rewind", 2),
-    ("check", 3),
-    ("close", 1),
-]
+MOMENTS = [*(("feed", at) for at in (1, 2, 4, 7)), ("prepare", 1), ("rewind", 2), ("check", 3), ("close", 1)]
 SETTINGS: dict[str, Any] = {"max_tokens": 10, "lookahead": 2, "prefill_step_size": 4}
 
 
@@ -157,34 +151,33 @@ async def test_a_target_that_fails_from_some_job_on_ends_every_stream_with_its_e
 # --- a drafter that hangs -------------------------------------------------------------------------
 
 
-class Hanging(nn.Module):
-    """A model with a call that does not return until it is released.
-
-    It hangs in Python code, so that a process that goes on can leave its thread behind.
-    """
+class Hanging(Wrapped):
+    """A model with a call that does not return until it is released: in Python code, so that its thread can be left."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._wrapped = model
+        super().__init__(model)
         self.hang_at: int | None = None
         self.num_calls = 0
         self.hangs = False
         self.let_go_on = threading.Event()
-
-    @property
-    def layers(self) -> Any:
-        return self._wrapped.layers
-
-    @property
-    def args(self) -> Any:
-        return self._wrapped.args
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         self.num_calls += 1
         if self.hang_at is not None and self.num_calls >= self.hang_at:
             self.hangs = True
             self.let_go_on.wait()
-        return self._wrapped(*arguments, **keywords)
+        return super().__call__(*arguments, **keywords)
+
+
+@asynccontextmanager
+async def beside_a_hanging_drafter() -> AsyncIterator[tuple[runtime.Runtime, nn.Module, Hanging]]:
+    """A runtime, its target, and its drafter, which is to be told to hang."""
+    target, draft = pair()
+    hanging = Hanging(draft)
+    with trio.fail_after(60):
+        async with runtime.open((target, None), (hanging, None)) as rt:
+            yield rt, target, hanging
+    hanging.let_go_on.set()
 
 
 @pytest.fixture
@@ -198,111 +191,94 @@ def impatience(monkeypatch: Any) -> None:
 async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_runtime(
     is_left_open: bool, caplog: Any
 ) -> None:
-    target, draft = pair()
-    hanging = Hanging(draft)
-    with trio.fail_after(60):
-        async with runtime.open((target, None), (hanging, None)) as rt:
-            hanging.hang_at = hanging.num_calls + 6
-            stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
-            assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
-            assert stream.statistics().draft_timeouts >= 1
-            assert rt.health() == runtime.Health(target=True, draft=False)
-            # The next stream is served as well.
-            assert ids((await rt.generate([1, 2, 3], max_tokens=10)).tokens) == greedy(target, [1, 2, 3], 10)
-            if is_left_open:
-                unread = rt.stream(PROMPT, max_tokens=None, lookahead=2)
-                await anext(unread)
+    async with beside_a_hanging_drafter() as (rt, target, hanging):
+        hanging.hang_at = hanging.num_calls + 6
+        stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
+        assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
+        assert stream.statistics().draft_timeouts >= 1
+        assert rt.health() == runtime.Health(target=True, draft=False)
+        # The next stream is served as well.
+        assert ids((await rt.generate([1, 2, 3], max_tokens=10)).tokens) == greedy(target, [1, 2, 3], 10)
+        if is_left_open:
+            unread = rt.stream(PROMPT, max_tokens=None, lookahead=2)
+            await anext(unread)
     assert "the draft model hangs" in caplog.text
-    hanging.let_go_on.set()
 
 
 @pytest.mark.usefixtures("impatience")
 async def test_a_stream_that_shares_a_draft_step_which_hangs_can_be_closed_before_the_others(caplog: Any) -> None:
-    target, draft = pair()
-    hanging = Hanging(draft)
-    with trio.fail_after(60):
-        async with runtime.open((target, None), (hanging, None)) as rt:
-            first, second = (rt.stream(prompt, max_tokens=None, lookahead=2) for prompt in (PROMPT, [5, 6, 7]))
-            for stream in (first, second):
-                async for token in stream:
-                    if token.index == 20:
-                        break
-            hanging.hang_at = hanging.num_calls
-            while not hanging.hangs:
-                await anext(first)
-                await anext(second)
-            # Whichever of the two handed the step in.
-            await second.aclose()
+    async with beside_a_hanging_drafter() as (rt, _, hanging):
+        first, second = (rt.stream(prompt, max_tokens=None, lookahead=2) for prompt in (PROMPT, [5, 6, 7]))
+        for stream in (first, second):
+            async for token in stream:
+                if token.index == 20:
+                    break
+        hanging.hang_at = hanging.num_calls
+        while not hanging.hangs:
             await anext(first)
-            await first.aclose()
+            await anext(second)
+        # Whichever of the two handed the step in.
+        await second.aclose()
+        await anext(first)
+        await first.aclose()
     assert "the draft model hangs" in caplog.text
-    hanging.let_go_on.set()
 
 
 @pytest.mark.usefixtures("impatience")
 async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
-    target, draft = pair()
-    hanging, file = Hanging(draft), io.BytesIO()
-    with trio.fail_after(60):
-        async with runtime.open((target, None), (hanging, None)) as rt:
-            hanging.hang_at = hanging.num_calls + 6
-            got: list[int] = []
-            async with rt.stream(PROMPT, max_tokens=40, lookahead=2) as stream:
-                async for token in stream:
-                    got.append(token.id)
-                    if len(got) == 30:
-                        await stream.save(file)
-            assert got == greedy(target, PROMPT, 40)
-            hanging.let_go_on.set()
-        file.seek(0)
-        async with runtime.open((target, None)) as rt:
-            stream = await rt.load_stream(file)
-            assert [token.id async for token in stream] == got[30:]
+    file, got = io.BytesIO(), list[int]()
+    async with beside_a_hanging_drafter() as (rt, target, hanging):
+        hanging.hang_at = hanging.num_calls + 6
+        async with rt.stream(PROMPT, max_tokens=40, lookahead=2) as stream:
+            async for token in stream:
+                got.append(token.id)
+                if len(got) == 30:
+                    await stream.save(file)
+        assert got == greedy(target, PROMPT, 40)
+        hanging.let_go_on.set()
+    file.seek(0)
+    async with runtime.open((target, None)) as rt:
+        stream = await rt.load_stream(file)
+        assert [token.id async for token in stream] == got[30:]
 
 
 @pytest.mark.slow
 async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
-    target, draft = pair()
-    hanging = Hanging(draft)
-    with trio.fail_after(60):
-        async with runtime.open((target, None), (hanging, None)) as rt:
-            hanging.hang_at = hanging.num_calls + 6
-            stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
-            got = [(await anext(stream)).id]
-            while not hanging.hangs:
-                got.append((await anext(stream)).id)
-            # Long before the hanging job is given up.
-            await rt.detach_draft()
-            assert "the draft model hangs" not in caplog.text
-            assert got + [token.id async for token in stream] == greedy(target, PROMPT, 40)
-            await rt.attach_draft((pair()[1], None))
-            assert (await rt.generate(PROMPT, max_tokens=40, lookahead=2)).statistics.proposed > 0
-            hanging.let_go_on.set()
+    async with beside_a_hanging_drafter() as (rt, target, hanging):
+        hanging.hang_at = hanging.num_calls + 6
+        stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
+        got = [(await anext(stream)).id]
+        while not hanging.hangs:
+            got.append((await anext(stream)).id)
+        # Long before the hanging job is given up.
+        await rt.detach_draft()
+        assert "the draft model hangs" not in caplog.text
+        assert got + [token.id async for token in stream] == greedy(target, PROMPT, 40)
+        await rt.attach_draft((pair()[1], None))
+        assert (await rt.generate(PROMPT, max_tokens=40, lookahead=2)).statistics.proposed > 0
+        hanging.let_go_on.set()
     assert "the draft model hangs" not in caplog.text
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatience")
 async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
-    target, draft = pair()
-    hanging = Hanging(draft)
-    with trio.fail_after(60):
-        async with runtime.open((target, None), (hanging, None)) as rt:
-            hanging.hang_at = hanging.num_calls + 6
-            got: list[int] = []
-            async with rt.stream(PROMPT, max_tokens=400, lookahead=2) as stream:
-                async for token in stream:
-                    got.append(token.id)
-                    if stream.statistics().draft_timeouts and not hanging.let_go_on.is_set():
-                        assert not rt.health().draft
-                        hanging.hang_at = None
-                        hanging.let_go_on.set()
-                        accepted = stream.statistics().accepted
-            assert got == greedy(target, PROMPT, 400)
-            assert stream.statistics().accepted > accepted
-            assert rt.health().ok
+    got: list[int] = []
+    async with beside_a_hanging_drafter() as (rt, target, hanging):
+        hanging.hang_at = hanging.num_calls + 6
+        async with rt.stream(PROMPT, max_tokens=400, lookahead=2) as stream:
+            async for token in stream:
+                got.append(token.id)
+                if stream.statistics().draft_timeouts and not hanging.let_go_on.is_set():
+                    assert not rt.health().draft
+                    hanging.hang_at = None
+                    hanging.let_go_on.set()
+                    accepted = stream.statistics().accepted
+        assert got == greedy(target, PROMPT, 400)
+        assert stream.statistics().accepted > accepted
+        assert rt.health().ok
 
 
 async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:

@@ -113,17 +113,10 @@ async def test_a_target_without_a_drafter_gives_its_own_text() -> None:
 
 
 async def test_a_model_with_scaled_rotary_embeddings_works_on_threads_other_than_the_one_that_built_it() -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    target, draft = llama(rope_scaling=scaling), llama(seed=5, rope_scaling=scaling)
-    prompt = prompt_of(9)
-    completion = await complete(target, draft, prompt, max_tokens=20)
-    assert ids(completion) == greedy(target, prompt, 20)
+    factors = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {"rope_type": "llama3", **factors, "original_max_position_embeddings": 64}
+    target, draft, prompt = llama(rope_scaling=scaling), llama(seed=5, rope_scaling=scaling), prompt_of(9)
+    assert ids(await complete(target, draft, prompt, max_tokens=20)) == greedy(target, prompt, 20)
 
 
 # --- vocabularies of different widths -------------------------------------------------------------
@@ -164,10 +157,6 @@ class OnlyItsOwnIds(Wrapped):
         super().__init__(model)
         self._strangers: list[int] = []
 
-    @property
-    def strangers(self) -> list[int]:
-        return self._strangers
-
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         self._strangers += [i for i in inputs.flatten().tolist() if i >= self.args.vocab_size]
         return super().__call__(mx.minimum(inputs, self.args.vocab_size - 1), cache)
@@ -181,7 +170,7 @@ async def test_ids_that_the_drafter_has_no_embedding_for_are_never_looked_up_in_
     assert max(text) >= VOCAB_SIZE // 2, "the text should have such an id"
     completion = await complete(family("llama"), draft, prompt, max_tokens=20, lookahead=3)
     assert ids(completion) == text
-    assert draft.strangers == []
+    assert draft._strangers == []
 
 
 # --- sliding windows and recurrent state ----------------------------------------------------------
@@ -207,13 +196,9 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
     # Trimmed, also when the window was full.
     assert statistics.n1_rounds == statistics.replayed_tokens == 0
     # What the rules propose between models as small as these, and look up, depends on the machine's clock.
-    if lookahead == "auto":
-        return
-    if drafter == "right":
-        assert statistics.rejected == 0
-        assert statistics.accepted > 0
-    if drafter == "wrong":
-        assert statistics.rejected > 0
+    if lookahead != "auto":
+        assert drafter != "right" or statistics.accepted > statistics.rejected == 0
+        assert drafter != "wrong" or statistics.rejected > 0
 
 
 @sweep("lookahead", [2, 3, 5, 8])
@@ -260,18 +245,15 @@ async def test_a_recurrent_target_keeps_the_greedy_text(drafter: str, rewind: st
                 assert statistics.rounds == 40
             else:
                 assert statistics.n1_rounds == 0
-            # What the rules propose between models as small as these, and look up, depends on the machine's clock.
-            if lookahead == "auto":
+            if lookahead == "auto":  # which depends on the machine's clock, as above
                 continue
-            if drafter == "right":
-                assert statistics.rejected == statistics.replayed_tokens == 0
             if rewind == "none":
                 # Nothing is proposed for the last token: no token of the verdict's own could follow it.
                 assert statistics.proposed == 39
             else:
                 assert (statistics.replayed_tokens > 0) == (drafter != "right")
             if drafter == "right":
-                assert statistics.acceptance_rate == 1
+                assert (statistics.rejected, statistics.replayed_tokens, statistics.acceptance_rate) == (0, 0, 1)
             elif drafter == "near":
                 assert 0 < statistics.acceptance_rate < 1
 
@@ -299,16 +281,7 @@ class Watched(Wrapped):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._given_up: list[int] = []
-        self._caches: list[Any] = []
-
-    @property
-    def given_up(self) -> list[int]:
-        return self._given_up
-
-    @property
-    def caches(self) -> list[Any]:
-        """The latest caches."""
-        return self._caches
+        self._caches: list[Any] = []  # the latest
 
     def make_cache(self) -> list[Any]:
         caches = self._caches = super().make_cache()
@@ -336,16 +309,17 @@ async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(lookahead: 
     assert completion.statistics.rounds == 24
     if lookahead != "auto":
         assert completion.statistics.proposed == 23
-    assert target.given_up == draft.given_up == []
+    assert target._given_up == draft._given_up == []
 
 
-async def test_rewind_auto_does_rewind_both() -> None:
-    """Shows that `Watched` would notice a trim."""
-    target, draft = Watched(family("llama")), Watched(near(family("llama"), noise=0.05))
-    completion = await complete(target, draft, prompt_of(9), max_tokens=24, lookahead=3)
+@sweep("rewind", ["auto", "trim"])
+async def test_rewind_auto_and_trim_do_rewind_both(rewind: str) -> None:
+    target, draft, prompt = Watched(family("llama")), Watched(near(family("llama"), noise=0.05)), prompt_of(9)
+    completion = await complete(target, draft, prompt, rewind=rewind, max_tokens=24, lookahead=3)
+    assert ids(completion) == family_text("llama", tuple(prompt), 24)
     assert completion.statistics.n1_rounds == 0
-    assert sum(target.given_up) > 0
-    assert sum(draft.given_up) > 0
+    assert sum(target._given_up) > 0
+    assert sum(draft._given_up) > 0
 
 
 @pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
@@ -362,7 +336,7 @@ async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_t
         if isinstance(event, Instant) and event.kind == "verdict":
             num_tokens += event.num_tokens + 1
             right.append(num_tokens - 1)
-            cached_tokens.append({cache.offset for cache in target.caches})
+            cached_tokens.append({cache.offset for cache in target._caches})
 
     draft = DRAFTERS[drafter](family("llama"), llama)
     async with runtime.open((target, None), (draft, None), trace=look) as rt:
@@ -407,14 +381,6 @@ async def test_rewind_trim_is_refused_where_a_cache_cannot_be_trimmed() -> None:
     for target, draft in [(mamba(), None), (llama(), mamba())]:
         with pytest.raises(runtime.ModelError, match=r'rewind="trim".*ArraysCache.*"auto"'):
             await complete(target, draft, [1], rewind="trim")
-
-
-async def test_rewind_trim_is_as_good_as_auto_where_it_can() -> None:
-    prompt = prompt_of(9)
-    completion = await complete(
-        family("llama"), near(family("llama"), noise=0.05), prompt, rewind="trim", max_tokens=24, lookahead=3
-    )
-    assert ids(completion) == family_text("llama", tuple(prompt), 24)
 
 
 # --- the demo pair --------------------------------------------------------------------------------

@@ -16,29 +16,27 @@ from functools import partial
 from typing import Any
 
 import attrs
-import mlx.core as mx
 import pytest
 import trio
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 from scripted import (
+    CACHES,
+    FailingAtDrafts,
     ScriptedModel,
     agreeing,
     always,
     continuation,
     hashed,
     markov,
-    never,
     run,
     simulated,
     text_of,
     truthful,
-    within,
 )
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.drafter import policy_by_settings
-from actors.model import Feed, feed_each
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import Node
@@ -63,11 +61,7 @@ class Hostile:
         allows: whether the successor of a node may be proposed; asked before that is drawn.
         admits: whether a node that is drawn may be proposed.
         drops: whether what was drafted ahead is dropped for a fresh draft, by its first node; None for at random.
-        rests: whether some rounds are left to the target.
         num_from_branch: number of proposals below a former correction.
-        num_held_back: number of proposals that were shortened because of `allows`.
-        num_dropped: number of times that it had the drafter draft anew.
-        longest_run: maximum number of steps drafted in a row.
     """
 
     allows: Allows = lambda view, node: True
@@ -174,18 +168,6 @@ ILLEGAL: dict[str, Callable[[Node], bool]] = {
 }
 
 
-class FailingAtDrafts(ScriptedModel):
-    """A model whose passes fail if they read a certain token that is drafted."""
-
-    num_failures = 0
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        if any(1 in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds):
-            self.num_failures += 1
-            raise MemoryError
-        return feed_each(feeds)
-
-
 def sampled(
     policy: Hostile,
     num_tokens: int,
@@ -263,7 +245,7 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
 def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.backoff.Backoff.leaves_out", lambda _: False)
     coin = markov(((0.5, 0.5), (0.5, 0.5)))
-    target = FailingAtDrafts(coin, vocab_size=2)
+    target = FailingAtDrafts(coin, 1, vocab_size=2)
     text = sampled(Hostile(), 800, target=target, draft=ScriptedModel(coin, vocab_size=2))
     after = {token: Counter(b for a, b in itertools.pairwise(text) if a == token) for token in (0, 1)}
     assert pooled_p_value([(counts, {0: 0.5, 1: 0.5}) for counts in after.values()]) > SIGNIFICANCE
@@ -307,10 +289,7 @@ def test_a_drafter_may_go_on_by_how_sure_it_was(min_confidence: float, report_de
     assert policy.longest_run > 1
 
 
-DROPS: dict[str, Callable[[Node], bool] | None] = {
-    "chance": None,
-    "its confidence": lambda node: node.guess.raw > 0.28,
-}
+DROPS: dict[str, Callable[[Node], bool] | None] = {"chance": None, "its confidence": lambda node: node.guess.raw > 0.28}
 
 
 @pytest.mark.slow
@@ -375,16 +354,7 @@ async def text_under(
         return await text_of(simulation, [5, 6, 7], max_tokens=60, **more)
 
 
-CACHES = {
-    "trim": {},
-    "none": {"undo": never},
-    "trim until they are full": {"undo": within(24)},
-    "only go back to a state": {"undo": never, "keeps_states": True},
-}
-POLICIES = {
-    **LEGAL,
-    **{what: (lambda view, node: True, admits) for what, admits in ILLEGAL.items() if what == "the token"},
-}
+POLICIES = {**LEGAL, "the token": (lambda view, node: True, ILLEGAL["the token"])}
 # Each policy with a cache, and the one that goes by the tokens with all.
 CASES = [
     *zip([what for what in LEGAL if what not in ("its distribution", "its confidence")], itertools.cycle(CACHES)),

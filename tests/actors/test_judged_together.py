@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import mlx.core as mx
 import pytest
-import trio
 from scripted import ScriptedModel, agreeing, run, simulated, truthful
 from sweeps import sweep
 
@@ -38,27 +36,19 @@ def test_keys_of_several_decisions_are_those_of_each() -> None:
 
 
 @sweep("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@sweep("temperature", [0.0, 0.3, 1.0, 2.5])
-def test_choices_of_several_texts_are_those_of_each(temperature: float, dtype: mx.Dtype) -> None:
+@sweep(
+    "rule, temperature", [*(("match", t) for t in (0.0, 0.3, 1.0, 2.5)), *(("rejection", t) for t in (0.3, 1.0, 2.5))]
+)
+def test_choices_of_several_texts_are_those_of_each(rule: Any, temperature: float, dtype: mx.Dtype) -> None:
     for seed in range(20):
-        rows = logits(seed).astype(dtype)
-        together = choices_together(rows, "match", temperature, DECISIONS)
-        alone = [
-            choices(rows[i : i + 1], temperature, *decision, VOCAB_SIZE).item() for i, decision in enumerate(DECISIONS)
-        ]
-        assert together.tolist() == alone
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_draws_of_several_texts_are_those_of_each(temperature: float) -> None:
-    for seed in range(20):
-        rows = logits(seed)
-        together = choices_together(rows, "rejection", temperature, DECISIONS)
-        alone = [
-            draw(distribution(rows[i], temperature), key_for(own, Purpose.RECOVER, position)).item()
-            for i, (own, position) in enumerate(DECISIONS)
-        ]
-        assert together.tolist() == alone
+        rows = logits(seed).astype(dtype if rule == "match" else mx.float32)
+        if rule == "match":
+            alone = [choices(rows[i : i + 1], temperature, *each, VOCAB_SIZE) for i, each in enumerate(DECISIONS)]
+        else:
+            keys = [key_for(own, Purpose.RECOVER, position) for own, position in DECISIONS]
+            alone = [draw(distribution(rows[i], temperature), key) for i, key in enumerate(keys)]
+        together = choices_together(rows, rule, temperature, DECISIONS)
+        assert together.tolist() == [one.item() for one in alone]
 
 
 ALONE = [
@@ -111,14 +101,11 @@ def test_texts_are_what_they_are_alone(
             found = {index: [token.id for token in completion.tokens] async for index, completion in many}
             return [found[index] for index in range(len(prompts))]
 
-    alone: list[list[int]] = []
-    together: list[list[int]] = []
-    run(lambda: _collect(texts, 1, alone))
+    alone = run(texts, 1)
     assert set(sizes) <= {1}
-    run(lambda: _collect(texts, 4, together))
-    assert together == alone
+    assert [len(text) for text in alone] == [24] * len(prompts)
+    assert run(texts, 4) == alone
     assert max(sizes) >= 2
-    assert all(len(text) == 24 for text in itertools.chain(alone, together))
 
 
 def counting(sizes: list[int], call: Any) -> Any:
@@ -129,8 +116,3 @@ def counting(sizes: list[int], call: Any) -> Any:
         return call(parts, *rest)
 
     return counted
-
-
-async def _collect(texts: Any, num_at_once: int, into: list[list[int]]) -> None:
-    into += await texts(num_at_once)
-    await trio.lowlevel.checkpoint()

@@ -11,6 +11,7 @@ from models import greedy, llama, prompt_of
 from sweeps import sweep
 
 import runtime
+from actors.mlx import layer_evaluation
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import MAX_LAYERS_IN_FLIGHT, LayerEvaluation, evaluating
 from actors.mlx.model import MLXModel
@@ -22,13 +23,8 @@ NUM_LAYERS = 24
 
 @attrs.define
 class FakeScheduler:
-    """The active tasks of one thread that evaluates: each layer that is submitted and not waited for is some.
-
-    Attributes:
-        tasks_a_layer: command buffers that a layer fills.
-        num_active: tasks that are not done.
-        most_active: the largest `num_active` so far.
-        waits: how often the thread waited for the device when the device had nothing else to do.
+    """The active tasks of one thread that evaluates. `waits` counts how often it waited while the device had nothing to
+    do.
     """
 
     tasks_a_layer: int
@@ -53,17 +49,8 @@ class FakeScheduler:
         self.waits += not self._submitted
 
 
-@pytest.fixture(params=[0, 1, 2])
-def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    fake = FakeScheduler(tasks_a_layer=request.param)
-    monkeypatch.setattr(mx, "eval", fake.eval)
-    monkeypatch.setattr(mx, "async_eval", fake.async_eval)
-    return fake
-
-
 def run_layers(evaluation: LayerEvaluation) -> None:
     """What the layers of one pass do with their results."""
-    from actors.mlx import layer_evaluation
 
     with evaluating(evaluation):
         for number in range(NUM_LAYERS):
@@ -71,22 +58,21 @@ def run_layers(evaluation: LayerEvaluation) -> None:
                 on_layer([number])
 
 
-def test_a_pipelined_pass_leaves_room_below_the_throttle_and_keeps_the_device_busy(scheduler: FakeScheduler) -> None:
-    run_layers(LayerEvaluation.PIPELINED)
-    assert scheduler.most_active == MAX_LAYERS_IN_FLIGHT * scheduler.tasks_a_layer
-    assert scheduler.most_active + 2 <= MAX_ACTIVE_TASKS  # a drafter's pass beside it
-    assert scheduler.waits == 0
-
-
-def test_a_waiting_pass_has_one_layer_at_a_time(scheduler: FakeScheduler) -> None:
-    run_layers(LayerEvaluation.WAITING)
-    assert scheduler.most_active == scheduler.tasks_a_layer
-    assert scheduler.waits == NUM_LAYERS
-
-
-def test_a_whole_pass_is_left_alone(scheduler: FakeScheduler) -> None:
-    run_layers(LayerEvaluation.WHOLE)
-    assert scheduler.most_active == 0
+@sweep("tasks_a_layer", [0, 1, 2])
+def test_a_pass_leaves_room_below_the_throttle_and_one_that_is_pipelined_keeps_the_device_busy(
+    tasks_a_layer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for how, most_active, waits in (
+        (LayerEvaluation.PIPELINED, MAX_LAYERS_IN_FLIGHT * tasks_a_layer, 0),
+        (LayerEvaluation.WAITING, tasks_a_layer, NUM_LAYERS),
+        (LayerEvaluation.WHOLE, 0, 0),
+    ):
+        scheduler = FakeScheduler(tasks_a_layer)
+        monkeypatch.setattr(mx, "eval", scheduler.eval)
+        monkeypatch.setattr(mx, "async_eval", scheduler.async_eval)
+        run_layers(how)
+        assert (scheduler.most_active, scheduler.waits) == (most_active, waits)
+        assert scheduler.most_active + 2 <= MAX_ACTIVE_TASKS  # a drafter's pass beside it
 
 
 @sweep(
@@ -107,13 +93,11 @@ def test_the_device_decides_unless_somebody_else_does(
     assert model.open_sequence(beside_another=False).layer_evaluation is LayerEvaluation.WHOLE
 
 
-@pytest.fixture(params=list(LayerEvaluation), ids=lambda each: each.value)
-def evaluation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, request.param.value)
-
-
-@pytest.mark.usefixtures("evaluation")
-async def test_the_text_is_the_same_however_layers_are_evaluated() -> None:
+@sweep("evaluation", LayerEvaluation)
+async def test_the_text_is_the_same_however_layers_are_evaluated(
+    evaluation: LayerEvaluation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, evaluation.value)
     target, prompt = llama(num_hidden_layers=6), prompt_of(17)
     expected = greedy(target, prompt, 24)
     async with runtime.open((target, None), (llama(seed=1), None)) as rt:

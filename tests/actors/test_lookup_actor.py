@@ -24,6 +24,7 @@ from scripted import (
     ids,
     never,
     next_token,
+    plain_text,
     priced,
     read_into,
     run,
@@ -100,14 +101,6 @@ SCRIPTS = {
 }
 
 
-def plain_text(script: Script, prompt: Sequence[int], length: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(length):
-        logits = script(text)
-        text.append(max(range(VOCAB_SIZE), key=lambda token: logits[token]))
-    return text[len(prompt) :]
-
-
 def sloped(slope: float) -> Price:
     """Passes that take one second, and `slope` more for each further token."""
     return lambda job: (
@@ -125,63 +118,62 @@ def sizes(simulation: Simulation) -> list[int]:
 
 @sweep("kind", SCRIPTS)
 @sweep("lookahead", LOOKAHEADS)
-def test_the_text_is_the_targets_own(kind: str, lookahead: Any) -> None:
+async def test_the_text_is_the_targets_own(kind: str, lookahead: Any, autojump_clock: Any) -> None:
     prompt = never_the_same(6)[:9]
-
-    async def main() -> list[int]:
-        async with simulated(ScriptedModel(SCRIPTS[kind]), "ngram") as simulation:
-            return await text_of(simulation, prompt, max_tokens=90, lookahead=lookahead)
-
-    assert run(main) == plain_text(SCRIPTS[kind], prompt, 90)
+    async with simulated(ScriptedModel(SCRIPTS[kind]), "ngram") as simulation:
+        text = await text_of(simulation, prompt, max_tokens=90, lookahead=lookahead)
+    assert text == plain_text(SCRIPTS[kind], prompt, 90)
 
 
 @sweep(
     "abilities", [{"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(40), "keeps_states": True}]
 )
 @sweep("lookahead", [1, 4, "auto"])
-def test_the_text_is_the_same_where_the_target_cannot_rewind(abilities: dict[str, Any], lookahead: Any) -> None:
-    async def main() -> list[int]:
-        async with simulated(ScriptedModel(slipping(0.2), **abilities), "ngram") as simulation:
-            text = await text_of(simulation, [0, 3], max_tokens=80, lookahead=lookahead)
-            statistics = simulation.runtime.statistics()
-            assert statistics.accepted > 0
-            assert (statistics.n1_rounds > 0) == (abilities == {"undo": never})
-            return text
+async def test_the_text_is_the_same_where_the_target_cannot_rewind(
+    abilities: dict[str, Any], lookahead: Any, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(slipping(0.2), **abilities), "ngram") as simulation:
+        text = await text_of(simulation, [0, 3], max_tokens=80, lookahead=lookahead)
+        statistics = simulation.runtime.statistics()
+    assert text == plain_text(slipping(0.2), [0, 3], 80)
+    assert statistics.accepted > 0
+    assert (statistics.n1_rounds > 0) == (abilities == {"undo": never})
 
-    assert run(main) == plain_text(slipping(0.2), [0, 3], 80)
 
-
-async def test_at_lookahead_zero_nothing_is_looked_up(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(3)), "ngram") as simulation:
-        assert await text_of(simulation, [0, 1, 2], max_tokens=9, lookahead=0) == [0, 1, 2] * 3
-        assert simulation.runtime.statistics().proposed == 0
-        assert sizes(simulation) == []
+@sweep("lookahead", [0, 3])
+async def test_a_fixed_lookahead_never_rests_and_of_zero_never_looks_up(lookahead: int, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
+        assert await text_of(simulation, [0], max_tokens=30, lookahead=lookahead) == list(range(1, 31))
+        assert sizes(simulation) == [0] * 30 * bool(lookahead)
+        statistics = simulation.runtime.statistics()
+    assert statistics.proposed == statistics.resting_rounds == 0
 
 
 async def test_several_streams_look_up_each_in_its_own_text(autojump_clock: Any) -> None:
-    prompts = [[0, 1, 2, 3], [9, 9, 9], [20, 21, 22, 20, 21]]
-    script = slipping(0.2)
-    got: list[list[int]] = [[] for _ in prompts]
-    async with simulated(ScriptedModel(script), "ngram") as simulation, trio.open_nursery() as nursery:
-        for prompt, text in zip(prompts, got, strict=True):
-            nursery.start_soon(read_into, text, simulation.runtime.stream(prompt, max_tokens=40))
-    assert got == [plain_text(script, prompt, 40) for prompt in prompts]
+    prompts, script = [[0, 1, 2, 3], [9, 9, 9], [20, 21, 22, 20, 21]], slipping(0.2)
+    async with simulated(ScriptedModel(script), "ngram") as simulation:
+        got = await simulation.runtime.generate_many(prompts, max_tokens=40)
+    assert [ids(each.tokens) for each in got] == [plain_text(script, prompt, 40) for prompt in prompts]
 
 
 # --- what is proposed, and when -------------------------------------------------------------------
 
 
-async def test_what_is_proposed_is_what_came_after_the_same_words_before(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(7)), "ngram") as simulation:
-        received = await proposals(simulation, list(range(7)), max_tokens=15, lookahead=4)
-    # Two words must have come before: those are 0 and 1, the first two that are generated.
-    assert [(p.start, p.tokens) for p in received] == [
-        (7, ()),
-        (8, ()),
-        (9, (2, 3, 4, 5)),
-        (14, (0, 1, 2, 3)),
-        (19, (5, 6)),
-    ]
+# At a fixed lookahead, two words must have come before: those are 0 and 1, the first two that are generated. Where
+# prices decide, a single one may be enough.
+@sweep(
+    "settings, expected",
+    [
+        ({"max_tokens": 15, "lookahead": 4}, [(7, ()), (8, ()), (9, (2, 3, 4, 5)), (14, (0, 1, 2, 3)), (19, (5, 6))]),
+        ({"max_tokens": 5}, [(7, ()), (8, (1, 2)), (11, ())]),
+    ],
+)
+async def test_what_is_proposed_is_what_came_after_the_same_words_before(
+    settings: dict[str, Any], expected: Any, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
+        received = await proposals(simulation, list(range(7)), **settings)
+    assert [(p.start, p.tokens) for p in received] == expected
     assert all(p.probs == () for p in received)
 
 
@@ -244,26 +236,19 @@ async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
     assert took == PREFILL + len(verifies) * VERIFY
 
 
-class Neighbourly(ScriptedModel):
-    """Records for each sequence whether it was opened beside another model."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__(script)
-        self.asked: list[bool] = []
-
-    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
-        self.asked.append(beside_another)
-        return super().open_sequence(beside_another=beside_another)
-
-
 @pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
 async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(
     draft: Any, asked: bool, autojump_clock: Any
 ) -> None:
-    target = Neighbourly(truthful)
-    async with simulated(target, draft) as simulation:
+    class Neighbourly(ScriptedModel):
+        def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
+            opened.append(beside_another)
+            return super().open_sequence(beside_another=beside_another)
+
+    opened: list[bool] = []
+    async with simulated(Neighbourly(truthful), draft) as simulation:
         await text_of(simulation, [1, 2, 3], max_tokens=2)
-    assert target.asked == [asked]
+    assert opened == [asked]
 
 
 async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) -> None:
@@ -286,9 +271,7 @@ async def test_with_no_model_there_is_no_work_but_the_targets(autojump_clock: An
         await text_of(simulation, [0, 1, 2, 3, 4], max_tokens=40)
         assert simulation.draft_worker is None
         assert simulation.spans("draft") == []
-        statistics = simulation.runtime.statistics()
-    assert statistics.draft_busy == 0
-    assert statistics.target_busy == 1
+        assert (simulation.runtime.statistics().draft_busy, simulation.runtime.statistics().target_busy) == (0, 1)
 
 
 @sweep("max_tokens", [1, 2, 3, 4, 7, 12])
@@ -297,9 +280,8 @@ async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_to
     prompt = list(range(4)) * 2
     async with simulated(ScriptedModel(counting(4)), "ngram") as simulation:
         received = await proposals(simulation, prompt, max_tokens=max_tokens, lookahead=lookahead)
-    end = len(prompt) + max_tokens
     # The last token is the verdict's own.
-    assert all(p.start + len(p.tokens) < end for p in received)
+    assert all(p.start + len(p.tokens) < len(prompt) + max_tokens for p in received)
 
 
 @sweep("stop", range(5))
@@ -328,12 +310,6 @@ async def test_before_a_pass_was_priced_little_is_proposed(autojump_clock: Any) 
         first, *others = sizes(simulation)
     assert first == UNPRICED_LOOKAHEAD
     assert max(others) > 3 * UNPRICED_LOOKAHEAD
-
-
-async def test_where_prices_decide_a_single_word_may_be_enough(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(7)), "ngram", price=sloped(0.0)) as simulation:
-        received = await proposals(simulation, list(range(7)), max_tokens=5)
-    assert [(p.start, p.tokens) for p in received] == [(7, ()), (8, (1, 2)), (11, ())]
 
 
 async def test_no_longer_chain_is_made_than_may_be_of_use(autojump_clock: Any) -> None:
@@ -430,13 +406,6 @@ async def test_a_rest_ends_soon_after_something_is_found(autojump_clock: Any) ->
     assert awake.tokens[0] == awake.start % begin
 
 
-async def test_a_fixed_lookahead_never_rests(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(VOCAB_SIZE)), "ngram", price=PRICE) as simulation:
-        await text_of(simulation, [0], max_tokens=30, lookahead=3)
-        assert sizes(simulation) == [0] * 30
-        assert simulation.runtime.statistics().resting_rounds == 0
-
-
 async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autojump_clock: Any) -> None:
     text = never_the_same(8)
     async with simulated(ScriptedModel(reciting(text)), "ngram", price=sloped(0.06)) as simulation:
@@ -470,9 +439,7 @@ def drafter(simulation: Simulation) -> LookupActor:
     return actor
 
 
-async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_session(
-    autojump_clock: Any,
-) -> None:
+async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_session(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
         stream, other = (simulation.runtime.stream([0, 1, 2], max_tokens=12) for _ in range(2))
         drafter(simulation).mailbox.send_nowait(Withdraw(0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import trio
 from completions import ids
 from models import gemma2, gemma3_text, greedy, llama, mamba, prompt_of, qwen3, sliding_llama
 from our_threads import outrider_thread_names, outrider_threads
+from sweeps import sweep
 
 import runtime
 
@@ -97,20 +98,13 @@ async def test_under_the_rejection_rule_texts_come_and_some_of_what_was_looked_u
 
 async def test_several_streams_at_once_and_one_that_is_left() -> None:
     prompts = [prompt_of(5, seed=seed) * 3 for seed in range(3)]
-    texts: dict[int, list[int]] = {}
-
-    async def read(rt: runtime.Runtime, number: int) -> None:
-        texts[number] = ids(await rt.generate(prompts[number], max_tokens=30))
-
     async with runtime.open((family("qwen3"), None), "ngram") as rt:
         async for _ in rt.stream(prompts[0], max_tokens=30):
             break
-        async with trio.open_nursery() as nursery:
-            for number in range(3):
-                nursery.start_soon(read, rt, number)
+        texts = await rt.generate_many(prompts, max_tokens=30)
         while rt.num_streams:  # a finished stream is removed in the next turn of the event loop
             await trio.lowlevel.checkpoint()
-    assert texts == {number: greedy(family("qwen3"), prompt, 30) for number, prompt in enumerate(prompts)}
+    assert [ids(text) for text in texts] == [greedy(family("qwen3"), prompt, 30) for prompt in prompts]
 
 
 async def test_serve_looks_up_as_well(nursery: trio.Nursery) -> None:
@@ -133,30 +127,12 @@ def test_generate_sync_looks_up_as_well() -> None:
 # --- invalid drafters -----------------------------------------------------------------------------
 
 
-async def opened(target: Any, draft: Any) -> None:
-    async with runtime.open(target, draft):
-        pass
-
-
-async def test_prompt_lookup_is_no_target() -> None:
-    with pytest.raises(runtime.SettingsError, match='target must be a model here, and "ngram" has none'):
-        await opened("ngram", "ngram")
+@sweep("target, draft, says", [
+    ("ngram", "ngram", 'target must be a model here, and "ngram" has none'),
+    *((family("llama"), draft, "ngram' does not exist") for draft in ("./ngram", Path("ngram"), "models/with/ngram")),
+])  # fmt: skip
+async def test_prompt_lookup_is_no_target_and_a_path_of_that_name_is_a_path(target: Any, draft: Any, says: str) -> None:
+    with pytest.raises((runtime.SettingsError, runtime.ModelError), match=says):
+        async with runtime.open(target if target == "ngram" else (target, None), draft):
+            pytest.fail("opened")
     assert outrider_threads() == []
-
-
-@pytest.mark.parametrize("draft", ["./ngram", Path("ngram"), "models/with/ngram"])
-async def test_a_path_of_that_name_is_a_path(draft: Any) -> None:
-    with pytest.raises(runtime.ModelError, match="ngram' does not exist"):
-        await opened((family("llama"), None), draft)
-    assert outrider_threads() == []
-
-
-async def test_a_prompt_is_checked_as_ever() -> None:
-    bad: Sequence[tuple[Any, type[Exception]]] = [([], runtime.PromptError), ([10_000], runtime.PromptError)]
-    async with runtime.open((family("llama"), None), "ngram") as rt:
-        for prompt, error in bad:
-            with pytest.raises(error):
-                rt.stream(prompt)
-        with pytest.raises(runtime.SettingsError, match="lookahead"):
-            rt.stream([1], lookahead=65)
-        assert rt.num_streams == 0

@@ -8,6 +8,7 @@ import textwrap
 
 import mlx.core as mx
 import pytest
+from sweeps import sweep
 
 from actors.mlx import memory as mlx_memory
 
@@ -21,20 +22,16 @@ def fill_buffer_cache() -> None:
     assert mx.get_cache_memory() >= 256 * 256 * 4
 
 
-def test_buffers_that_mlx_keeps_are_freed() -> None:
+@sweep("is_found", [True, False])
+def test_buffers_that_mlx_keeps_are_freed_even_if_mlxs_function_is_not_found(
+    is_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_found:
+        monkeypatch.setattr(mlx_memory, "_clear_cache_without_gil", lambda: None)
     fill_buffer_cache()
-    mlx_memory.release_buffers()
-    assert mx.get_cache_memory() == 0
-    # Nothing is left to free.
-    mlx_memory.release_buffers()
-    assert mx.get_cache_memory() == 0
-
-
-def test_buffers_are_freed_by_python_if_mlxs_function_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlx_memory, "_clear_cache_without_gil", lambda: None)
-    fill_buffer_cache()
-    mlx_memory.release_buffers()
-    assert mx.get_cache_memory() == 0
+    for _ in range(2):  # the second time, nothing is left to free
+        mlx_memory.release_buffers()
+        assert mx.get_cache_memory() == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mx.clear_cache was seen to wait for other threads on Linux only")

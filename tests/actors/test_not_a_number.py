@@ -44,21 +44,13 @@ def sure(history: Sequence[int]) -> Sequence[float]:
     return [1000.0 if token == next_token(history) else 0.0 for token in range(VOCAB_SIZE)]
 
 
-def spoilt(row: Sequence[float], how: str) -> list[float]:
-    spoilt = list(row)
-    match how:
-        case "all NaN":
-            return [math.nan] * len(row)
-        case "one NaN":
-            spoilt[len(row) - 2] = math.nan
-        case "+inf":
-            spoilt[3] = math.inf
-        case "all -inf":
-            return [-math.inf] * len(row)
-    return spoilt
-
-
-KINDS = ("all NaN", "one NaN", "+inf", "all -inf")
+SPOILT: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
+    "all NaN": lambda row: [math.nan] * len(row),
+    "one NaN": lambda row: [*row[:-2], math.nan, row[-1]],
+    "+inf": lambda row: [*row[:3], math.inf, *row[4:]],
+    "all -inf": lambda row: [-math.inf] * len(row),
+}
+KINDS = tuple(SPOILT)
 
 
 def failing_at(position: int, how: str, script: Script = sure) -> Script:
@@ -66,7 +58,7 @@ def failing_at(position: int, how: str, script: Script = sure) -> Script:
 
     def logits(history: Sequence[int]) -> Sequence[float]:
         is_there = len(history) == position and list(history[: len(PROMPT)]) == PROMPT
-        return spoilt(script(history), how) if is_there else script(history)
+        return SPOILT[how](script(history)) if is_there else script(history)
 
     return logits
 

@@ -13,6 +13,7 @@ from architectures import ARCHITECTURES, OF_ALL_CACHES, build
 from completions import ids
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
 from plain_decoding import greedy_text
+from prefills import Prefills
 from sweeps import sweep
 
 import runtime
@@ -60,23 +61,6 @@ def some_prompt(length: int, *, seed: int = 0) -> list[int]:
     return prompt_of(length, seed=seed, vocab_size=64)  # the smallest vocabulary among the families
 
 
-class Prefills:
-    """A trace that counts the prompt tokens that were read."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Span) and event.kind == "prefill":
-            self.spans.append(event)
-
-    def num_read(self, actor: str) -> int:
-        """Prompt tokens read since the last call."""
-        num = sum(span.num_tokens for span in self.spans if span.actor == actor)
-        self.spans = [span for span in self.spans if span.actor != actor]
-        return num
-
-
 # --- conversations --------------------------------------------------------------------------------
 
 
@@ -98,18 +82,23 @@ async def test_turns_in_a_row_have_the_greedy_text_and_read_only_what_is_new(nam
             prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
 
 
+async def three_turns(rt: runtime.Runtime, **asked: Any) -> list[int]:
+    """Assert that texts of a conversation are those without a cache. Returns: how many tokens of each were cached."""
+    prompt, cached = some_prompt(41), []
+    for turn in range(3):
+        cold = await rt.generate(prompt, **asked)
+        warm = await rt.generate(prompt, reuse_prefix=True, **asked)
+        assert ids(warm) == ids(cold)
+        cached.append(warm.statistics.cached_tokens)
+        prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
+    return cached
+
+
 @every_family
 async def test_sampled_turns_have_the_text_of_their_seed(name: str) -> None:
-    asked = {"max_tokens": 12, "temperature": 0.8, "seed": 5, "lookahead": 3, **SETTINGS}
     async with runtime.open((family(name), None), (drafter(name), None)) as rt:
-        prompt, num_cached = some_prompt(41), 0
-        for turn in range(3):
-            cold = await rt.generate(prompt, **asked)
-            warm = await rt.generate(prompt, reuse_prefix=True, **asked)
-            assert ids(warm) == ids(cold)
-            num_cached += warm.statistics.cached_tokens
-            prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
-    assert num_cached > 2 * 40
+        cached = await three_turns(rt, max_tokens=12, temperature=0.8, seed=5, lookahead=3, **SETTINGS)
+    assert sum(cached) > 2 * 40
 
 
 @every_family
@@ -191,11 +180,7 @@ async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt
 )
 async def test_every_way_to_rewind(name: str, rewind: str) -> None:
     async with runtime.open((family(name), None), (drafter(name), None), rewind=rewind) as rt:
-        prompt = some_prompt(41)
-        for turn in range(3):
-            completion = await rt.generate(prompt, max_tokens=12, lookahead=3, reuse_prefix=True, **SETTINGS)
-            assert ids(completion) == text(name, tuple(prompt), 12)
-            prompt = prompt + ids(completion) + some_prompt(7, seed=turn + 1)
+        await three_turns(rt, max_tokens=12, lookahead=3, **SETTINGS)
 
 
 @pytest.mark.slow
@@ -204,40 +189,19 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
     model = build("qwen3", head_dim=32)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
     async with runtime.open((model, None), (near(model, noise=0.05), None), **options) as rt:
-        prompt, cached = some_prompt(41), []
-        for turn in range(3):
-            cold = await rt.generate(prompt, max_tokens=12, lookahead=3, prefill_step_size=step)
-            warm = await rt.generate(prompt, max_tokens=12, lookahead=3, prefill_step_size=step, reuse_prefix=True)
-            assert ids(warm) == ids(cold)
-            cached.append(warm.statistics.cached_tokens)
-            prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
+        cached = await three_turns(rt, max_tokens=12, lookahead=3, prefill_step_size=step)
     assert cached[0] == 0
     # The first turn caches 52 tokens, the second 71.
     assert (cached[1] > 0, cached[2] > 0) == (start > 53, start > 72)
 
 
 @sweep("size", [20, 48, 64, 70, 200])
-async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(
-    size: int,
-) -> None:
+async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(size: int) -> None:
     model = build("qwen3")
     async with runtime.open((model, None), max_kv_size=size) as rt:
-        prompt, cached = some_prompt(41), []
-        for turn in range(3):
-            cold = await rt.generate(prompt, max_tokens=12, **SETTINGS)
-            warm = await rt.generate(prompt, max_tokens=12, reuse_prefix=True, **SETTINGS)
-            assert ids(warm) == ids(cold)
-            cached.append(warm.statistics.cached_tokens)
-            prompt = prompt + ids(warm) + some_prompt(7, seed=turn + 1)
+        cached = await three_turns(rt, max_tokens=12, **SETTINGS)
     # Prompts of 41, 60 and 79 tokens.
     assert (cached[1] > 0, cached[2] > 0) == (size >= 59, size >= 78)
-
-
-async def test_a_budget_of_no_bytes_keeps_nothing() -> None:
-    async with runtime.open((family("llama"), None), prefix_cache_bytes=0) as rt:
-        for _ in range(2):
-            completion = await rt.generate(some_prompt(41), max_tokens=8, reuse_prefix=True)
-            assert completion.statistics.cached_tokens == 0
 
 
 @sweep("wrong", [-1, 1.5, "2G", None, True])

@@ -13,41 +13,32 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import (
+    CACHES,
     ScriptedModel,
     Simulation,
     agreeing,
     always,
     collect,
     continuation,
+    every_cache,
     ids,
     never,
+    pair_with,
     priced,
+    read_into,
     run,
     simulated,
     truthful,
-    within,
 )
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
-from actors.prefix_cache import MAX_SEQUENCES, PrefixCache
+from actors.prefix_cache import MAX_SEQUENCES, CacheHit, PrefixCache
 from protocol.errors import RewindError
 from runtime.engine.sessions import BUFFERED_ROUNDS
 
 PROMPT = [5, 6, 7, 8, 9]
 LOOKAHEADS = [0, 1, 3, "auto"]
-CACHES: dict[str, dict[str, Any]] = {
-    "can be trimmed": {"undo": always},
-    "recurrent": {"undo": never, "keeps_states": True},
-    "of a window": {"undo": within(24), "keeps_states": True},
-    "of a window, without states": {"undo": within(24)},
-    "of nothing known": {"undo": never},
-}
-every_cache = sweep("cache", CACHES.values())
-
-
-def pair(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
-    return ScriptedModel(truthful, **cache), ScriptedModel(agreeing(agreement), **cache)
 
 
 async def turn(simulation: Simulation, prompt: list[int], num_tokens: int, **changes: Any) -> Any:
@@ -71,7 +62,7 @@ async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
     lookahead: Any, cache: dict[str, Any], autojump_clock: Any
 ) -> None:
     for num_tokens in range(1, 9):
-        async with simulated(*pair(cache)) as simulation:
+        async with simulated(*pair_with(cache)) as simulation:
             text = list(PROMPT)
             for _ in range(4):
                 statistics = await turn(simulation, text, num_tokens, lookahead=lookahead)
@@ -97,7 +88,7 @@ async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_
     autojump_clock: Any,
 ) -> None:
     for draft_seconds in (0.125, 3.0, 17.0):  # the drafter is in the middle of a draft when the target is done
-        async with simulated(*pair(CACHES["can be trimmed"]), price=priced(draft=draft_seconds)) as simulation:
+        async with simulated(*pair_with(CACHES["can be trimmed"]), price=priced(draft=draft_seconds)) as simulation:
             await turn(simulation, PROMPT, 8, lookahead=3)
             longer = [*PROMPT, *continuation(PROMPT, 8), 1, 2]
             await turn(simulation, longer, 8, lookahead=3)
@@ -108,7 +99,7 @@ async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_
 @sweep("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
 async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_tokens: int, autojump_clock: Any) -> None:
     price = priced(draft=17.0, verify=1.0)  # the drafter is in the middle of a draft when the target has ended
-    async with simulated(*pair(CACHES["can be trimmed"], agreement=0.0), price=price) as simulation:
+    async with simulated(*pair_with(CACHES["can be trimmed"], agreement=0.0), price=price) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=num_tokens, lookahead=1, reuse_prefix=True)
         while not simulation.instants("verdict") or simulation.instants("verdict")[-1].commit.finish_reason is None:
             if num_tokens > BUFFERED_ROUNDS + 1 and len(simulation.instants("verdict")) == BUFFERED_ROUNDS + 1:
@@ -122,29 +113,26 @@ async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_to
         assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
 
 
-async def test_the_same_prompt_again_leaves_its_last_token_to_be_read(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+async def test_all_of_a_prompt_but_its_last_token_may_be_cached(autojump_clock: Any) -> None:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         assert (await turn(simulation, PROMPT, 5)).cached_tokens == 0
         assert (await turn(simulation, PROMPT, 5)).cached_tokens == len(PROMPT) - 1
         assert num_read(simulation, "target", 1) == 0
 
 
-async def test_a_prefix_of_one_token_counts(autojump_clock: Any) -> None:
+async def test_a_prefix_of_one_token_counts_and_a_prompt_of_one_has_nothing_to_begin_with(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         await turn(simulation, PROMPT, 2)
         assert (await turn(simulation, [PROMPT[0], 60, 61], 2)).cached_tokens == 1
         assert (await turn(simulation, [59, 60, 61], 2)).cached_tokens == 0
-
-
-async def test_a_prompt_of_one_token_has_nothing_to_begin_with(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["recurrent"])) as simulation:
+    async with simulated(*pair_with(CACHES["recurrent"])) as simulation:
         for _ in range(2):
             assert (await turn(simulation, PROMPT[:1], 3)).cached_tokens == 0
 
 
 async def test_a_recurrent_cache_goes_back_to_where_the_answer_began(autojump_clock: Any) -> None:
     prompt = list(range(1, 41))
-    async with simulated(*pair(CACHES["recurrent"]), price=priced()) as simulation:
+    async with simulated(*pair_with(CACHES["recurrent"]), price=priced()) as simulation:
         await turn(simulation, prompt, 9)
         # Another answer, as when its reasoning is left out: the text before the answer is still cached.
         assert (await turn(simulation, [*prompt, 60, 61], 4)).cached_tokens == len(prompt) - 1
@@ -165,7 +153,7 @@ async def test_prefill_chunks_end_where_they_would_without_a_cache(autojump_cloc
 
 
 async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         await simulation.runtime.generate(PROMPT, max_tokens=4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert (await simulation.runtime.generate(PROMPT, max_tokens=4)).statistics.cached_tokens == 0
@@ -174,7 +162,7 @@ async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_cl
 
 
 async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without_one(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4, lookahead=3)
         assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == 0
         assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == len(PROMPT) - 1
@@ -185,7 +173,7 @@ async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without
 async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_others_sequences(
     cache: dict[str, Any], autojump_clock: Any
 ) -> None:
-    async with simulated(*pair(cache)) as simulation:
+    async with simulated(*pair_with(cache)) as simulation:
         texts = [[5, 6, 7, first, *range(10, 40)] for first in (1, 2)]
         for target_queue in range(4):
             for text in texts:
@@ -205,24 +193,20 @@ async def test_a_text_that_shares_most_of_another_takes_its_sequence(autojump_cl
 
 
 async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
         prompts = [[*PROMPT, other, 3] for other in (1, 2)]
         streams = [simulation.runtime.stream(prompt, max_tokens=6, reuse_prefix=True) for prompt in prompts]
         texts = [[], []]
         async with trio.open_nursery() as nursery:
             for text, stream in zip(texts, streams, strict=True):
-                nursery.start_soon(read_into_list, text, stream)
+                nursery.start_soon(read_into, text, stream)
         assert texts == [continuation(prompt, 6) for prompt in prompts]
         assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
 
 
-async def read_into_list(got: list[int], stream: Any) -> None:
-    got += await collect(stream)
-
-
 async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_beginning(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=0, reuse_prefix=True)
         await trio.sleep(2000)
         await turn(simulation, PROMPT, 4, lookahead=0)
@@ -230,7 +214,7 @@ async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_begi
 
 
 async def test_a_runtime_that_is_left_lets_go_of_what_it_kept(autojump_clock: Any) -> None:
-    async with simulated(*pair(CACHES["can be trimmed"])) as simulation:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
         assert not any(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
     assert all(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
@@ -248,7 +232,7 @@ def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
     prompt = list(range(1, 25))
 
     async def main(seconds: float) -> int:
-        target, draft = pair(cache)
+        target, draft = pair_with(cache)
         async with simulated(target, draft) as simulation:
             got: list[int] = []
             with trio.move_on_after(seconds):
@@ -268,7 +252,7 @@ def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
 
 async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(autojump_clock: Any) -> None:
     for cache in (CACHES["can be trimmed"], CACHES["recurrent"]):
-        async with simulated(*pair(cache, agreement=1.0)) as simulation:
+        async with simulated(*pair_with(cache, agreement=1.0)) as simulation:
             await turn(simulation, PROMPT, 6, lookahead=3)
             await turn(simulation, PROMPT[::-1], 1)  # at its end, both are in the prefix cache
             text = [*PROMPT, *continuation(PROMPT, 6)]
@@ -302,32 +286,20 @@ async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any
         assert (again.draft_failures, again.cached_tokens) == (0, len(PROMPT) - 1)
 
 
-async def test_a_text_whose_session_state_was_wrong_is_not_kept(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"check": {3}})
+@sweep("call, nth, error", [("check", 5, None), ("reuse", 1, "reuse 1 failed"), ("check", 3, "check 3 failed")])
+async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
+    call: str, nth: int, error: str | None, autojump_clock: Any
+) -> None:
+    """In a round, as it is put away (after four tokens), or as it is taken."""
+    target = ScriptedModel(truthful, fails={call: {nth}})
     async with simulated(target) as simulation:
-        with pytest.raises(RewindError):
-            await turn(simulation, PROMPT, 12)
-        assert [sequence.is_closed for sequence in target.sequences] == [True]
-        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
-
-
-async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_put_away_is_closed(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"check": {5}})  # four tokens, then the failure
-    async with simulated(target) as simulation:
-        await turn(simulation, PROMPT, 4)
+        if call == "reuse" or error is None:
+            await turn(simulation, PROMPT, 4)
+        if error is not None:
+            with pytest.raises(RewindError, match=error):
+                await turn(simulation, PROMPT, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert [sequence.is_closed for sequence in target.sequences] == [True, False]
-
-
-async def test_a_sequence_that_turns_out_to_be_wrong_as_it_is_taken_ends_that_text_and_is_closed(
-    autojump_clock: Any,
-) -> None:
-    target = ScriptedModel(truthful, fails={"reuse": {1}})
-    async with simulated(target) as simulation:
-        await turn(simulation, PROMPT, 4)
-        with pytest.raises(RewindError, match="reuse 1 failed"):
-            await turn(simulation, PROMPT, 4)
-        assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
 
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -340,15 +312,20 @@ class ScriptedCache:
         self.model = ScriptedModel(truthful, **model)
         self.prefix_cache = PrefixCache(self.model, max_bytes)
 
-    def read(self, *tokens: int) -> tuple[Any, int]:
-        """Take a sequence for a text, read the text, and return the sequence to the cache.
+    def take(self, *tokens: int) -> CacheHit:
+        """Take a sequence for a text."""
+        return self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
 
-        Returns: the sequence, and the number of tokens that it had cached.
-        """
-        hit = self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
+    def put(self, hit: CacheHit, *tokens: int) -> None:
+        """Read the rest of a text, and return its sequence to the cache."""
         if tokens[hit.num_cached :]:
             hit.sequence.feed(tokens[hit.num_cached :], 0)
         self.prefix_cache.put(hit.sequence, tokens, tokens, beside_another=False)
+
+    def read(self, *tokens: int) -> tuple[Any, int]:
+        """Do both. Returns: the sequence, and the number of tokens that it had cached."""
+        hit = self.take(*tokens)
+        self.put(hit, *tokens)
         return hit.sequence, hit.num_cached
 
 
@@ -369,12 +346,7 @@ def test_a_sequence_larger_than_the_cache_is_closed_and_evicts_no_other() -> Non
     large, _ = scripted_cache.read(10, 20, 30, 40, 50, 60)
     assert (small.is_closed, large.is_closed) == (False, True)
     assert scripted_cache.prefix_cache.num_bytes == 20
-
-
-def test_of_no_bytes_nothing_is_kept() -> None:
-    scripted_cache = ScriptedCache(max_bytes=0)
-    assert scripted_cache.read(1, 2)[0].is_closed
-    assert len(scripted_cache.prefix_cache) == 0
+    assert ScriptedCache(max_bytes=0).read(1, 2)[0].is_closed
 
 
 def test_there_is_a_bound_to_how_many_sequences_a_search_looks_at() -> None:
@@ -384,26 +356,17 @@ def test_there_is_a_bound_to_how_many_sequences_a_search_looks_at() -> None:
     assert not sequences[-1].is_closed
 
 
-def test_a_sequence_that_can_be_trimmed_replaces_those_that_it_goes_on_from() -> None:
-    scripted_cache = ScriptedCache(max_bytes=10**9)
-    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
-    for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
-        sequence.feed(tokens, 0)
-        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert (first.is_closed, second.is_closed, len(scripted_cache.prefix_cache)) == (True, False, 1)
-
-
-def test_recurrent_sequences_that_go_on_from_each_other_are_both_of_use() -> None:
-    scripted_cache = ScriptedCache(max_bytes=10**9, undo=never)
-    first = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4), beside_another=False).sequence
-    second = scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 6), beside_another=False).sequence
-    for sequence, tokens in ((first, (1, 2, 3)), (second, (1, 2, 3, 4, 5))):
-        sequence.feed(tokens, 0)
-        scripted_cache.prefix_cache.put(sequence, tokens, tokens, beside_another=False)
-    assert len(scripted_cache.prefix_cache) == 2
-    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 60, 61), beside_another=False).sequence is first
-    assert scripted_cache.prefix_cache.take_longest_match((1, 2, 3, 4, 5, 61), beside_another=False).sequence is second
+@sweep("undo", [always, never])
+def test_a_sequence_replaces_those_that_it_goes_on_from_if_it_can_be_trimmed(undo: Any) -> None:
+    scripted_cache = ScriptedCache(max_bytes=10**9, undo=undo)
+    first, second = scripted_cache.take(1, 2, 3), scripted_cache.take(1, 2, 3, 4, 5)
+    scripted_cache.put(first, 1, 2, 3)
+    scripted_cache.put(second, 1, 2, 3, 4, 5)
+    assert (first.sequence.is_closed, second.sequence.is_closed) == (undo is always, False)
+    assert len(scripted_cache.prefix_cache) == (1 if undo is always else 2)
+    if undo is never:
+        assert scripted_cache.take(1, 2, 3, 60).sequence is first.sequence
+        assert scripted_cache.take(1, 2, 3, 4, 5).sequence is second.sequence
 
 
 # --- any turns in any order -----------------------------------------------------------------------
@@ -427,7 +390,7 @@ target_queue = st.lists(
 def test_texts_that_share_beginnings_are_right_in_any_order(target_queue: Any, cache: str, max_bytes: int) -> None:
     async def main() -> None:
         texts = [[7, 7, 7]]
-        async with simulated(*pair(CACHES[cache]), prefix_cache_bytes=max_bytes) as simulation:
+        async with simulated(*pair_with(CACHES[cache]), prefix_cache_bytes=max_bytes) as simulation:
             for which, length, added, num_tokens, seconds, lookahead in target_queue:
                 prompt = texts[which % len(texts)][:length] + added
                 got: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models import phi3small
-from models import VOCAB_SIZE, Wrapped, llama, mamba, prompt_of
+from models import VOCAB_SIZE, Wrapped, llama, mamba
 from scripted import ScriptedFailure, ScriptedModel, truthful
 from sweeps import sweep
 
@@ -58,7 +58,7 @@ async def test_what_gives_no_logits_is_refused_when_it_is_opened(kind: str, role
     expected = rf"^{role} 'Otherwise' gave .*{got}.* for 2 tokens; .* of shape \(1, 2, V\)"
     with pytest.raises(ModelError, match=expected):
         async with runtime.open(**pair):
-            raise AssertionError("should not be reached")
+            pytest.fail("opened")
 
 
 async def test_what_leaves_its_cache_as_it_is_is_refused_when_it_is_opened() -> None:
@@ -68,13 +68,7 @@ async def test_what_leaves_its_cache_as_it_is_is_refused_when_it_is_opened() -> 
 
     with pytest.raises(ModelError, match="target 'Forgetful' leaves 0 tokens in its cache after 2"):
         async with runtime.open((Forgetful(llama()), None)):
-            raise AssertionError("should not be reached")
-
-
-async def test_logits_that_are_no_numbers_are_a_streams_matter() -> None:
-    async with runtime.open((Otherwise(lambda logits: logits * float("nan")), None)) as rt:
-        with pytest.raises(runtime.NotANumberError):
-            await rt.generate(prompt_of(5), max_tokens=4)
+            pytest.fail("opened")
 
 
 # --- checks at any time ---------------------------------------------------------------------------
@@ -104,12 +98,13 @@ def test_a_probe_sees_a_model_that_has_become_another() -> None:
     wrapped = Otherwise(lambda logits: logits)
     model = MLXModel(wrapped, CacheOptions())
     probe(model)
-    wrapped._change = lambda logits: logits[..., 1:]
-    with pytest.raises(ModelError, match=rf"the model gave an array of shape \(2, {VOCAB_SIZE - 1}\)"):
-        probe(model)
-    wrapped._change = lambda logits: logits[:, -1:]
-    with pytest.raises(ModelError, match=rf"the model gave an array of shape \(1, {VOCAB_SIZE}\)"):
-        probe(model)
+    for change, shape in (
+        (lambda logits: logits[..., 1:], rf"\(2, {VOCAB_SIZE - 1}\)"),
+        (lambda logits: logits[:, -1:], rf"\(1, {VOCAB_SIZE}\)"),
+    ):
+        wrapped._change = change
+        with pytest.raises(ModelError, match=f"the model gave an array of shape {shape}"):
+            probe(model)
 
 
 # --- phi3small, which writes beyond a small vocabulary --------------------------------------------
@@ -128,16 +123,15 @@ PHI3SMALL: dict[str, Any] = {
 TOO_SMALL = "phi3small with a vocab_size of 1000.* at least 100352"
 
 
-async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(tmp_path: Path) -> None:
+@sweep("vocab_size, says", [(1000, TOO_SMALL), (100_352, "No safetensors")])
+async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(
+    vocab_size: int, says: str, tmp_path: Path
+) -> None:
     # There are no weights, so nothing can have been loaded.
-    (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": 1000}))
-    with pytest.raises(ModelError, match=TOO_SMALL):
+    (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": vocab_size}))
+    with pytest.raises(ModelError, match=says):
         async with runtime.open(tmp_path):
-            raise AssertionError("should not be reached")
-    (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": 100_352}))
-    with pytest.raises(ModelError, match="No safetensors"):
-        async with runtime.open(tmp_path):
-            raise AssertionError("should not be reached")
+            pytest.fail("opened")
 
 
 async def test_a_phi3small_that_would_crash_the_process_is_refused_where_it_is_built_already() -> None:
@@ -149,4 +143,4 @@ async def test_a_phi3small_that_would_crash_the_process_is_refused_where_it_is_b
         for opened in (model, Wrapped(model)):
             with pytest.raises(ModelError, match=f"draft '{type(opened).__name__}' is a {TOO_SMALL}"):
                 async with runtime.open((TARGET, None), (opened, None)):
-                    raise AssertionError("should not be reached")
+                    pytest.fail("opened")

@@ -15,6 +15,7 @@ from cache_subjects import ATOL
 from completions import ids
 from drafted_runtime import drafted
 from models import llama, mamba, near, prompt_of, sliding_llama
+from prefills import Prefills
 from scripted import priced
 from sweeps import sweep
 from trained_drafters import write_eagle3
@@ -26,7 +27,6 @@ from actors.mlx.sequence import MLXSequence
 from actors.prefill import CHECKPOINT_DISTANCE
 from actors.target import target_actor
 from protocol.messages import Features, PromptFeatures
-from protocol.trace import Event, Span
 
 # Plain key-value caches, sliding windows that the prompt fills, and recurrent states.
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -43,17 +43,6 @@ def family(name: str) -> nn.Module:
     return FAMILIES[name]() if name in FAMILIES else build(name)
 
 
-class Prefills:
-    """A trace that counts the tokens of prompts that were read."""
-
-    def __init__(self) -> None:
-        self.num_read = {"target": 0, "draft": 0}
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Span) and event.kind == "prefill":
-            self.num_read[event.actor] += event.num_tokens
-
-
 @pytest.mark.parametrize(
     "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_next"))]
 )
@@ -63,13 +52,13 @@ async def test_four_answers_to_a_prompt_read_it_once_and_are_those_of_four_reque
     async with runtime.open((model, None), (near(model, noise=0.05), None), trace=prefills) as rt:
         alone = [ids(await rt.generate(PROMPT, seed=seed, **asked)) for seed in range(4)]
         assert len(set(map(tuple, alone))) > 1
-        assert prefills.num_read["target"] == 4 * NUM_READ
-        prefills.num_read = {"target": 0, "draft": 0}
+        assert prefills.num_read("target") == 4 * NUM_READ
+        prefills.num_read("draft")
         together = await rt.generate_many([(PROMPT, {"seed": seed}) for seed in range(4)], reuse_prefix=True, **asked)
         assert [ids(completion) for completion in together] == alone
-        assert prefills.num_read["target"] == NUM_READ
+        assert prefills.num_read("target") == NUM_READ
         # The draft model may also have to read what the target has committed meanwhile.
-        assert NUM_READ <= prefills.num_read["draft"] < 2 * NUM_READ
+        assert NUM_READ <= prefills.num_read("draft") < 2 * NUM_READ
         statistics = [completion.statistics for completion in together]
         assert sorted(each.cached_tokens for each in statistics) == [0, NUM_READ, NUM_READ, NUM_READ]
         assert sum(each.prefilled_tokens for each in statistics) == NUM_READ
@@ -173,10 +162,8 @@ def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> N
 async def test_caches_of_a_class_that_is_not_known_are_not_copied() -> None:
     async with runtime.open((build(OF_ITS_OWN), None)) as rt:
         asked: dict[str, Any] = {"max_tokens": 4, "reuse_prefix": True}
-        alone, *together = [
-            await rt.generate(PROMPT[:9], max_tokens=4),
-            *await rt.generate_many([PROMPT[:9]] * 2, **asked),
-        ]
+        alone = await rt.generate(PROMPT[:9], max_tokens=4)
+        together = await rt.generate_many([PROMPT[:9]] * 2, **asked)
         assert [ids(completion) for completion in together] == [ids(alone)] * 2
         assert [completion.statistics.prefilled_tokens for completion in together] == [8, 8]
 

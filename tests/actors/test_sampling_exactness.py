@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -30,21 +29,10 @@ from distributions import (
     random_price,
 )
 from other_vocabularies import TranslatedScript
-from scripted import (
-    ScriptedModel,
-    always,
-    hashed,
-    ids,
-    markov,
-    never,
-    run,
-    simulated,
-    within,
-)
+from scripted import FailingAtDrafts, ScriptedModel, always, hashed, ids, markov, never, run, simulated, within
 from sweeps import sweep
 
 from actors.drafters.drafter import DrafterSession
-from actors.model import Feed, feed_each
 from actors.target import round_jobs
 from actors.target.parts import Part
 from actors.target.target_session import OneByOne
@@ -76,13 +64,26 @@ def at_temperature(table: Sequence[Sequence[float]], temperature: float) -> list
     return [[p / sum(row) for p in row] for row in powers]
 
 
-def triples(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+def triples(
+    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET
+) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
     """For each pair of successive tokens, what followed it, and what should: that depends on the second only."""
     after: dict[tuple[int, int], Counter[int]] = {}
     for text in texts:
         for x, y, z in zip(text, text[1:], text[2:], strict=False):
             after.setdefault((x, y), Counter())[z] += 1
-    return [(counts, dict(enumerate(TARGET[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
+    return [(counts, dict(enumerate(table[y]))) for (_, y), counts in after.items() if sum(counts.values()) >= 20]
+
+
+def assert_drawn_of(table: Sequence[Sequence[float]], tokens: Sequence[Sequence[Token]]) -> None:
+    """Texts that are not over before their third token."""
+    texts = [ids(text) for text in tokens]
+    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(table, 2)) > SIGNIFICANCE
+    assert pooled_p_value(triples([PROMPT + text for text in texts], table)) > SIGNIFICANCE
+
+
+def share_drafted(tokens: Sequence[Sequence[Token]]) -> float:
+    return sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
 
 
 async def sample(
@@ -158,11 +159,8 @@ def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> 
     # The common case is tested with more sessions.
     num_sessions = 3 * NUM_SESSIONS if situation == "lookahead 2" else NUM_SESSIONS
     tokens = run(lambda: sample(num_sessions, *models, max_tokens=6, **settings))
-    texts = [ids(text) for text in tokens]
-    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
-    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
-    assert share > 0.2
+    assert_drawn_of(TARGET, tokens)
+    assert share_drafted(tokens) > 0.2
 
 
 @pytest.mark.slow
@@ -199,18 +197,22 @@ def test_under_rejection_a_temperature_sharpens_target_and_draft_alike() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("draft", ["ngram", "copies"])
 @pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
-def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up(lookahead: Any, undo: Any) -> None:
+def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up_or_copied(
+    lookahead: Any, undo: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert QUOTABLE[-1] == PROMPT[-1], "what comes next hangs on the last token alone"
-    num_sessions = 2 * NUM_SESSIONS
-    tokens = run(
-        lambda: sample(num_sessions, target(undo=undo), "ngram", prompt=QUOTABLE, max_tokens=6, lookahead=lookahead)
-    )
-    texts = [ids(text) for text in tokens]
-    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
-    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
-    assert share > 0.1 or lookahead == "auto"  # which may find that it does not pay
+    models, asked = (target(undo=undo), "ngram"), {"prompt": QUOTABLE, "max_tokens": 6, "lookahead": lookahead}
+    if draft == "copies":
+        copy_at_a_fixed_lookahead(monkeypatch)
+        models, asked = (target(undo=undo), drafter()), {**asked, "draft_part": 0.1}
+    tokens = run(lambda: sample(2 * NUM_SESSIONS, *models, **asked))
+    assert_drawn_of(TARGET, tokens)
+    if lookahead != "auto":  # which may find that it does not pay
+        drafters = Counter(token.drafted_by for text in tokens for token in text)
+        assert share_drafted(tokens) > 0.1
+        assert draft == "ngram" or min(drafters["model"], drafters["copy"]) > 50
 
 
 @pytest.mark.slow
@@ -233,21 +235,6 @@ def copy_at_a_fixed_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DrafterSession, "copies", True)
     monkeypatch.setattr(ChainPolicy, "proposal", propose)
     monkeypatch.setattr(ChainPolicy, "expansion", expand)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
-def test_texts_have_the_targets_distribution_whatever_is_copied_beside_a_drafter(
-    lookahead: Any, undo: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy_at_a_fixed_lookahead(monkeypatch)
-    sampled = partial(sample, 2 * NUM_SESSIONS, target(undo=undo), drafter(), prompt=QUOTABLE, max_tokens=6)
-    tokens = run(lambda: sampled(lookahead=lookahead, draft_part=0.1))
-    texts = [ids(text) for text in tokens]
-    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
-    drafters = Counter(token.drafted_by for text in tokens for token in text)
-    assert lookahead == "auto" or min(drafters["model"], drafters["copy"]) > 50
 
 
 @pytest.mark.slow
@@ -321,19 +308,6 @@ def test_under_rejection_the_recovered_token_does_not_know_which_one_was_drafted
 # --- passes that fail because of what is drafted --------------------------------------------------
 
 
-class Touchy(ScriptedModel):
-    """A model that fails at passes with a certain token among the drafted ones."""
-
-    bad_token = num_failures = 0
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        for feed in feeds:
-            if self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :]:
-                self.num_failures += 1
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-
 def drop_what_was_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
     def emptied(proposal: Proposal) -> OneByOne:
         return OneByOne(attrs.evolve(proposal, tokens=(), probs=(), reach=(), copied=()))
@@ -360,8 +334,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(
     )
 
     def p_value_of_texts() -> float:
-        models = Touchy(markov(table), vocab_size=len(table)), drafter(draft_table)
-        models[0].bad_token = bad_token
+        models = FailingAtDrafts(markov(table), bad_token, vocab_size=len(table)), drafter(draft_table)
         asked = {"max_tokens": 5, "lookahead": 3, "acceptance": acceptance}
         texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, **asked))]
         assert models[0].num_failures > 100
@@ -384,16 +357,10 @@ def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distributio
 ) -> None:
     settings: dict[str, Any] = {"acceptance": acceptance, "draft_temperature": draft_temperature, "temperature": 0.7}
     tokens = run(lambda: sample(2 * NUM_SESSIONS, target(), drafter(), max_tokens=5, lookahead=2, **settings))
-    texts = [ids(text) for text in tokens]
-    table = at_temperature(TARGET, 0.7)
+    texts, table = [ids(text) for text in tokens], at_temperature(TARGET, 0.7)
     assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(table, 2)) > SIGNIFICANCE
-    after: dict[int, Counter[int]] = {}
-    for text in texts:
-        for last, token in itertools.pairwise([*PROMPT, *text]):
-            after.setdefault(last, Counter())[token] += 1
-    assert pooled_p_value([(counts, dict(enumerate(table[last]))) for last, counts in after.items()]) > SIGNIFICANCE
-    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
-    assert share > 0.1
+    assert pooled_p_value(successors([PROMPT + text for text in texts], table)) > SIGNIFICANCE
+    assert share_drafted(tokens) > 0.1
 
 
 @pytest.mark.slow
@@ -423,12 +390,9 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(lookahead: 
             return [(await simulation.runtime.generate(PROMPT, **asked)).tokens for _ in range(2 * NUM_SESSIONS)]
 
     tokens = run(sampled)
-    texts = [ids(text) for text in tokens]
-    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
-    share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
+    assert_drawn_of(TARGET, tokens)
     # Two independent draws are equal in about one case of four.
-    assert (share > 0.05) == (is_marked and lookahead == 2) or lookahead == "auto"
+    assert (share_drafted(tokens) > 0.05) == (is_marked and lookahead == 2) or lookahead == "auto"
 
 
 # --- filters --------------------------------------------------------------------------------------
@@ -471,9 +435,7 @@ def test_filters_take_effect_on_target_and_draft_and_texts_have_what_is_left_of_
     # Without the random choice, or with one choice for the whole text, the distribution would differ.
     coinless = [[q if q > 0 else 1e-9 for q in row] for row in TARGET]
     assert pooled_p_value([(Counter(tuple(text[:2]) for text in texts), outcomes(coinless, 2))]) < SIGNIFICANCE
-    if lookahead == 2:
-        share = sum(token.from_draft for text in tokens for token in text) / sum(map(len, tokens))
-        assert share > 0.1
+    assert lookahead != 2 or share_drafted(tokens) > 0.1
 
 
 def biased_target(bias: float) -> ScriptedModel:
@@ -491,13 +453,15 @@ def test_a_bias_of_a_fifth_towards_the_draft_would_be_seen() -> None:
     assert pooled_p_value(triples([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
 
 
-def successors(texts: Sequence[Sequence[int]]) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
+def successors(
+    texts: Sequence[Sequence[int]], table: Sequence[Sequence[float]] = TARGET
+) -> list[tuple[Mapping[Any, int], Mapping[Any, float]]]:
     """For each token, what came after it, and what should. Has a quarter of the degrees of freedom of `triples`."""
     after: dict[int, Counter[int]] = {}
     for text in texts:
         for last, token in itertools.pairwise(text):
             after.setdefault(last, Counter())[token] += 1
-    return [(counts, dict(enumerate(TARGET[last]))) for last, counts in after.items()]
+    return [(counts, dict(enumerate(table[last]))) for last, counts in after.items()]
 
 
 @pytest.mark.slow
@@ -528,7 +492,7 @@ async def matched(
     draft: ScriptedModel | Literal["ngram"] | None, price_seed: int = 0, undo: Any = always, **settings: Any
 ) -> list[list[int]]:
     target = ScriptedModel(HASHED_TARGET, undo=undo)
-    return [ids(text) for text in await sample(4, target, draft, price_seed=price_seed, **MATCH, **settings)]
+    return [ids(text) for text in await sample(4, target, draft, price_seed=price_seed, **{**MATCH, **settings})]
 
 
 @sweep("kind", DRAFTERS)
@@ -557,9 +521,8 @@ def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: 
 
 @pytest.mark.parametrize(("of_target", "of_draft"), [(never, always), (always, never), (within(9), within(14))])
 def test_under_match_a_seeds_text_does_not_hang_on_what_caches_can_undo(of_target: Any, of_draft: Any) -> None:
-    alone = run(lambda: matched(None))
     draft = ScriptedModel(DRAFTERS["a near one"], undo=of_draft)
-    assert run(lambda: matched(draft, undo=of_target, lookahead=3)) == alone
+    assert run(lambda: matched(draft, undo=of_target, lookahead=3)) == run(lambda: matched(None))
 
 
 def test_under_match_a_seeds_text_survives_its_drafter() -> None:
@@ -582,14 +545,9 @@ def test_under_match_a_drafter_that_is_the_target_is_always_right() -> None:
 @pytest.mark.slow
 def test_under_match_texts_have_the_targets_distribution() -> None:
     settings = {"acceptance": "match", "max_tokens": 6, "lookahead": 2}
-    tokens = run(lambda: sample(NUM_SESSIONS, target(), drafter(), **settings))
-    texts = [ids(text) for text in tokens]
-    assert p_value(Counter(tuple(text[:2]) for text in texts), outcomes(TARGET, 2)) > SIGNIFICANCE
-    assert pooled_p_value(triples([PROMPT + text for text in texts])) > SIGNIFICANCE
+    assert_drawn_of(TARGET, run(lambda: sample(NUM_SESSIONS, target(), drafter(), **settings)))
 
 
 def test_with_a_seed_and_nothing_said_the_rule_is_match() -> None:
-    alone = run(lambda: matched(None))
     draft = ScriptedModel(DRAFTERS["a near one"])
-    settings = {**MATCH, "acceptance": "auto"}
-    assert [ids(text) for text in run(lambda: sample(4, ScriptedModel(HASHED_TARGET), draft, **settings))] == alone
+    assert run(lambda: matched(draft, acceptance="auto")) == run(lambda: matched(None))

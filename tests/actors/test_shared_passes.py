@@ -9,11 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-import trio
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
+from completions import ids
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import make_prompt_cache
-from models import greedy
+from models import Wrapped, greedy
 from sweeps import sweep
 
 import runtime
@@ -136,23 +135,14 @@ def test_a_row_of_keys_and_values_has_the_mask_that_its_text_has_alone(window_si
         assert not mx.any(mask[:, length + width :])
 
 
-class Counting(nn.Module):
+class Counting(Wrapped):
     """A model whose passes are counted."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.num_passes = model, 0
-
-    @property
-    def layers(self) -> Any:
-        return self.model.layers
-
-    def make_cache(self) -> Any:
-        return make_prompt_cache(self.model)
+    num_passes = 0
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         self.num_passes += 1
-        return self.model(*arguments, **keywords)
+        return super().__call__(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("shared_before", [True, False])
@@ -254,24 +244,11 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
         return feed_ahead(batch, keys, tokens, recorder)
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
-    prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 7]]
-    lengths = [7, 40, 40, 33]
+    lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 40), ([8, 9], 40), ([3, 3, 7], 33)]
+    asked = [(prompt, {**settings, "max_tokens": length, "ignore_eos": True}) for prompt, length in lengths]
     async with runtime.open((build(name), None)) as rt:
-
-        async def text(prompt: list[int], length: int) -> list[int]:
-            async with rt.stream(prompt, max_tokens=length, ignore_eos=True, **settings) as stream:
-                return [token.id async for token in stream]
-
-        alone = [await text(*each) for each in zip(prompts, lengths, strict=True)]
-        together: dict[int, list[int]] = {}
-
-        async def keep(i: int) -> None:
-            together[i] = await text(prompts[i], lengths[i])
-
-        async with trio.open_nursery() as nursery:
-            for i in range(len(prompts)):
-                nursery.start_soon(keep, i)
-        assert [together[i] for i in range(len(prompts))] == alone
+        alone = [ids(await rt.generate(prompt, **own)) for prompt, own in asked]
+        assert [ids(each) for each in await rt.generate_many(asked)] == alone
     assert ahead
 
 

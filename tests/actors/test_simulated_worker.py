@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from sweeps import sweep
 
 from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError, Step, Steps
@@ -46,82 +47,71 @@ def job(kind: SpanKind, num_tokens: int) -> Job[Any]:
     return Job(kind, lambda: kind, num_tokens=num_tokens)
 
 
-async def run_together(*jobs: tuple[SimulatedWorker, float, Job[Any]]) -> None:
-    """Hand jobs to workers, each at its time."""
+async def run_together(d: Device, *jobs: tuple[Actor, float, SpanKind, int]) -> None:
+    """Hand jobs, each of a kind and of so many tokens, to the actors' workers, each at its time."""
 
-    async def run(worker: SimulatedWorker, at: float, job: Job[Any]) -> None:
+    async def run(actor: Actor, at: float, kind: SpanKind, num_tokens: int) -> None:
         await trio.sleep_until(at)
-        assert await worker.run(job) == job.kind
+        assert await (d.target if actor == "target" else d.draft).run(job(kind, num_tokens)) == kind
 
     async with trio.open_nursery() as nursery:
-        for worker, at, job in jobs:
-            nursery.start_soon(run, worker, at, job)
+        for one in jobs:
+            nursery.start_soon(run, *one)
 
 
 # --- durations of jobs ----------------------------------------------------------------------------
 
+VERIFY = ("target", 0.0, "verify", 8)
 
-@pytest.mark.parametrize("kappa", [None, 0.0, 0.5, 1.0])
-async def test_a_job_that_is_alone_takes_its_price(kappa, autojump_clock):
+
+@sweep(
+    "kappa, jobs, of_target, of_draft",
+    [
+        # Alone.
+        *(
+            (kappa, [VERIFY, ("draft", 8.0, "draft", 3)], [(0.0, 8.0)], [(8.0, 8.75)])
+            for kappa in (None, 0.0, 0.5, 1.0)
+        ),
+        # On separate devices.
+        *((kappa, [VERIFY, ("draft", 1.0, "draft", 3)], [(0.0, 8.0)], [(1.0, 1.75)]) for kappa in (None, 0.0)),
+        # A step costs the target kappa of its time, and so do several.
+        *(
+            (kappa, [VERIFY, ("draft", 1.0, "draft", 8)], [(0.0, 8.0 + 2.0 * kappa)], [(1.0, 3.0 + 2.0 * kappa)])
+            for kappa in (0.25, 0.5, 1.0)
+        ),
+        (0.5, [VERIFY, *[("draft", 0.0, "draft", 4)] * 3], [(0.0, 9.5)], [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]),
+        # One that outlasts the verify: the target has 1 s left, which takes 2 s; in that time the step does 1 s of 4.
+        (1.0, [("target", 0.0, "verify", 2), ("draft", 1.0, "draft", 16)], [(0.0, 3.0)], [(1.0, 6.0)]),
+        # Jobs that end together.
+        (
+            1.0,
+            [("target", 0.0, "verify", 2), ("draft", 0.0, "draft", 8), ("target", 4.0, "verify", 1)],
+            [(0.0, 4.0), (4.0, 5.0)],
+            [(0.0, 4.0)],
+        ),
+        # What does not go through a model costs the other nothing; whatever does, wants the device.
+        *((1.0, [VERIFY, ("draft", 1.0, kind, 8)], [(0.0, 8.0)], [(1.0, 3.0)]) for kind in ("open", "close")),
+        *(
+            (1.0, [("target", 0.0, kind, 1), ("draft", 0.0, "draft", 4)], [(0.0, 2.0)], [(0.0, 2.0)])
+            for kind in ("prefill", "draft", "verify", "decode")
+        ),
+        # A job that waits for its turn does not use the device.
+        (
+            1.0,
+            [("target", 0.0, "verify", 2), ("target", 1.0, "verify", 2), ("draft", 5.0, "draft", 4)],
+            [(0.0, 2.0), (2.0, 4.0)],
+            [(5.0, 6.0)],
+        ),
+        # A free job takes no time.
+        (1.0, [("target", 0.0, "verify", 2), ("draft", 1.0, "draft", 0)], [(0.0, 2.0)], [(1.0, 1.0)]),
+    ],
+)
+async def test_jobs_take_their_prices_and_cost_each_other_kappa_of_their_time(
+    kappa, jobs, of_target, of_draft, autojump_clock
+):
     d = device(kappa)
-    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 8.0, job("draft", 3)))
-    assert d.times("target") == [(0.0, 8.0)]
-    assert d.times("draft") == [(8.0, 8.75)]
-
-
-@pytest.mark.parametrize("kappa", [None, 0.0])
-async def test_separate_devices_cost_each_other_nothing(kappa, autojump_clock):
-    d = device(kappa)
-    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 1.0, job("draft", 3)))
-    assert d.times("target") == [(0.0, 8.0)]
-    assert d.times("draft") == [(1.0, 1.75)]
-
-
-@pytest.mark.parametrize("kappa", [0.25, 0.5, 1.0])
-async def test_a_draft_step_costs_the_target_kappa_of_its_time(kappa, autojump_clock):
-    d = device(kappa)
-    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 1.0, job("draft", 8)))
-    assert d.times("draft") == [(1.0, 1.0 + 2.0 * (1.0 + kappa))]
-    assert d.times("target") == [(0.0, 8.0 + 2.0 * kappa)]
-
-
-async def test_several_steps_under_one_verify_add_up(autojump_clock):
-    d = device(0.5)
-    steps = [(d.draft, 0.0, job("draft", 4))] * 3
-    await run_together((d.target, 0.0, job("verify", 8)), *steps)
-    assert d.times("draft") == [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
-    assert d.times("target") == [(0.0, 9.5)]
-
-
-async def test_a_step_that_outlasts_the_verify_is_alone_for_the_rest(autojump_clock):
-    d = device(1.0)
-    await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 1.0, job("draft", 16)))
-    # The target has 1 s left, which takes 2 s; in that time the step does 1 s of its 4.
-    assert d.times("target") == [(0.0, 3.0)]
-    assert d.times("draft") == [(1.0, 6.0)]
-
-
-async def test_jobs_that_end_together_both_end(autojump_clock):
-    d = device(1.0)
-    await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 0.0, job("draft", 8)))
-    assert d.times("target") == d.times("draft") == [(0.0, 4.0)]
-    await run_together((d.target, 4.0, job("verify", 1)))
-    assert d.times("target")[1:] == [(4.0, 5.0)]
-
-
-@pytest.mark.parametrize("kind", ["open", "close"])
-async def test_what_does_not_go_through_a_model_costs_the_other_nothing(kind, autojump_clock):
-    d = device(1.0)
-    await run_together((d.target, 0.0, job("verify", 8)), (d.draft, 1.0, job(kind, 8)))
-    assert d.times("target") == [(0.0, 8.0)]
-    assert d.times("draft") == [(1.0, 3.0)]
-
-
-@pytest.mark.parametrize("kind", ["prefill", "draft", "verify", "decode"])
-async def test_whatever_goes_through_a_model_wants_the_device(kind, autojump_clock):
-    d = device(1.0)
-    await run_together((d.target, 0.0, job(kind, 1)), (d.draft, 0.0, job("draft", 4)))
-    assert d.times("target") == d.times("draft") == [(0.0, 2.0)]
+    await run_together(d, *jobs)
+    assert (d.times("target"), d.times("draft")) == (of_target, of_draft)
 
 
 async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump_clock):
@@ -133,27 +123,10 @@ async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump
     assert d.times("target") == [(0.0, 2.0)]
 
 
-async def test_a_job_that_waits_for_its_turn_does_not_use_the_device(autojump_clock):
-    d = device(1.0)
-    await run_together(
-        (d.target, 0.0, job("verify", 2)), (d.target, 1.0, job("verify", 2)), (d.draft, 5.0, job("draft", 4))
-    )
-    assert d.times("target") == [(0.0, 2.0), (2.0, 4.0)]
-    assert d.times("draft") == [(5.0, 6.0)]
-
-
-async def test_a_free_job_takes_no_time(autojump_clock):
-    d = device(1.0)
-    await run_together((d.target, 0.0, job("verify", 2)), (d.draft, 1.0, job("draft", 0)))
-    assert d.times("draft") == [(1.0, 1.0)]
-    assert d.times("target") == [(0.0, 2.0)]
-
-
 async def test_workers_count_the_time_that_a_job_took_and_not_its_price(autojump_clock):
     d = device(1.0)
-    verify = job("verify", 2)
-    await run_together((d.target, 0.0, verify), (d.draft, 0.0, job("draft", 4)))
-    assert verify.seconds == d.target.busy_seconds == 3.0
+    await run_together(d, ("target", 0.0, "verify", 2), ("draft", 0.0, "draft", 4))
+    assert d.target.busy_seconds == 3.0
     assert d.draft.busy_seconds == 2.0
 
 
@@ -201,13 +174,17 @@ async def test_steps_that_are_interrupted_when_one_is_heard_of_end_with_it(autoj
     assert trio.current_time() == 2.0
 
 
-async def test_steps_that_are_interrupted_in_the_middle_of_one_end_after_it(autojump_clock):
+@sweep("how", ["interrupted", "cancelled"])
+async def test_steps_that_are_stopped_in_the_middle_of_one_end_after_it(how, autojump_clock):
     d, heard = device(None), list[Any]()
-    interrupted = steps([4, 4, 4, 4], heard)
+    stopped = steps([4, 4, 4, 4], heard)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(d.draft.run_steps, interrupted)
+        nursery.start_soon(d.draft.run_steps, stopped)
         await trio.sleep(1.5)
-        interrupted.interrupt()
+        if how == "interrupted":
+            stopped.interrupt()
+        else:
+            nursery.cancel_scope.cancel()
     assert heard == [(1.0, 0, True), (2.0, 1, False)]
     assert trio.current_time() == 2.0
 
@@ -220,15 +197,6 @@ async def test_a_job_that_waits_has_its_turn_after_a_step(autojump_clock):
         await d.draft.run(job("prefill", 8))
     assert heard == [(1.0, 0, False)]
     assert d.times("draft") == [(0.0, 1.0), (1.0, 3.0)]
-
-
-async def test_steps_of_a_call_that_is_cancelled_end_after_the_one_that_is_running(autojump_clock):
-    d, heard = device(None), list[Any]()
-    with trio.move_on_at(1.5) as scope:
-        await d.draft.run_steps(steps([4, 4, 4, 4], heard))
-        await trio.lowlevel.checkpoint()
-    assert scope.cancelled_caught
-    assert heard == [(1.0, 0, True), (2.0, 1, False)]
 
 
 async def test_an_error_in_a_step_comes_out_after_what_came_before_it(autojump_clock):

@@ -181,20 +181,11 @@ def test_a_token_is_written_in_place_but_for_one_move_in_many() -> None:
 
 # --- states ---------------------------------------------------------------------------------------
 
-HISTORIES = {
-    "empty": [],
-    "short": [3],
-    "one short of full": [7],
-    "full": [8],
-    "full, one by one": [1] * 8,
-    "wrapped round": [1] * 13,
-    "wider than the window": [20],
-    "wider, then one": [20, 1],
-    "several, then wrapped round": [5, *[1] * 9],
-}
+# Empty, short, full, wrapped round, and wider than the window of 8.
+HISTORIES = [[], [3], [7], [8], [1] * 8, [1] * 13, [20], [20, 1], [5, *[1] * 9]]
 
 
-@sweep("history", HISTORIES.values())
+@sweep("history", HISTORIES)
 def test_the_states_of_mlx_lms_cache_and_of_this_one_are_of_a_form(history: list[int]) -> None:
     ours, theirs = Reader(SlidingWindowCache(8)), Reader(RotatingKVCache(8))
     for width in history:

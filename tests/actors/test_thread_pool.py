@@ -69,11 +69,12 @@ def test_a_thread_whose_work_ends_well_serves_again_and_keeps_its_streams(stream
     assert streams.released_by == []
 
 
-def test_a_thread_whose_work_raises_releases_its_streams_and_ends(streams: FakeStreams) -> None:
-    def work() -> None:
-        raise ValueError("nothing that can be gone on from")
+def raises() -> None:
+    raise ValueError("nothing that can be gone on from")
 
-    thread, end = ended(work)
+
+def test_a_thread_whose_work_raises_releases_its_streams_and_ends(streams: FakeStreams) -> None:
+    thread, end = ended(raises)
     assert isinstance(end, outcome.Error)
     assert streams.released_by == [joined(thread)]
     assert thread not in thread_pool._idle
@@ -81,11 +82,7 @@ def test_a_thread_whose_work_raises_releases_its_streams_and_ends(streams: FakeS
 
 def test_the_end_of_the_process_waits_for_a_thread_that_says_that_its_work_raised(streams: FakeStreams) -> None:
     waited_for = queue.SimpleQueue[list[PooledThread]]()
-
-    def work() -> None:
-        raise ValueError("nothing that can be gone on from")
-
-    thread = run_on_thread(NAME, work, lambda _: waited_for.put(list(thread_pool._abandoned)))
+    thread = run_on_thread(NAME, raises, lambda _: waited_for.put(list(thread_pool._abandoned)))
     assert thread in waited_for.get(timeout=30)
     joined(thread)
 

@@ -1,4 +1,4 @@
-"""What threads other than trio's may do at any moment: read statistics, and use the tokenizer."""
+"""What threads may do at any moment: read statistics, and use the tokenizer; and not write the default device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from models import llama, prompt_of, save
@@ -103,3 +104,42 @@ def test_a_tokenizer_that_cannot_be_copied_is_used_as_it_is() -> None:
     wrapper: Any = Wrapper()
     assert copy_of(wrapper) is wrapper
     assert copy_of(None) is None
+
+
+# --- the default device, which is one for the whole process ------------------------------------------
+
+
+class FakeDevices:
+    """MLX's functions that read and write the process-wide default device, and who wrote it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.writers: list[str] = []
+        monkeypatch.setattr(mx, "set_default_device", lambda _: self._write())
+        monkeypatch.setattr(mx, "set_default_stream", lambda _: self._write())
+        monkeypatch.setattr(mx, "stream", lambda _: self)
+
+    def _write(self) -> None:
+        self.writers.append(threading.current_thread().name)
+
+    # As `mx.stream(device)`, which sets the default device on entry and back on exit.
+    def __enter__(self) -> None:
+        self._write()
+
+    def __exit__(self, *_: object) -> None:
+        self._write()
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "acceptance": "rejection"}], ids=["match", "rejection"])
+async def test_no_thread_of_a_runtime_writes_the_default_device(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = llama(), llama(seed=1)
+    devices = FakeDevices(monkeypatch)
+    async with runtime.open((target, None), (draft, None)) as rt:
+        before = mx.default_device()
+        async for _ in rt.stream(PROMPT, max_tokens=12, **options):
+            assert mx.default_device() == before
+        await rt.detach_draft()
+        await rt.attach_draft((draft, None))
+        await rt.generate(PROMPT, max_tokens=12, **options)
+    assert devices.writers == []

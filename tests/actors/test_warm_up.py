@@ -124,19 +124,12 @@ def test_a_drafter_that_costs_the_target_more_is_found_to_do_so(kappa: float) ->
     assert kappa == 0 or less < more
 
 
-def test_both_models_sequences_are_closed() -> None:
-    pair = models()
-    run(lambda: warmed_up(*pair))
+def test_it_is_counted_for_no_session_and_leaves_no_sequence_open() -> None:
+    heard, pair = list[Event](), models()
+    run(lambda: warmed_up(*pair, heard=heard))
+    assert {(span.kind, span.session) for span in heard if isinstance(span, Span)} == {("warm-up", None)}
     assert all(model.sequences for model in pair)
     assert nothing_is_open(*pair)
-
-
-def test_it_is_counted_for_no_session() -> None:
-    heard: list[Event] = []
-    run(lambda: warmed_up(*models(), heard=heard))
-    spans = [event for event in heard if isinstance(event, Span)]
-    assert {span.kind for span in spans} == {"warm-up"}
-    assert {span.session for span in spans} == {None}
 
 
 @sweep("call", ["open", "feed", "check"])

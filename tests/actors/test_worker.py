@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -15,6 +15,7 @@ import pytest
 import trio
 import trio.testing
 from our_threads import outrider_thread_names, outrider_threads
+from sweeps import sweep
 
 from actors.workers.thread_worker import ThreadWorker, _QueuedJob
 from actors.workers.worker import Job, JobError, Step, Steps
@@ -50,86 +51,51 @@ def job(call: Callable[[], Any], **more: Any) -> Job[Any]:
 # --- doing jobs -----------------------------------------------------------------------------------
 
 
-async def test_jobs_are_done_on_one_thread_that_is_not_the_callers() -> None:
-    async with ThreadWorker("target") as worker:
-        threads = {await worker.run(job(threading.current_thread)) for _ in range(3)}
-        (thread,) = threads
-        assert thread is not threading.current_thread()
-        assert thread.name == "outrider-target"
-
-
-async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in() -> None:
+async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in_and_each_caller_gets_its_result() -> None:
     done: list[int] = []
+    results: dict[int, int] = {}
+
+    def square(number: int) -> int:
+        done.append(number)
+        return number * number
+
+    async def ask(number: int) -> None:
+        results[number] = await worker.run(job(lambda: square(number)))
+
     first = Gate()
     async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
         nursery.start_soon(worker.run, job(first))
         await first.begun()
         for number in range(20):
-            nursery.start_soon(worker.run, job(lambda number=number: done.append(number)))
+            nursery.start_soon(ask, number)
             # Wait until it is in the queue: tasks of a nursery start in any order.
             await trio.testing.wait_all_tasks_blocked()
         first.let_go_on()
     assert done == list(range(20))
-
-
-async def test_each_caller_gets_the_result_of_its_own_job() -> None:
-    results: dict[int, int] = {}
-
-    async def ask(number: int) -> None:
-        results[number] = await worker.run(job(lambda: number * number))
-
-    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-        for number in range(20):
-            nursery.start_soon(ask, number)
     assert results == {number: number * number for number in range(20)}
 
 
-async def test_the_event_loop_goes_on_while_a_job_runs() -> None:
-    gate = Gate("done")
-    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-
-        @nursery.start_soon
-        async def wait() -> None:
-            assert await worker.run(job(gate)) == "done"
-
-        await gate.begun()
-        for _ in range(3):
-            await trio.lowlevel.checkpoint()
-        assert not gate.is_done
-        gate.let_go_on()
-
-
-async def test_an_error_comes_back_wrapped_with_itself_as_the_cause() -> None:
-    error = ZeroDivisionError("no")
-
+@sweep("error", [ZeroDivisionError("no"), SystemExit(3)])
+async def test_an_error_comes_back_wrapped_with_itself_as_the_cause(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
     async with ThreadWorker("target") as worker:
-        with pytest.raises(JobError, match="verify failed: ZeroDivisionError: no") as raised:
+        with pytest.raises(JobError, match=f"verify failed: {type(error).__name__}: {error}") as raised:
             await worker.run(job(fail))
         assert raised.value.__cause__ is error
         assert await worker.run(job(lambda: "the next job")) == "the next job"
 
 
-async def test_a_job_may_even_raise_system_exit() -> None:
-    def leave() -> None:
-        raise SystemExit(3)
-
-    async with ThreadWorker("target") as worker:
-        with pytest.raises(JobError) as raised:
-            await worker.run(job(leave))
-        assert isinstance(raised.value.__cause__, SystemExit)
-        assert await worker.run(job(lambda: "the next job")) == "the next job"
-
-
 async def test_a_finished_job_is_announced_with_its_time_in_trios_thread() -> None:
     events: list[tuple[Event, threading.Thread]] = []
-    async with ThreadWorker(
-        "draft", on_event=lambda event: events.append((event, threading.current_thread()))
-    ) as worker:
+
+    def note(event: Event) -> None:
+        events.append((event, threading.current_thread()))
+
+    async with ThreadWorker("draft", on_event=note) as worker:
         before = worker.clock()
-        await worker.run(Job("prefill", lambda: None, session=7, num_tokens=5))
+        await worker.run(Job("prefill", lambda: 4, session=7, num_tokens=3, count=lambda result: result + 1))
         after = worker.clock()
         with pytest.raises(JobError):
             await worker.run(Job("draft", lambda: 1 // 0, session=7))
@@ -142,17 +108,6 @@ async def test_a_finished_job_is_announced_with_its_time_in_trios_thread() -> No
     assert before <= span.began <= span.ended <= after
     assert failed.kind == "draft"
     assert busy_seconds == pytest.approx(span.ended - span.began + failed.ended - failed.began)
-
-
-async def test_arrays_that_are_evaluated_come_back() -> None:
-    def compute() -> mx.array:
-        x = mx.arange(4) * 2
-        mx.eval(x)
-        return x
-
-    async with ThreadWorker("target") as worker:
-        x = await worker.run(job(compute))
-    assert (x + 1).tolist() == [1, 3, 5, 7]
 
 
 async def test_jobs_compute_on_the_default_device_in_a_stream_of_their_own() -> None:
@@ -175,69 +130,68 @@ async def test_a_result_is_not_held_until_the_next_job() -> None:
 # --- cancellation ---------------------------------------------------------------------------------
 
 
-async def test_a_job_that_waits_is_taken_back_and_never_runs() -> None:
-    gate = Gate()
-    ran: list[str] = []
+@sweep("are_steps", [False, True])
+async def test_what_waits_is_taken_back_and_never_runs(are_steps: bool) -> None:
+    gate, ran = Gate(), list[str]()
+
+    async def work(name: str) -> None:
+        if are_steps:
+            await worker.run_steps(steps_of(counting(lambda number: ran.append(name), 1), []))
+        else:
+            await worker.run(job(lambda: ran.append(name)))
+
     async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
         nursery.start_soon(worker.run, job(gate))
         await gate.begun()
         with trio.CancelScope() as scope:
             scope.cancel()
-            await worker.run(job(lambda: ran.append("cancelled before it was handed in")))
+            await work("cancelled before it was handed in")
         assert scope.cancelled_caught
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as waiting:
-                waiting.start_soon(worker.run, job(lambda: ran.append("cancelled while it waited")))
+                waiting.start_soon(work, "cancelled while it waited")
                 await trio.testing.wait_all_tasks_blocked()
                 scope.cancel()
         # Cancellation returns at once, while the first job still runs.
         assert scope.cancelled_caught
         assert not gate.is_done
         gate.let_go_on()
-        await worker.run(job(lambda: ran.append("a later one")))
+        await work("a later one")
     assert ran == ["a later one"]
 
 
-async def test_a_job_that_runs_is_not_abandoned_and_its_result_arrives() -> None:
-    gate = Gate("result")
-    results: list[str] = []
-    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-        scope = trio.CancelScope()
+async def cancelled(call: Callable[[], Awaitable[Any]], gate: Gate, heard: list[Any]) -> None:
+    """Cancel a call, from which somebody is to hear nothing before its job or step has ended."""
+    scope = trio.CancelScope()
+    async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def wait() -> None:
             with scope:
-                results.append(await worker.run(job(gate)))
+                try:
+                    heard.append(await call())
+                except JobError as error:
+                    heard.append(str(error))
                 await trio.lowlevel.checkpoint()
-                results.append("went on")
+                heard.append("went on")
 
         await gate.begun()
         scope.cancel()
         await trio.testing.wait_all_tasks_blocked()
-        assert results == []
+        assert heard == []
         gate.let_go_on()
     assert gate.is_done
-    assert results == ["result"]
-    assert scope.cancelled_caught
 
 
-async def test_an_error_of_a_job_that_was_cancelled_while_it_ran_arrives_too() -> None:
-    gate = Gate()
-    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-        scope = trio.CancelScope()
-
-        def fail() -> None:
-            gate()
-            raise ValueError("after all")
-
-        @nursery.start_soon
-        async def wait() -> None:
-            with scope, pytest.raises(JobError, match="after all"):
-                await worker.run(job(fail))
-
-        await gate.begun()
-        scope.cancel()
-        gate.let_go_on()
+@sweep("fails", [False, True])
+async def test_a_job_that_runs_is_not_abandoned_and_its_outcome_arrives(fails: bool) -> None:
+    gate, heard = Gate("result"), list[Any]()
+    async with ThreadWorker("target") as worker:
+        call = (lambda: gate().no_attribute) if fails else gate
+        await cancelled(lambda: worker.run(job(call)), gate, heard)
+    assert heard == [
+        "verify failed: AttributeError: 'str' object has no attribute 'no_attribute'" if fails else "result"
+    ]
 
 
 # --- runs of steps --------------------------------------------------------------------------------
@@ -294,8 +248,9 @@ async def test_a_step_is_heard_of_while_the_next_one_runs() -> None:
         gate.let_go_on()
 
 
-async def test_steps_that_are_interrupted_end_after_the_one_that_is_running() -> None:
-    gate, done, heard = Gate(), list[int](), list[Any]()
+@sweep("how", ["interrupted", "a job waits"])
+async def test_steps_end_after_the_one_that_is_running(how: str) -> None:
+    gate, done, heard = Gate(), list[Any](), list[Any]()
     async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
 
         def do(number: int) -> int:
@@ -307,65 +262,22 @@ async def test_steps_that_are_interrupted_end_after_the_one_that_is_running() ->
         steps = steps_of(counting(do, 10), heard)
         nursery.start_soon(worker.run_steps, steps)
         await gate.begun()
-        steps.interrupt()
+        if how == "interrupted":
+            steps.interrupt()
+        else:
+            nursery.start_soon(worker.run, job(lambda: done.append("another")))
+            await trio.testing.wait_all_tasks_blocked()
         gate.let_go_on()
-    assert done == [0, 1, 2]
+    assert done == [0, 1, 2, *(["another"] if how == "a job waits" else [])]
     assert heard == [(0, True), (1, True), (2, False)]
-
-
-async def test_a_job_that_waits_has_its_turn_after_the_step_that_is_running() -> None:
-    gate, done, heard = Gate(), list[Any](), list[Any]()
-    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
-
-        def do(number: int) -> None:
-            done.append(number)
-            if number == 1:
-                gate()
-
-        nursery.start_soon(worker.run_steps, steps_of(counting(do, 10), heard))
-        await gate.begun()
-        nursery.start_soon(worker.run, job(lambda: done.append("another")))
-        await trio.testing.wait_all_tasks_blocked()
-        gate.let_go_on()
-    assert done == [0, 1, "another"]
-    assert heard == [(None, True), (None, False)]
 
 
 async def test_steps_of_a_call_that_is_cancelled_end_after_the_one_that_is_running() -> None:
     gate, heard = Gate("result"), list[Any]()
-    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
-        scope = trio.CancelScope()
-
-        @nursery.start_soon
-        async def wait() -> None:
-            with scope:
-                await worker.run_steps(steps_of(counting(lambda number: gate(), 10), heard))
-                heard.append("returned")
-                await trio.lowlevel.checkpoint()
-
-        await gate.begun()
-        scope.cancel()
-        await trio.testing.wait_all_tasks_blocked()
-        assert heard == []
-        gate.let_go_on()
-    assert heard == [("result", False), "returned"]
-    assert scope.cancelled_caught
-
-
-async def test_steps_that_wait_are_taken_back() -> None:
-    gate, heard = Gate(), list[Any]()
-    async with ThreadWorker("draft") as worker, trio.open_nursery() as nursery:
-        nursery.start_soon(worker.run, job(gate))
-        await gate.begun()
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as waiting:
-                waiting.start_soon(worker.run_steps, steps_of(counting(lambda number: number, 3), heard))
-                await trio.testing.wait_all_tasks_blocked()
-                scope.cancel()
-        assert scope.cancelled_caught
-        gate.let_go_on()
-        await worker.run(job(lambda: None))
-    assert heard == []
+    async with ThreadWorker("draft") as worker:
+        steps = steps_of(counting(lambda number: gate(), 10), heard)
+        await cancelled(lambda: worker.run_steps(steps), gate, heard)
+    assert heard == [("result", False), None]
 
 
 async def test_an_error_in_a_step_comes_back_after_what_came_before_it() -> None:
@@ -394,32 +306,7 @@ async def test_an_error_of_the_one_who_hears_of_a_step_ends_them_and_comes_back_
     assert heard == [0]
 
 
-async def test_leaving_under_cancellation_waits_for_the_step_that_runs_and_for_no_other() -> None:
-    gate, done = Gate(), list[int]()
-    async with trio.open_nursery() as nursery:
-        scope = trio.CancelScope()
-
-        @nursery.start_soon
-        async def body() -> None:
-            with scope:
-                async with ThreadWorker("draft") as worker:
-                    await worker.run_steps(steps_of(counting(lambda number: done.append(number) or gate(), 10), []))
-
-        await gate.begun()
-        scope.cancel()
-        await trio.testing.wait_all_tasks_blocked()
-        gate.let_go_on()
-    assert done == [0]
-    assert outrider_threads() == []
-
-
 # --- leaving --------------------------------------------------------------------------------------
-
-
-async def test_the_thread_is_gone_after_leaving() -> None:
-    async with ThreadWorker("target"), ThreadWorker("draft"):
-        assert sorted(outrider_thread_names()) == ["outrider-draft", "outrider-target"]
-    assert outrider_threads() == []
 
 
 @pytest.mark.parametrize("error", [ValueError("the body's"), KeyboardInterrupt(), SystemExit(1)])
@@ -435,9 +322,9 @@ async def test_an_error_in_the_body_passes_and_the_thread_is_gone(error: BaseExc
     assert outrider_threads() == []
 
 
-async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
-    gate = Gate()
-    left = trio.Event()
+@sweep("are_steps", [False, True])
+async def test_leaving_under_cancellation_waits_for_the_job_or_step_that_runs_and_for_no_other(are_steps: bool) -> None:
+    gate, left, done = Gate(), trio.Event(), list[int]()
     async with trio.open_nursery() as nursery:
         scope = trio.CancelScope()
 
@@ -445,7 +332,11 @@ async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
         async def body() -> None:
             with scope:
                 async with ThreadWorker("target") as worker:
-                    await worker.run(job(gate))
+                    if are_steps:
+                        step = counting(lambda number: done.append(number) or gate(), 10)
+                        await worker.run_steps(steps_of(step, []))
+                    else:
+                        await worker.run(job(gate))
             left.set()
 
         await gate.begun()
@@ -456,6 +347,7 @@ async def test_leaving_under_cancellation_waits_for_the_job_that_runs() -> None:
         gate.let_go_on()
     assert left.is_set()
     assert gate.is_done
+    assert done == [0] * are_steps
     assert outrider_threads() == []
 
 
@@ -475,19 +367,16 @@ async def test_leaving_takes_back_the_jobs_that_wait() -> None:
     assert outrider_threads() == []
 
 
-async def test_workers_that_follow_each_other_share_one_thread() -> None:
+async def test_workers_that_follow_each_other_share_one_thread_that_is_not_the_callers() -> None:
     threads: set[threading.Thread] = set()
     for number in range(50):
-        async with ThreadWorker("target") as worker:
+        async with ThreadWorker("target") as worker, ThreadWorker("draft"):
+            assert sorted(outrider_thread_names()) == ["outrider-draft", "outrider-target"]
             assert await worker.run(job(lambda number=number: (mx.ones(2) * number).tolist())) == [number, number]
-            threads.add(await worker.run(job(threading.current_thread)))
-    assert len(threads) == 1
-
-
-async def test_workers_at_the_same_time_have_a_thread_each() -> None:
-    async with ThreadWorker("target") as target, ThreadWorker("draft") as draft:
-        threads = {await worker.run(job(threading.current_thread)) for worker in (target, draft)}
-    assert len(threads) == 2
+            threads |= {await worker.run(job(threading.current_thread)) for _ in range(3)}
+        assert outrider_threads() == []
+    assert len(threads) <= 2
+    assert threading.current_thread() not in threads
 
 
 async def test_a_thread_that_died_at_work_is_not_used_again() -> None:
@@ -509,40 +398,32 @@ def impatience(monkeypatch: Any) -> None:
 
 @pytest.mark.usefixtures("impatience")
 async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(caplog: Any) -> None:
-    gate = Gate()
-    waited: list[JobError] = []
+    gate, scope = Gate(), trio.CancelScope()
+
+    async def fail(call: Callable[[], Any]) -> None:
+        with pytest.raises(JobError, match="draft's thread has died of HangError"):
+            await worker.run(job(call))
+
+    async def hang() -> None:
+        with scope:
+            await fail(gate)
+
     async with ThreadWorker("draft", may_be_given_up=True) as worker:
         async with trio.open_nursery() as nursery:
-            scope = trio.CancelScope()
-
-            @nursery.start_soon
-            async def hang() -> None:
-                with scope, pytest.raises(JobError, match="draft's thread has died of HangError"):
-                    await worker.run(job(gate))
-
+            nursery.start_soon(hang)
             await gate.begun()
-
-            @nursery.start_soon
-            async def wait() -> None:
-                with pytest.raises(JobError, match="HangError") as raised:
-                    await worker.run(job(lambda: None))
-                waited.append(raised.value)
-
+            nursery.start_soon(fail, lambda: None)
             await trio.testing.wait_all_tasks_blocked()
             scope.cancel()
-        assert len(waited) == 1
         assert not worker.is_alive
-        with pytest.raises(JobError, match="HangError"):
-            await worker.run(job(lambda: None))
+        await fail(lambda: None)
     assert "the draft model hangs" in caplog.text
     # What the thread reports at its end is ignored.
     gate.let_go_on()
 
 
 @pytest.mark.usefixtures("impatience")
-async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_thread_too(
-    caplog: Any,
-) -> None:
+async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_thread_too(caplog: Any) -> None:
     gate = Gate()
     hung: list[threading.Thread] = []
     with trio.CancelScope() as scope:
@@ -560,21 +441,11 @@ async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_threa
 
 @pytest.mark.usefixtures("impatience")
 async def test_a_cancelled_job_of_a_worker_that_may_not_be_given_up_is_waited_for() -> None:
-    gate = Gate()
-    async with ThreadWorker("target") as worker, trio.open_nursery() as nursery:
-        scope = trio.CancelScope()
-
-        @nursery.start_soon
-        async def work() -> None:
-            with scope:
-                assert await worker.run(job(gate)) is None
-
-        await gate.begun()
-        scope.cancel()
-        await trio.testing.wait_all_tasks_blocked()
+    gate, heard = Gate("result"), list[Any]()
+    async with ThreadWorker("target") as worker:
+        await cancelled(lambda: worker.run(job(gate)), gate, heard)
         assert worker.is_alive
-        gate.let_go_on()
-    assert gate.is_done
+    assert heard == ["result"]
 
 
 @pytest.mark.usefixtures("impatience")
@@ -628,13 +499,6 @@ async def test_a_failed_job_keeps_nothing_of_what_it_had_in_memory() -> None:
     assert kept[0]() is None
 
 
-async def test_how_many_tokens_went_through_is_told_by_the_result() -> None:
-    spans: list[Any] = []
-    async with ThreadWorker("target", on_event=spans.append) as worker:
-        await worker.run(job(lambda: 3, num_tokens=5, count=lambda result: result + 1))
-    assert spans[0].num_tokens == 4
-
-
 # --- a thread that dies ---------------------------------------------------------------------------
 
 
@@ -663,23 +527,21 @@ async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wa
 
 
 async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_comes() -> None:
-    gate = Gate()
-    errors: list[JobError] = []
+    gate, errors = Gate(), list[JobError]()
+
+    async def fail(call: Callable[[], Any]) -> None:
+        with pytest.raises(JobError, match="has died of AttributeError") as raised:
+            await call()
+        errors.append(raised.value)
+
     async with ThreadWorker("draft") as worker:
         assert worker.is_alive
         async with trio.open_nursery() as nursery:
-
-            async def fail(call: Callable[[], Any]) -> None:
-                with pytest.raises(JobError, match="has died of AttributeError") as raised:
-                    await call()
-                errors.append(raised.value)
-
             nursery.start_soon(worker.run, job(gate))
             await gate.begun()
-            nursery.start_soon(fail, lambda: worker.run_steps(steps_of(deadly, [])))
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(fail, lambda: worker.run(job(lambda: None)))
-            await trio.testing.wait_all_tasks_blocked()
+            for call in (lambda: worker.run_steps(steps_of(deadly, [])), lambda: worker.run(job(lambda: None))):
+                nursery.start_soon(fail, call)
+                await trio.testing.wait_all_tasks_blocked()
             with trio.CancelScope() as scope:
                 async with trio.open_nursery() as waiting:
                     waiting.start_soon(worker.run, job(lambda: None))

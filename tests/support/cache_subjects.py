@@ -94,7 +94,6 @@ class JoinedKind(CacheKind):
     cache_class = JoinedCache
     always_trims = True
     kept = ("joined", "offset")
-    can_be_row = True
 
     def trim(self, layer: JoinedCache, num_tokens: int) -> None:
         layer.offset -= num_tokens

@@ -23,6 +23,7 @@ import mlx.core as mx
 import trio
 import trio.testing
 from outcome import Error
+from sweeps import sweep
 
 from actors.actor import ActorSession
 from actors.drafters.draft_actor import DraftActor
@@ -78,6 +79,15 @@ def continuation(prompt: Sequence[int], length: int, stop_tokens: Iterable[int] 
         text.append(next_token(text))
         if text[-1] in stop_tokens:
             break
+    return text[len(prompt) :]
+
+
+def plain_text(script: Script, prompt: Sequence[int], length: int) -> list[int]:
+    """The greedy text of a script after a prompt."""
+    text = list(prompt)
+    for _ in range(length):
+        logits = script(text)
+        text.append(max(range(VOCAB_SIZE), key=lambda token: logits[token]))
     return text[len(prompt) :]
 
 
@@ -150,6 +160,22 @@ def never(_length: int, _num_tokens: int) -> bool:
 def within(window: int) -> Undo:
     """The behaviour of a rotating cache: tokens can be dropped until the window is full."""
     return lambda length, num_tokens: length + num_tokens < window
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "can be trimmed": {"undo": always},
+    "recurrent": {"undo": never, "keeps_states": True},
+    "of a window": {"undo": within(24), "keeps_states": True},
+    "of a window, without states": {"undo": within(24)},
+    "of nothing known": {"undo": never},
+}
+"""Options of a scripted model, by what its caches are."""
+every_cache = sweep("cache", CACHES.values())
+
+
+def pair_with(cache: dict[str, Any], agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
+    """A target and a drafter, both with such caches."""
+    return ScriptedModel(truthful, **cache), ScriptedModel(agreeing(agreement), **cache)
 
 
 # --- scripted models ------------------------------------------------------------------------------
@@ -397,6 +423,20 @@ class FailingTogether(ScriptedModel):
     def abandon_shared(self) -> None:
         """Also the texts that had no part in the pass, as the rows of a batch."""
         forget_all(self)
+
+
+class FailingAtDrafts(ScriptedModel):
+    """A model whose passes fail if they read a certain token that is drafted."""
+
+    def __init__(self, script: Script, bad_token: int, **options: Any) -> None:
+        super().__init__(script, **options)
+        self.bad_token, self.num_failures = bad_token, 0
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+        if any(self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds):
+            self.num_failures += 1
+            raise MemoryError("no room for this one")
+        return feed_each(feeds)
 
 
 def forget_all(model: ScriptedModel) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 import trio
+from delays import RestingPolicy
+from models import gemma3_text, greedy, llama, mamba, near, prompt_of
 from scripted import ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
+from sweeps import sweep
 
+import runtime
 from actors.drafters.draft_actor import DraftActor
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
 
@@ -73,3 +80,28 @@ async def test_texts_that_begin_together_have_their_first_tokens_before_the_draf
     assert first_fed == [0] * 4
     assert draft.num_calls["feed"] > num_probed
     assert all(text == continuation([number, *PROMPT], 60) for number, text in texts.items())
+
+
+# --- real models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@sweep("turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)])
+@sweep(
+    ("build", "rewind"),
+    [(llama, "auto"), (llama, "none"), (mamba, "auto"), (mamba, "none"), (lambda: gemma3_text(window=16), "auto")],
+)
+async def test_the_greedy_text_goes_on_through_every_rest(
+    build: Callable[[], nn.Module], rewind: str, turns: tuple[bool, ...]
+) -> None:
+    target, prompt = build(), prompt_of(9)
+    async with runtime.open((target, None), (near(target, noise=0.03), None), rewind=rewind) as rt:
+        draft: Any = rt._draft
+        draft._make_policy = lambda settings, prices: RestingPolicy(settings.lookahead, turns=itertools.cycle(turns))
+        completion = await rt.generate(prompt, max_tokens=48, lookahead=3)
+    statistics = completion.statistics
+    assert [token.id for token in completion.tokens] == greedy(target, prompt, 48)
+    assert statistics.draft_failures == 0
+    # Both kinds of round occur.
+    assert 0 < statistics.resting_rounds < statistics.rounds
+    assert statistics.proposed > 0
