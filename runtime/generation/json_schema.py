@@ -68,10 +68,7 @@ def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
 
 
 def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
-    """A JSON schema in llguidance's own format, as `Grammar` takes it.
-
-    Args, Raises: see `Grammar.from_json_schema`; errors of compiling the schema are not raised here.
-    """
+    """A JSON schema in llguidance's own format; see `Grammar.from_json_schema`. Compiles nothing."""
     what = schema_name(schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
@@ -82,17 +79,18 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     except RecursionError as error:
         raise SettingsError(f"{what} is nested too deeply to be followed") from error
     check_is_schema(value, what)
-    if (number := _too_low(json.loads(written))) is not None:
+    copy = json.loads(written)
+    if (number := _too_low(copy)) is not None:
         raise SettingsError(
             f"{what} has {shortened(number)}, which is too low to be followed; numbers must be above {_MIN_NUMBER}"
         )
-    if (remainders := _num_remainders(json.loads(written))) > _MAX_REMAINDERS:
+    if (remainders := _num_remainders(copy)) > _MAX_REMAINDERS:
         raise SettingsError(
             f"{what} has numbers for multipleOf that take too long to be followed: the product of their prime factors "
             f"other than 2 and 5, added up over all values, must be at most {_MAX_REMAINDERS}, "
             f"got {shortened(remainders)}; take rounder ones"
         )
-    if (optional := _num_optional(json.loads(written))) > _MAX_OPTIONAL:
+    if (optional := _num_optional(copy)) > _MAX_OPTIONAL:
         raise SettingsError(
             f"{what} has an object with {optional} optional properties, which take too long to be followed; make all "
             f"but {_MAX_OPTIONAL} of them required"
@@ -100,16 +98,17 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     # llguidance takes options only with an object, which the schemas True and False are not.
     written = "{}" if value is True else written
     spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
-    options = None if value is False else spacing
     try:
-        grammar: str = library().LLMatcher.grammar_from_json_schema(written, overrides=options)
+        grammar: str = library().LLMatcher.grammar_from_json_schema(
+            written, overrides=None if value is False else spacing
+        )
     except ValueError as error:
         raise SettingsError(f"{what} cannot be followed: {error}") from error
     return grammar
 
 
 def _followable(schema: Any) -> Any:
-    """A copy of a schema without keywords that llguidance needlessly refuses; see `_ENFORCED_FORMATS`, `_MAX_BOUND`."""
+    """A copy of a schema without keywords that llguidance needlessly refuses."""
     if not isinstance(schema, Mapping):
         return schema
     kept = {}
@@ -180,9 +179,7 @@ def _num_remainders(schema: Any) -> int:
     as they are coprime; numbers for different values add up. References are not followed.
     """
     groups: list[list[int]] = []  # for each value, its least common multiple
-    todo: list[tuple[Any, list[int] | None]] = [
-        (schema, None)
-    ]  # parts of the schema, and their value's group; None for a new value
+    todo: list[tuple[Any, list[int] | None]] = [(schema, None)]  # parts, and their value's group; None for a new value
     while todo:
         part, group = todo.pop()
         if isinstance(part, list):

@@ -1,8 +1,7 @@
 """The reasoning of an answer: the tokens between the reasoning tags that the tokenizer names.
 
-The server splits text instead (`runtime.generation.tool_calls.answer_reader`), since one implementation cannot serve
-both: a token is marked at once, by ids, and pieces before it may still turn out to be a tag, while sent text cannot be
-taken back and no longer shows which token a piece of it came with.
+The server splits text instead (`runtime.generation.tool_calls.answer_reader`): here a token is marked at once, by ids,
+and pieces before it may still turn out to be a tag, while text that was sent cannot be taken back.
 """
 
 from __future__ import annotations

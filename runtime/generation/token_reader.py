@@ -33,7 +33,7 @@ class Token:
         id: in the target's vocabulary.
         text: the text that this token makes readable, possibly empty. The texts of a stream add up to the
             tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token has no text.
-            Text that may be the beginning of a stop string is withheld until it is known not to be one.
+            Text that may begin a stop string is withheld until it is known not to.
         index: 0 for the first generated token.
         drafted_by: "model" if a draft model or trained drafter had proposed it, "copy" if it was copied from earlier in
             the text, None if it is the target's own.
@@ -140,9 +140,8 @@ class TokenReader:
         """A reader that has given nothing yet.
 
         Args:
-            session: the state that the actors share with the reader.
             on_token: called for each token given, with its commit and its index there.
-            calls: tells tool calls of this generation apart; new. None for a generation without tools.
+            calls: tells tool calls apart; None for a generation without tools.
         """
         self.session = session.opened.session
         self.began = clock()
@@ -269,7 +268,6 @@ class TokenReader:
 
 
 def _rest_of(commit: Commit, begin: int) -> Commit:
-    """A commit without its first tokens."""
     return attrs.evolve(
         commit,
         start=commit.start + begin,
@@ -344,8 +342,7 @@ class Arrivals:
     def peek(self) -> list[Commit]:
         """All commits that were not received yet; they can still be received.
 
-        Taking them from the channel lets the models go on. Beyond a channel's worth of peeked commits none are taken: a
-        consumer that peeks and never receives has at most twice the channel's buffer waiting.
+        Taking them from the channel lets the models go on, so at most a channel's worth of peeked commits is kept.
         """
         if len(self._peeked) <= self._commits.statistics().max_buffer_size:
             self._peeked.extend(self.receive_ready())

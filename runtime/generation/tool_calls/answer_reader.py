@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,17 +21,11 @@ from runtime.generation.tool_calls.events import (
 
 _CLOSES = {"}": "{", "]": "["}
 # Of literals, numbers and whitespace; whether they are in the right order is the parser's to say.
-_OUTSIDE = re.compile(r"[ \t\r\n:,0-9a-zA-Z+.\-]+")
-_IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_OUTSIDE = frozenset(" \t\r\n:,+.-" + string.ascii_letters + string.digits)
 
 
 class JsonObject:
-    """Finds the end of a JSON object, by its brackets and strings alone.
-
-    Attributes:
-        is_broken: whether a character cannot be part of the object.
-        is_over: whether the object's last brace has come.
-    """
+    """Finds the end of a JSON object, by its brackets and strings alone; it is broken by what cannot be part of it."""
 
     def __init__(self) -> None:
         self.is_broken = self.is_over = False
@@ -43,34 +37,19 @@ class JsonObject:
 
         Returns: how many of its characters belong to the object: all, unless it is over or broken after them.
         """
-        at = 0
-        while at < len(text) and not self.is_over:
-            if self._is_in_string:
-                at = self._in_string(text, at)
-            elif (run := _OUTSIDE.match(text, at)) is not None and self._open:
-                at = run.end()
-            elif self._takes(text[at]):
-                at += 1
-            else:
+        for at, character in enumerate(text):
+            if self.is_over:
+                return at
+            if not self._takes(character):
                 self.is_broken = True
-            if self.is_broken:
-                break
-        return at
-
-    def _in_string(self, text: str, at: int) -> int:
-        if self._is_escaped:
-            self._is_escaped = False
-            return at + 1
-        if (run := _IN_STRING.match(text, at)) is not None:
-            return run.end()
-        if text[at] not in '"\\':
-            self.is_broken = True
-            return at
-        self._is_escaped = text[at] == "\\"
-        self._is_in_string = self._is_escaped
-        return at + 1
+                return at
+        return len(text)
 
     def _takes(self, character: str) -> bool:
+        if self._is_in_string:
+            is_escaped, self._is_escaped = self._is_escaped, character == "\\" and not self._is_escaped
+            self._is_in_string = is_escaped or character != '"'
+            return is_escaped or character >= " "
         if character in _CLOSES:
             if not self._open or self._open.pop() != _CLOSES[character]:
                 return False
@@ -80,7 +59,7 @@ class JsonObject:
             self._open.append(character)
             return len(self._open) > 1 or character == "{"
         self._is_in_string = character == '"'
-        return self._is_in_string and bool(self._open)
+        return bool(self._open) and (self._is_in_string or character in _OUTSIDE)
 
 
 # Within which a call's head must end for its arguments to be given as they come.
@@ -90,13 +69,12 @@ _MAX_HEAD_CHARS = 2048
 class AnswerReader:
     """Splits an answer that arrives in pieces into content, reasoning and calls.
 
-    The events depend on the text alone, but for the places at which texts are cut. Text that may become a marker is
-    withheld. Tags of the reasoning are left out, with the whitespace around the reasoning.
+    How the text is cut changes nothing but where texts are cut. Text that may become a marker is withheld. Tags of the
+    reasoning are left out, with the whitespace around the reasoning.
 
-    Calls come in blocks between markers. Where the format allows it, a call begins once its name is known, its
-    arguments come as they are written, and it ends once the parser has read the whole. Calls of other formats come
-    whole, at the end of their block. A malformed block is content. As for mlx-lm, a block also ends the reasoning.
-    Whitespace before a call, between calls and after the last one is not content.
+    Calls come in blocks between markers: as they are written where the format allows it, whole at the end of their
+    block otherwise. A malformed block is content. As for mlx-lm, a block also ends the reasoning. Whitespace before a
+    call, between calls and after the last one is not content.
     """
 
     def __init__(
@@ -108,7 +86,7 @@ class AnswerReader:
         tools: Sequence[Mapping[str, Any]] = (),
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """For one answer.
+        """Read one answer.
 
         Args:
             tags: the opening and the closing tag of the reasoning, not empty; None where it is not told apart.
@@ -155,8 +133,8 @@ class AnswerReader:
         """The last events.
 
         Args:
-            is_complete: whether the model has ended the text; False where it was cut off, by its length or otherwise. A
-                block that lacks only its end counts where the text is complete.
+            is_complete: whether the model has ended the text, and it was not cut off; a block that lacks only its end
+                counts then.
         """
         rest, self._unread = self._unread, ""
         if self._read == self._read_reasoning:
@@ -177,14 +155,12 @@ class AnswerReader:
         if self._follows_call:
             self._leave_out_space()
         if self._space or self._left_out:
-            self._events.append(TextPart(self._space, self._left_out + self._space))
-            self._space = self._left_out = ""
+            self._give_space()
         return self._take_events()
 
     # --- each state takes text from `_unread`, and returns whether there is more to do ------------------
 
     def _read_content(self) -> bool:
-        """Content, up to a marker that begins the reasoning or a block."""
         marker = self._pass_to_marker(self._give_content)
         if marker is None:
             return False
@@ -194,14 +170,12 @@ class AnswerReader:
         if self._follows_call:
             self._leave_out_space()
         if self._space:
-            self._events.append(TextPart(self._space, self._left_out + self._space))
-            self._space = self._left_out = ""
+            self._give_space()
         self._pass_tag(marker)
         self._enter(self._read_reasoning)
         return True
 
     def _read_reasoning(self) -> bool:
-        """Reasoning, up to the tag that closes it or a marker that begins a block."""
         marker = self._pass_to_marker(self._give_reasoning)
         if marker is None:
             return False
@@ -232,7 +206,6 @@ class AnswerReader:
         return True
 
     def _read_arguments(self) -> bool:
-        """The arguments of a call, up to their last brace."""
         num_chars = self._object.add(self._unread)
         taken, self._unread = self._unread[:num_chars], self._unread[num_chars:]
         if taken:
@@ -246,7 +219,6 @@ class AnswerReader:
         return self._object.is_over or self._object.is_broken
 
     def _read_tail(self) -> bool:
-        """The end of a call, after its arguments."""
         assert self._format is not None
         assert self._format.layout is not None
         call_end, block_end = self._format.layout.end, self._format.end
@@ -334,6 +306,10 @@ class AnswerReader:
         kept = text.rstrip() if holds_end else text
         self._space = text[len(kept) :]
         return kept
+
+    def _give_space(self) -> None:
+        self._events.append(TextPart(self._space, self._left_out + self._space))
+        self._space = self._left_out = ""
 
     def _leave_out_space(self) -> None:
         self._left_out, self._space = self._left_out + self._space, ""

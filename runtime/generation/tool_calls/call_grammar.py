@@ -1,8 +1,7 @@
 """Grammars that hold a model to its tools: to their schemas, in the layout of the model's own format of calls.
 
-The grammar has fixed text as it is, a special token where the tokenizer has one for it, and a grammar of its own for
-each JSON schema. Of a string that is written without quotation marks only `enum` and `const` are enforced, since the
-text ends where its end marker begins.
+Fixed text is a special token where the tokenizer has one for it, and each JSON schema has a grammar of its own. Of a
+string that is written without quotation marks only `enum` and `const` are enforced: it ends where its marker begins.
 """
 
 from __future__ import annotations
@@ -52,12 +51,11 @@ class CallLayout:
     between_calls: str | None = None
 
 
-_JSON_TOOLS = CallLayout('\n{"name": "{name}", "arguments": ', "}\n")
 _MISTRAL = CallLayout("{name}[ARGS]", "")
 _MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
 
 _LAYOUTS = {
-    "json_tools": _JSON_TOOLS,
+    "json_tools": CallLayout('\n{"name": "{name}", "arguments": ', "}\n"),
     "kimi_k2": CallLayout(
         "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
@@ -108,12 +106,9 @@ _LAYOUTS = {
 
 
 def call_layout(name: str, template: Any) -> CallLayout | None:
-    """The layout of a format.
+    """The layout of a format; None where it has none here, such as a parser of the user's own.
 
-    Args:
-        template: the tokenizer's chat template; two versions of Mistral's format differ in it.
-
-    Returns: None for a format that has no layout here, such as a parser of the user's own.
+    Two versions of Mistral's format differ in the tokenizer's chat template.
     """
     if name == "mistral":
         return _MISTRAL if isinstance(template, str) and "[ARGS]" in template else _MISTRAL_LIST
@@ -182,7 +177,6 @@ def _reasoning(writer: _Writer, tags: tuple[str, str] | None, *, is_thinking: bo
 
 
 def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, is_loose: bool) -> str:
-    """The rule of a call of one function."""
     parameters = {"type": "object"} if is_loose else {"type": "object", **function["parameters"]}
     head = writer.text(layout.head.replace("{name}", function["name"]))
     tail = writer.text(layout.tail)
@@ -203,7 +197,6 @@ def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, i
 
 
 def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str, Any], *, is_loose: bool) -> str:
-    """The rule of one argument: its name and its value."""
     assert layout.key is not None
     types = _types(schema)
     kind = "string" if "string" in types or not types else sorted(types)[0]
@@ -268,23 +261,18 @@ class _Writer:
         self._schemas: list[dict[str, Any]] = []
 
     def rule(self, body: str, options: str = "") -> str:
-        """Add a rule; returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def schema(self, schema: Mapping[str, Any] | bool) -> str:
-        """The JSON of a schema.
-
-        Raises: SettingsError: it cannot be followed.
-        """
+        """The JSON of a schema. Raises: SettingsError: it cannot be followed."""
         name = f"schema_{len(self._schemas)}"
         [grammar] = json.loads(grammar_of_schema(schema))["grammars"]
         self._schemas.append({**grammar, "name": name})
         return f"@{name}"
 
     def text(self, text: str) -> str:
-        """Fixed text, with the placeholders of layouts."""
         terms = []
         for part in _PLACEHOLDERS.split(text):
             terms += [_TERMS[part]] if part in _TERMS else self._terms(part)
@@ -299,7 +287,6 @@ class _Writer:
         return " ".join([self.rule(f"TEXT {first}", "[lazy]"), *rest])
 
     def grammar(self, start: str) -> str:
-        """The whole grammar."""
         lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]*/"]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._schemas]})
 
