@@ -13,6 +13,7 @@ from architectures import build
 from chat_models import BEGUN_TEMPLATE, TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import llama
+from scripted import read_into
 from sweeps import sweep
 from transformers import AutoTokenizer
 
@@ -44,18 +45,13 @@ def assistant(text: str, **more: str) -> dict[str, str]:
     return {"role": "assistant", "content": text, **more}
 
 
-async def read_into(got: list[str], stream: runtime.TokenStream) -> None:
-    async for token in stream:
-        got.append(token.text)
-
-
 SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lookahead": 3}
 
 
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [target, recurrent])
+@sweep("of", [target, recurrent])
 async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_new(of: Any) -> None:
     async with runtime.open(*pair(of())) as rt:
         conversation = rt.conversation("You are brief.", **SETTINGS)
@@ -128,7 +124,7 @@ async def test_a_reset_leaves_the_system_message() -> None:
 # --- ends of turns --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_given", [1, 2, 5])
+@sweep("num_given", [1, 2, 5])
 async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(num_given: int) -> None:
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS | {"max_tokens": 100})
@@ -236,12 +232,11 @@ async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given() -> None:
 
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS | {"logits_processors": (fails,), "lookahead": 0})
-        got: list[str] = []
-        stream = conversation.stream("import")
+        got: list[int] = []
         with pytest.raises(runtime.OutriderError, match="no more"):
-            await read_into(got, stream)
+            await read_into(got, conversation.stream("import"))
         assert got
-        assert conversation.messages == [user("import"), assistant("".join(got))]
+        assert conversation.messages == [user("import"), assistant(tokenizer().decode(got))]
         assert (await conversation.generate("os", logits_processors=(speaks,))).text
 
 
@@ -280,21 +275,19 @@ async def test_a_conversation_ends_with_its_runtime() -> None:
 
 
 async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"temprature": 1}, runtime.SettingsError, "there is no setting 'temprature'"),
+        ({"max_tokens": 0}, runtime.SettingsError, "max_tokens must be"),
+        ({"stop_tokens": [10**6]}, runtime.SettingsError, "vocabulary"),
+        ({"reuse_prefix": False}, runtime.SettingsError, "always reuses"),
+        ({"system": ["You are brief."]}, runtime.PromptError, "system must be text"),
+        ({"thinking": "yes"}, runtime.SettingsError, "thinking must be True, False"),
+        ({"thinking": False}, runtime.SettingsError, "thinking=False cannot be told"),
+    ]
     async with runtime.open(*pair()) as rt:
-        with pytest.raises(runtime.SettingsError, match="there is no setting 'temprature'"):
-            rt.conversation(temprature=1)
-        with pytest.raises(runtime.SettingsError, match="max_tokens must be"):
-            rt.conversation(max_tokens=0)
-        with pytest.raises(runtime.SettingsError, match="vocabulary"):
-            rt.conversation(stop_tokens=[10**6])
-        with pytest.raises(runtime.SettingsError, match="always reuses"):
-            rt.conversation(reuse_prefix=False)
-        with pytest.raises(runtime.PromptError, match="system must be text"):
-            rt.conversation(["You are brief."])
-        with pytest.raises(runtime.SettingsError, match="thinking must be True, False"):
-            rt.conversation(thinking="yes")
-        with pytest.raises(runtime.SettingsError, match="thinking=False cannot be told"):
-            rt.conversation(thinking=False)
+        for options, error, message in wrong:
+            with pytest.raises(error, match=message):
+                rt.conversation(**options)
         conversation = rt.conversation(reuse_prefix=True)
         with pytest.raises(runtime.SettingsError, match="temperature"):
             conversation.stream("import", temperature=-1)

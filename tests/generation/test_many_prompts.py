@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,18 +11,7 @@ from typing import Any
 import pytest
 import trio
 from models import llama, near, prompt_of
-from scripted import (
-    ScriptedModel,
-    Simulation,
-    agreeing,
-    continuation,
-    ids,
-    priced,
-    run,
-    simulated,
-    text_of,
-    truthful,
-)
+from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, priced, run, simulated, text_of, truthful
 from sweeps import sweep
 
 import runtime
@@ -97,7 +87,7 @@ async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
         assert len(expected[got[0]]) < len(expected[got[-1]])
 
 
-@pytest.mark.parametrize("max_concurrent", [1, 2, 5])
+@sweep("max_concurrent", [1, 2, 5])
 def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
     async def main(schedule: int) -> None:
         max_running = 0
@@ -130,10 +120,12 @@ async def test_no_prompts_have_no_completions(autojump_clock: Any) -> None:
         assert simulation.events == []
 
 
-async def test_prompts_may_come_from_a_generator(autojump_clock: Any) -> None:
+async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
-        assert texts(await many) == [continuation(prompt, 6) for prompt in PROMPTS]
+        completions = await many
+        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+        assert await many is completions
 
 
 async def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead(autojump_clock: Any) -> None:
@@ -150,13 +142,6 @@ async def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead(aut
         assert sorted([first, *[index async for index, _ in many]]) == list(range(20))
 
 
-async def test_awaited_again_they_are_the_same(autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-        completions = await many
-        assert await many is completions
-
-
 async def test_a_list_that_was_iterated_over_is_at_its_end(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
@@ -166,7 +151,7 @@ async def test_a_list_that_was_iterated_over_is_at_its_end(autojump_clock: Any) 
             await many
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+@sweep("sampling", [{}, {"temperature": 1.0, "seed": 3}])
 async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
     """On real models, whose caches are used in turn."""
     prompts = [prompt_of(length, seed=length) for length in (3, 9, 17, 5, 12)]
@@ -196,25 +181,27 @@ async def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: 
         assert simulation.events == []
 
 
-@sweep("prompts", ["a single text", b"bytes", {"role": "user"}, 7, None])
-async def test_what_is_no_list_of_prompts_is_refused(prompts: Any, autojump_clock: Any) -> None:
+NO_LIST = r"must be a sequence of prompts.*use generate\(\)"
+NO_NUMBER = "max_concurrent must be a whole number of at least 1"
+
+
+@sweep(
+    ("prompts", "settings", "error", "message"),
+    [
+        *((prompts, {}, PromptError, NO_LIST) for prompts in ("a single text", b"bytes", {"role": "user"}, 7, None)),
+        *((PROMPTS, {"max_concurrent": each}, SettingsError, NO_NUMBER) for each in (0, -1, 2.0, True, None, "8")),
+        (PROMPTS, {"max_tokens": 0}, SettingsError, "max_tokens"),
+        (PROMPTS, {"stop_tokens": [64]}, SettingsError, "stop_tokens"),
+        (PROMPTS, {"stop": "x"}, SettingsError, "stop"),
+        (PROMPTS, {"maxtokens": 3}, SettingsError, "maxtokens"),
+    ],
+)
+async def test_what_will_not_do_is_refused_before_anything_begins(
+    prompts: Any, settings: Any, error: Any, message: str, autojump_clock: Any
+) -> None:
     async with simulated(*pair()) as simulation:
-        with pytest.raises(PromptError, match=r"must be a sequence of prompts.*use generate\(\)"):
-            simulation.runtime.generate_many(prompts)
-
-
-@sweep("max_concurrent", [0, -1, 2.0, True, None, "8"])
-async def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: Any, autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        with pytest.raises(SettingsError, match="max_concurrent must be a whole number of at least 1"):
-            simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent)
-
-
-@sweep("settings", [{"max_tokens": 0}, {"stop_tokens": [64]}, {"stop": "x"}, {"maxtokens": 3}])
-async def test_a_setting_that_will_not_do_is_refused_before_anything_begins(settings: Any, autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        with pytest.raises(SettingsError):
-            simulation.runtime.generate_many(PROMPTS, **settings)
+        with pytest.raises(error, match=message):
+            simulation.runtime.generate_many(prompts, **settings)
         await trio.sleep(100)
         assert simulation.events == []
 
@@ -271,11 +258,6 @@ async def by_dropping_the_last_reference(begin: Begin, _: trio.CancelScope, due:
     del many
 
 
-async def by_dropping_it_unused(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
-    begin()
-    await due.wait()
-
-
 WAYS = [
     by_a_scope_around_await,
     by_a_scope_around_await_of_what_is_kept,
@@ -283,13 +265,12 @@ WAYS = [
     by_leaving_async_with,
     by_aclose,
     by_dropping_the_last_reference,
-    by_dropping_it_unused,
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cancel", WAYS)
-@pytest.mark.parametrize("price", [priced(), priced(draft=8.0, verify=3.0)], ids=["quick drafter", "slow drafter"])
+@sweep("price", [priced(), priced(draft=8.0, verify=3.0)])
 def test_whenever_and_however_it_is_ended_all_of_it_ends(
     cancel: Callable[..., Awaitable[Completions | None]], price: Any
 ) -> None:
@@ -349,7 +330,6 @@ async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) 
 
 
 def failing_at(nth_check: int) -> ScriptedModel:
-    """A target whose cache fails one length check."""
     return ScriptedModel(truthful, fails={"check": [nth_check]})
 
 
@@ -477,12 +457,7 @@ async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_r
 async def test_each_is_given_once_and_to_one_task(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
-        for first, second in (
-            (gathered, iterated),
-            (gathered, gathered),
-            (iterated, iterated),
-            (iterated, gathered),
-        ):
+        for first, second in itertools.product((gathered, iterated), repeat=2):
             many, refused = begin(), []
 
             async def try_too(many: Completions, second: Any, refused: list[StreamBusyError]) -> None:
