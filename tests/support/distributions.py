@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy.stats import chi2
-from scripted import (
-    Price,
-)
+from scripted import Price
 
 # Row i: probabilities after token i. The target never says 2 after 0, where the drafter likes it best. The drafter
 # never says 1 after 3, where the target likes it best.

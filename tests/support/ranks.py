@@ -135,11 +135,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def _run(
-    sending: Connection,
-    errors: Path,
-    environment: dict[str, str],
-    program: Program,
-    args: tuple[Any, ...],
+    sending: Connection, errors: Path, environment: dict[str, str], program: Program, args: tuple[Any, ...]
 ) -> None:
     os.environ.update(environment)
     with errors.open("wb", buffering=0) as file:

@@ -37,11 +37,7 @@ class Cell:
     def scenario(self) -> Scenario:
         """The device and the drafter."""
         return Scenario(
-            self.acceptance,
-            self.cost_ratio,
-            contention=CONTENTION,
-            draft_slope=0.1,
-            verify_table=DEVICES[self.device],
+            self.acceptance, self.cost_ratio, contention=CONTENTION, draft_slope=0.1, verify_table=DEVICES[self.device]
         )
 
     @property

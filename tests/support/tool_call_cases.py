@@ -102,11 +102,7 @@ BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     ),
     ("function_gemma", "call:get_current_temperature{location:<escape>London<escape>}", [_LONDON]),
     ("gemma4", 'call:get_current_temperature{location:<|"|>London<|"|>}', [_LONDON]),
-    (
-        "glm47",
-        "get_current_temperature<arg_key>location</arg_key><arg_value>London</arg_value>",
-        [_LONDON],
-    ),
+    ("glm47", "get_current_temperature<arg_key>location</arg_key><arg_value>London</arg_value>", [_LONDON]),
     (
         "minimax_m2",
         '<invoke name="get_current_temperature">\n<parameter name="location">London</parameter>\n</invoke>',
