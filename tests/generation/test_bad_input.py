@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -28,9 +27,6 @@ from protocol.settings import Settings
 from protocol.trace import Event
 from runtime.doctor.report import examine
 
-INFINITY, NOT_A_NUMBER = math.inf, math.nan
-
-
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
@@ -54,44 +50,13 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- settings -------------------------------------------------------------------------------------
 
-BAD_SETTINGS = [
+BAD_SETTINGS = [  # all that `tests/protocol/test_settings.py` tries are refused by the same check
     ("max_tokens", 0, "at least 1, or None for no limit"),
-    ("max_tokens", -1, "at least 1, or None for no limit"),
-    ("max_tokens", 2.0, "whole number"),
-    ("max_tokens", True, "whole number"),
-    ("max_tokens", "12", "whole number"),
-    ("temperature", -0.1, "at least 0"),
-    ("temperature", INFINITY, "finite"),
-    ("temperature", NOT_A_NUMBER, "finite"),
-    ("temperature", "warm", "finite number"),
-    ("temperature", True, "finite number"),
     ("temperature", None, "use 0 for greedy"),
-    ("seed", -1, f"between 0 and {2**64 - 1}"),
-    ("seed", 2**64, f"between 0 and {2**64 - 1}"),
-    ("seed", 1.5, "whole number"),
-    ("seed", False, "whole number"),
-    ("stop_tokens", 5, "sequence of token ids"),
-    ("stop_tokens", "end", "sequence of token ids"),
-    ("stop_tokens", b"end", "sequence of token ids"),
     ("stop_tokens", [-1], "at least 0"),
-    ("stop_tokens", [1.0], "at least 0"),
-    ("stop_tokens", [True], "at least 0"),
     ("stop_tokens", [VOCAB_SIZE], f"vocabulary of {VOCAB_SIZE}"),
-    ("ignore_eos", 1, "True or False"),
-    ("ignore_eos", None, "True or False"),
-    ("prefill_step_size", 0, "at least 1"),
-    ("prefill_step_size", -2048, "at least 1"),
-    ("prefill_step_size", None, "whole number"),
-    ("prefill_step_size", 2.5, "whole number"),
     ("acceptance", "sometimes", '"auto", "match", "rejection" or "block"'),
-    ("acceptance", None, '"auto", "match", "rejection" or "block"'),
-    ("acceptance", ["match"], '"auto", "match", "rejection" or "block"'),
-    ("lookahead", -1, 'between 0 and 64, or "auto"'),
     ("lookahead", 65, 'between 0 and 64, or "auto"'),
-    ("lookahead", 2.0, 'between 0 and 64, or "auto"'),
-    ("lookahead", True, 'between 0 and 64, or "auto"'),
-    ("lookahead", None, 'between 0 and 64, or "auto"'),
-    ("lookahead", "all", 'between 0 and 64, or "auto"'),
     ("temprature", 0.5, "did you mean 'temperature'?"),
     ("colour", "red", "the settings are max_tokens"),
 ]

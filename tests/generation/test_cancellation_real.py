@@ -247,20 +247,6 @@ async def test_cancelling_a_stream_that_is_being_cancelled() -> None:
         assert scope.cancelled_caught
 
 
-async def test_tokens_given_before_the_cancellation_are_right() -> None:
-    async with opened() as (rt, _):
-        for num_tokens in range(1, 12):
-            given: list[int] = []
-            async with rt.stream(PROMPT, max_tokens=400) as stream:
-                async for token in stream:
-                    given.append(token.id)
-                    if len(given) == num_tokens:
-                        break
-            assert given == text(12)[:num_tokens]
-            assert stream.statistics().generated_tokens == num_tokens
-            assert stream.finish_reason is None
-
-
 @sweep("actor", ["target", "draft"])
 async def test_a_long_prefill_is_cut_short(actor: str) -> None:
     async with opened() as (rt, trigger):
@@ -285,21 +271,6 @@ async def test_one_of_several_streams_is_cancelled_and_the_others_are_not() -> N
             nursery.start_soon(consume, number)
         await by_scope(rt, lambda act: trigger.at((Span, "target", "verify"), act, nth=10))
     assert texts == {number: text(24, prompt) for number, prompt in enumerate(prompts)}
-
-
-async def test_a_stream_closed_while_another_task_waits_for_its_next_token() -> None:
-    async with opened() as (rt, trigger):
-        stream = rt.stream(prompt_of(401), prefill_step_size=2)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(is_told, stream)
-            trigger.at((Span, "target", "prefill"), (struck := trio.Event()).set)
-            await struck.wait()
-            await stream.aclose()
-
-
-async def is_told(stream: runtime.TokenStream) -> None:
-    with pytest.raises(runtime.RuntimeClosedError):
-        await anext(stream)
 
 
 async def test_a_stream_may_be_dropped_on_another_thread() -> None:
@@ -383,6 +354,11 @@ async def test_leaving_with_streams_half_read_ends_them_and_leaves_nothing() -> 
         with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed.*runtime\.open"):
             async for _ in stream:
                 pass
+
+
+async def is_told(stream: runtime.TokenStream) -> None:
+    with pytest.raises(runtime.RuntimeClosedError):
+        await anext(stream)
 
 
 async def test_a_consumer_that_waits_when_the_runtime_is_left_is_told() -> None:
