@@ -138,11 +138,8 @@ class Architecture:
     """How to build the model of one mlx-lm module.
 
     Attributes:
-        kinds: the classes of its caches, sorted.
         args: arguments beyond `_COMMON`, or different from it.
-        seed: seed of its weights.
-        embedding: scale of its embeddings; smaller for an architecture that scales them up, so that its layers still
-            affect the next token.
+        embedding: scale of its embeddings; smaller where the model scales them up, or its layers would not matter.
         is_stepwise: whether one pass over several tokens gives other logits than one pass per token.
     """
 
@@ -605,7 +602,6 @@ def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
-    """The classes of a model's caches, sorted."""
     return tuple(sorted({_kind(layer) for layer in make_prompt_cache(model)}))
 
 
@@ -635,21 +631,14 @@ class Leaning(Wrapped):
 
 
 class PositionalModel(FeedsEach):
-    """A model that knows the token at each position, whatever the text before it.
+    """A model that knows the token at each position, whatever the text before it; beyond its end it repeats the last.
 
-    It stands for the other model where only one of a pair is under test: a drafter that is right as often as its text
-    is, or a target whose text a drafter cannot always guess. It can rewind to any length.
+    It stands for the other model where only one of a pair is under test, and can rewind to any length.
     """
 
     context_length = None
 
     def __init__(self, text: Sequence[int], vocab_size: int) -> None:
-        """Create a model.
-
-        Args:
-            text: the prompt and what follows it. Beyond its end, the model repeats the last token.
-            vocab_size: the width of its logits.
-        """
         self.text = tuple(text)
         self.vocab_size = vocab_size
 
@@ -658,8 +647,6 @@ class PositionalModel(FeedsEach):
 
 
 class PositionalSequence(CachedSequence):
-    """A sequence of a model that knows the text; its only state is a length."""
-
     def __init__(self, model: PositionalModel) -> None:
         self._model = model
         self._length = 0

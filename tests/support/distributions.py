@@ -50,10 +50,7 @@ def pooled_p_value(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float
 
 
 def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
-    """The p-value of Pearson's test; outcomes that are expected fewer than five times are pooled.
-
-    Asserts that no outcome with probability zero occurred.
-    """
+    """The p-value of Pearson's test; outcomes expected fewer than five times are pooled, and none is impossible."""
     impossible = [outcome for outcome in counts if probs.get(outcome, 0.0) == 0]
     assert impossible == []
     return pooled_p_value([(counts, probs)])

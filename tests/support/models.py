@@ -193,10 +193,7 @@ def draw_weights(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.M
 
 
 def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
-    """Save a model with a tokenizer, as `mlx_lm.load` reads it.
-
-    Its words are `word` with a number: w0, w1, …. No token ends the text.
-    """
+    """Save a model, as `mlx_lm.load` reads it, with a tokenizer of words w0, w1, … of which none ends the text."""
     where.mkdir()
     config = {name: value for name, value in vars(model.args).items() if value is not None}
     (where / "config.json").write_text(json.dumps(config))
@@ -208,7 +205,6 @@ def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Random token ids."""
     return mx.random.randint(0, vocab_size, (length,), key=mx.random.key(1000 + seed)).tolist()
 
 
