@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -138,17 +138,12 @@ def _bound(schema: Mapping[str, Any], name: str, bound: float) -> float | None:
 
 def _num_optional(schema: Any) -> int:
     """The most optional properties that one object in a schema has."""
-    most, todo = 0, [schema]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            properties, required = part.get("properties"), part.get("required")
-            if isinstance(properties, dict):
-                named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-                most = max(most, len(properties.keys() - named))
-            todo += part.values()
-        elif isinstance(part, list):
-            todo += part
+    most = 0
+    for _, part, _ in _entries(schema):
+        if isinstance(part, dict) and isinstance(properties := part.get("properties"), dict):
+            required = part.get("required")
+            named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            most = max(most, len(properties.keys() - named))
     return most
 
 
@@ -158,18 +153,22 @@ def _too_low(schema: Any) -> float | None:
     For a range of integers that ends near the minimum of 64 bits, llguidance recurses until the stack overflows, which
     ends the process. A lower bound alone may have any value: generated schemas have the minimum of 64 bits.
     """
-    todo = [(schema, False)]  # parts of the schema, and whether they are literal values
-    while todo:
-        part, is_literal = todo.pop()
-        if isinstance(part, dict):
-            for name, inner in part.items():
-                if is_literal or name not in _LOWER_BOUNDS or isinstance(inner, (dict, list)):
-                    todo.append((inner, is_literal or name in ("const", "enum")))
-        elif isinstance(part, list):
-            todo += [(inner, is_literal) for inner in part]
-        elif isinstance(part, (int, float)) and part <= _MIN_NUMBER:
+    for name, part, is_literal in _entries(schema):
+        if isinstance(part, (int, float)) and part <= _MIN_NUMBER and (is_literal or name not in _LOWER_BOUNDS):
             return part
     return None
+
+
+def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
+    """All parts of a schema: the key of each ("" in a list), the part, and whether it belongs to a literal value."""
+    todo: list[tuple[str, Any, bool]] = [("", schema, False)]
+    while todo:
+        entry = _, part, is_literal = todo.pop()
+        yield entry
+        if isinstance(part, dict):
+            todo += [(name, inner, is_literal or name in ("const", "enum")) for name, inner in part.items()]
+        elif isinstance(part, list):
+            todo += [("", inner, is_literal) for inner in part]
 
 
 def _num_remainders(schema: Any) -> int:

@@ -5,10 +5,9 @@ The trace, called in trio's thread at each event, and a model that blocks in a f
 
 from __future__ import annotations
 
-import gc
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +21,7 @@ from greedy_pair import PROMPT, drafter, target, text
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
 from sweeps import sweep
+from ways_to_cancel import Way, by_aclose, by_break, by_dropping_unread, by_leaving, by_scope, read
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -118,64 +118,25 @@ async def opened(ours: Any = None, theirs: Any = None) -> AsyncIterator[tuple[ru
     nothing_is_left(trigger)
 
 
-# --- the ways to cancel ---------------------------------------------------------------------------
+# --- at any event ----------------------------------------------------------------------------------
+
+WAYS: list[Way] = [by_scope, by_aclose, by_leaving, by_break, by_dropping_unread]
 
 
-Arm = Callable[[Callable[[], object]], None]
+async def cancel(rt: runtime.Runtime, trigger: Trigger, event: Kind, way: Way = by_scope, *, nth: int = 1) -> None:
+    """Begin a long text, and cancel it at the nth event of a kind."""
+    scope, due = trio.CancelScope(), trio.Event()
 
+    def strike() -> None:
+        scope.cancel()
+        due.set()
 
-async def read(rt: runtime.Runtime) -> None:
-    async for _ in rt.stream(PROMPT, **LONG):
-        pass
-
-
-async def by_scope(rt: runtime.Runtime, arm: Arm) -> None:
-    with trio.CancelScope() as scope:
-        arm(scope.cancel)
-        await read(rt)
-    assert scope.cancelled_caught
-
-
-async def by_timeout(rt: runtime.Runtime, arm: Arm) -> None:
-    with trio.CancelScope() as scope:
-        arm(lambda: setattr(scope, "deadline", -math.inf))
-        await read(rt)
-    assert scope.cancelled_caught
-
-
-async def by_aclose(rt: runtime.Runtime, arm: Arm) -> None:
-    arm((struck := trio.Event()).set)
-    stream = rt.stream(PROMPT, **LONG)
-    await struck.wait()
-    await stream.aclose()
-    await stream.aclose()
-    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
-        await anext(stream)
-
-
-async def by_leaving(rt: runtime.Runtime, arm: Arm) -> None:
-    arm((struck := trio.Event()).set)
-    async with rt.stream(PROMPT, **LONG):
-        await struck.wait()
-
-
-async def by_break(rt: runtime.Runtime, arm: Arm) -> None:
-    arm((struck := trio.Event()).set)
-    async for _ in rt.stream(PROMPT, **LONG):
-        if struck.is_set():
-            break
-
-
-async def by_dropping(rt: runtime.Runtime, arm: Arm) -> None:
-    arm((struck := trio.Event()).set)
-    stream = rt.stream(PROMPT, **LONG)
-    await struck.wait()
-    with pytest.warns(ResourceWarning, match="dropped unread"):
-        del stream
-    gc.collect()
-
-
-WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
+    trigger.at(event, strike, nth=nth)
+    kept = await way(partial(rt.stream, PROMPT, **LONG), scope, due)
+    assert trigger.has_struck
+    if kept is not None:
+        with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+            await anext(kept)
 
 
 @sweep(
@@ -192,8 +153,7 @@ WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
 async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, way: Any) -> None:
     # Only a drafter that is always right surely hits before the stream's buffer is full.
     async with opened(theirs=target() if event[2] == "hit" else None) as (rt, trigger):
-        await way(rt, lambda act: trigger.at(event, act))
-        assert trigger.has_struck
+        await cancel(rt, trigger, event, way)
         await the_next_text_is_right(rt)
         # Both models close what they had opened at once, and not when the runtime is left.
         for actor in ("target", "draft"):
@@ -210,8 +170,7 @@ async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, 
 async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) -> None:
     trigger = Trigger()
     async with runtime.open((target(), None), trace=trigger) as rt:
-        await way(rt, lambda act: trigger.at(event, act))
-        assert trigger.has_struck
+        await cancel(rt, trigger, event, way)
         await the_next_text_is_right(rt)
     nothing_is_left(trigger)
 
@@ -221,7 +180,7 @@ async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) 
 @sweep("event", [(Span, "target", "verify"), (Span, "draft", "draft")])
 async def test_cancelling_after_each_of_the_first_rounds(event: Kind, nth: int) -> None:
     async with opened() as (rt, trigger):
-        await by_scope(rt, lambda act: trigger.at(event, act, nth=nth))
+        await cancel(rt, trigger, event, nth=nth)
 
 
 @sweep("event", LAST_EVENTS)
@@ -269,7 +228,7 @@ async def test_one_of_several_streams_is_cancelled_and_the_others_are_not() -> N
     async with opened() as (rt, trigger), trio.open_nursery() as nursery:
         for number in range(3):
             nursery.start_soon(consume, number)
-        await by_scope(rt, lambda act: trigger.at((Span, "target", "verify"), act, nth=10))
+        await cancel(rt, trigger, (Span, "target", "verify"), nth=10)
     assert texts == {number: text(24, prompt) for number, prompt in enumerate(prompts)}
 
 
@@ -323,7 +282,7 @@ async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str
             with scope:
                 async with runtime.open(*pair(ours, theirs), trace=trigger) as rt:
                     trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
-                    await read(rt)
+                    await read(rt.stream(PROMPT, **LONG))
             left.set()
 
         await held.blocked_in_trio()

@@ -8,7 +8,6 @@ exit, `simulated` finds any task or sequence that is left over.
 from __future__ import annotations
 
 import gc
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,15 @@ from scripted import (
     truthful,
 )
 from sweeps import sweep
+from ways_to_cancel import (
+    Begin,
+    Way,
+    by_aclose,
+    by_dropping_unread,
+    by_leaving,
+    by_scope,
+    by_scope_around_what_is_kept,
+)
 
 from protocol.errors import RuntimeClosedError
 from protocol.trace import Event
@@ -43,8 +51,6 @@ MODEL_WORK = ("prefill", "draft", "verify", "decode")
 
 DECISIONS = ("proposal", "verdict", "hit", "miss", "withdraw")
 
-OpenStream = Callable[[], TokenStream]
-
 
 # --- ways to cancel -------------------------------------------------------------------------------
 
@@ -53,41 +59,20 @@ class ConsumerError(Exception):
     pass
 
 
-async def by_scope(open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event) -> None:
+async def by_scope_inside_async_with(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
     with scope:
-        await collect(open_stream())
-
-
-async def by_scope_around_a_stream_that_is_kept(
-    open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event
-) -> TokenStream:
-    stream = open_stream()
-    with scope:
-        await collect(stream)
-    return stream
-
-
-async def by_scope_inside_async_with(open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event) -> None:
-    with scope:
-        async with open_stream() as stream:
+        async with begin() as stream:
             await collect(stream)
 
 
-async def by_scope_around_other_work(open_stream: OpenStream, scope: trio.CancelScope, _: trio.Event) -> None:
+async def by_scope_around_other_work(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
     with scope:
-        async for _token in open_stream():
+        async for _token in begin():
             await trio.sleep(3)
 
 
-async def by_aclose(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
-    stream = open_stream()
-    await due.wait()
-    await stream.aclose()
-    await stream.aclose()
-
-
-async def by_aclose_in_a_cancelled_scope(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
-    stream = open_stream()
+async def by_aclose_in_a_cancelled_scope(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
+    stream = begin()
     await due.wait()
     with trio.CancelScope() as cancelled:
         cancelled.cancel()
@@ -95,14 +80,9 @@ async def by_aclose_in_a_cancelled_scope(open_stream: OpenStream, _: trio.Cancel
     assert cancelled.cancelled_caught
 
 
-async def by_leaving_async_with(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
-    async with open_stream():
-        await due.wait()
-
-
-async def by_an_error_inside_async_with(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
+async def by_an_error_inside_async_with(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
     async def consume() -> None:
-        async with open_stream():
+        async with begin():
             await due.wait()
             raise ConsumerError
 
@@ -110,23 +90,16 @@ async def by_an_error_inside_async_with(open_stream: OpenStream, _: trio.CancelS
         await consume()
 
 
-async def by_dropping_the_last_reference(open_stream: OpenStream, _: trio.CancelScope, due: trio.Event) -> None:
-    stream = open_stream()
-    await due.wait()
-    with pytest.warns(ResourceWarning, match="dropped unread"):
-        del stream
-
-
-WAYS = [
+WAYS: list[Way] = [
     by_scope,
-    by_scope_around_a_stream_that_is_kept,
+    by_scope_around_what_is_kept,
     by_scope_inside_async_with,
     by_scope_around_other_work,
     by_aclose,
     by_aclose_in_a_cancelled_scope,
-    by_leaving_async_with,
+    by_leaving,
     by_an_error_inside_async_with,
-    by_dropping_the_last_reference,
+    by_dropping_unread,
 ]
 
 
@@ -167,7 +140,7 @@ async def assert_over(simulation: Simulation, at: float) -> None:
     assert_ended(simulation, at)
 
 
-async def count_events(way: Callable[..., Awaitable[TokenStream | None]], lookahead: Any, schedule: int) -> int:
+async def count_events(way: Way, lookahead: Any, schedule: int) -> int:
     """The number of events of a generation until its consumer is back or everything is at rest."""
     is_over = False
     num_events = 0
@@ -184,9 +157,7 @@ async def count_events(way: Callable[..., Awaitable[TokenStream | None]], lookah
     return num_events
 
 
-async def cancel_at_event(
-    way: Callable[..., Awaitable[TokenStream | None]], lookahead: Any, n: int, *, schedule: int, goes_on_at_once: bool
-) -> str:
+async def cancel_at_event(way: Way, lookahead: Any, n: int, *, schedule: int, goes_on_at_once: bool) -> str:
     """Cancel a generation at its n-th event, and check the consequences. Returns the kind of that event."""
     scope, due = trio.CancelScope(), trio.Event()
     events: list[Event] = []

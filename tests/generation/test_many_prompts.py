@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import trio
 from models import llama, near, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, priced, run, simulated, text_of, truthful
 from sweeps import sweep
+from ways_to_cancel import Begin, Way, by_aclose, by_leaving, by_scope, read
 
 import runtime
 from protocol.errors import (
@@ -215,8 +216,6 @@ async def test_a_runtime_that_is_closed_begins_nothing(autojump_clock: Any) -> N
 
 # --- cancelling -----------------------------------------------------------------------------------
 
-Begin = Callable[[], Completions]
-
 
 async def by_a_scope_around_await(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
     with scope:
@@ -232,37 +231,17 @@ async def by_a_scope_around_await_of_what_is_kept(
     return many if scope.cancelled_caught else None
 
 
-async def by_a_scope_around_iteration(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
-    with scope:
-        async for _pair in begin():
-            pass
-
-
-async def by_leaving_async_with(begin: Begin, _: trio.CancelScope, due: trio.Event) -> Completions:
-    async with begin() as many:
-        await due.wait()
-    return many
-
-
-async def by_aclose(begin: Begin, _: trio.CancelScope, due: trio.Event) -> Completions:
-    many = begin()
-    await due.wait()
-    await many.aclose()
-    await many.aclose()
-    return many
-
-
 async def by_dropping_the_last_reference(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
     many = begin()
     await due.wait()
     del many
 
 
-WAYS = [
+WAYS: list[Way] = [
     by_a_scope_around_await,
     by_a_scope_around_await_of_what_is_kept,
-    by_a_scope_around_iteration,
-    by_leaving_async_with,
+    by_scope,
+    by_leaving,
     by_aclose,
     by_dropping_the_last_reference,
 ]
@@ -271,9 +250,7 @@ WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("cancel", WAYS)
 @sweep("price", [priced(), priced(draft=8.0, verify=3.0)])
-def test_whenever_and_however_it_is_ended_all_of_it_ends(
-    cancel: Callable[..., Awaitable[Completions | None]], price: Any
-) -> None:
+def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel: Way, price: Any) -> None:
     async def main(at: float) -> None:
         async with simulated(*pair(), price=price) as simulation:
             scope, due = trio.CancelScope(), trio.Event()
@@ -337,12 +314,7 @@ async def gathered(many: Completions) -> None:
     await many
 
 
-async def iterated(many: Completions) -> None:
-    async for _pair in many:
-        pass
-
-
-@sweep("consume", [gathered, iterated])
+@sweep("consume", [gathered, read])
 @sweep("nth_check", [1, 4, 9])
 async def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int, autojump_clock: Any) -> None:
     async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
@@ -440,12 +412,12 @@ async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_r
             await trio.sleep(at)
     got: list[int] = []
 
-    async def read() -> None:
+    async def take() -> None:
         async for index, _ in kept:
             got.append(index)
 
     with pytest.raises(RuntimeClosedError, match="closed"):
-        await read()
+        await take()
     # Of the results that nobody took, two were kept ready.
     assert len(got) == 2 if at == 1000.0 else len(got) <= 2
     assert ends == (["whole"] if at == 1000.0 else ["closed"])
@@ -457,7 +429,7 @@ async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_r
 async def test_each_is_given_once_and_to_one_task(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
-        for first, second in itertools.product((gathered, iterated), repeat=2):
+        for first, second in itertools.product((gathered, read), repeat=2):
             many, refused = begin(), []
 
             async def try_too(many: Completions, second: Any, refused: list[StreamBusyError]) -> None:
