@@ -164,12 +164,20 @@ ROTATING = "RotatingKVCache"
 CHUNKED = "ChunkedKVCache"
 ARRAYS = "ArraysCache"
 
+# Of full attention, without any arguments of their own.
+_PLAIN = [
+    "Klear", "bailing_moe", "deepseek", "deepseek_v3", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "helium",
+    "internlm2", "internlm3", "mimo", "minicpm", "mixtral", "olmoe", "phimoe", "qwen2", "qwen2_moe", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "starcoder2", "talkie", "telechat3", "youtu_llm",
+]  # fmt: skip
+
 ARCHITECTURES: dict[str, Architecture] = {
     # --- full attention
-    "Klear": _of(KV),
+    **dict.fromkeys(_PLAIN, _of(KV)),
+    **dict.fromkeys(("dots1", "gemma", "glm4", "olmo2", "phi3"), _of(KV, seed=1)),
+    **dict.fromkeys(("exaone", "hunyuan_v1_dense", "qwen3"), _of(KV, seed=2)),
     "afm7": _of(KV, hidden_dim=32, num_layers=3, num_kv_reuse_layers=1, num_kv_heads=2),
     "apertus": _of(KV, seed=28, embedding=0.2, post_norm=False, qk_norm=True),
-    "bailing_moe": _of(KV),
     "cohere": _of(KV, seed=5, logit_scale=1.0),
     "dbrx": _of(
         KV,
@@ -179,26 +187,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 16},
     ),
-    "deepseek": _of(KV),
     "deepseek_v2": _of(KV, rope_scaling=_YARN),
-    "deepseek_v3": _of(KV),
-    "dots1": _of(KV, seed=1),
-    "ernie4_5": _of(KV),
     "ernie4_5_moe": _of(KV, seed=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=1, moe_num_shared_experts=1),
-    "exaone": _of(KV, seed=2),
-    "gemma": _of(KV, seed=1),
     "gemma2": _of(KV, embedding=0.2, query_pre_attn_scalar=8.0),
-    "glm": _of(KV),
-    "glm4": _of(KV, seed=1),
-    "glm4_moe": _of(KV),
-    "glm4_moe_lite": _of(KV),
     "gpt2": _of(KV, seed=3, n_ctx=512),
     "gpt_bigcode": _of(KV, n_inner=48),
     "gpt_neox": _of(KV, seed=3, rotary_emb_base=10_000, rotary_pct=0.5),
     "gptj": _of(KV, seed=7, rotary_dim=4),
     "granite": _of(KV, embedding_multiplier=1.0, residual_multiplier=1.0),
     "granitemoe": _of(KV, embedding_multiplier=1.0, residual_multiplier=1.0),
-    "helium": _of(KV),
     "hunyuan": _of(
         KV,
         seed=1,
@@ -208,15 +205,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         cla_share_factor=2,
         rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     ),
-    "hunyuan_v1_dense": _of(KV, seed=2),
-    "internlm2": _of(KV),
-    "internlm3": _of(KV),
     "kimi_k25": _of(KV, text_config=_text()),
     "kimi_vl": _of(KV, text_config=_text()),
     "lille-130m": _of(KV, block_size=512, n_embd=64, n_kv_heads=2),
     "llama4_text": _of(KV, seed=1, intermediate_size_mlp=48, no_rope_layers=[1, 0]),
-    "mimo": _of(KV),
-    "minicpm": _of(KV),
     "minicpm3": _of(
         KV,
         seed=3,
@@ -225,7 +217,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax": _of(KV, rotary_dim=4),
     "mistral3": _of(KV, text_config=_text(model_type="llama")),
     "mistral4": _of(KV, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.1}),
-    "mixtral": _of(KV),
     "nanbeige": _of(KV, num_loops=2),
     "nanochat": _of(KV, seed=32, embedding=0.2),
     "nemotron": _of(KV, hidden_act="relu2"),
@@ -238,8 +229,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
         ],
     ),
-    "olmo2": _of(KV, seed=1),
-    "olmoe": _of(KV),
     "openelm": _of(
         KV,
         seed=2,
@@ -251,7 +240,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         ffn_multipliers=[1.0, 1.5],
     ),
     "phi": _of(KV, seed=6),
-    "phi3": _of(KV, seed=1),
     "phi3small": _of(
         KV,
         seed=1,
@@ -266,26 +254,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         blocksparse_num_local_blocks=2,
         blocksparse_vert_stride=2,
     ),
-    "phimoe": _of(KV),
     "phixtral": _of(KV, num_vocab=VOCAB_SIZE, model_dim=32, rotary_dim=4),
     "pixtral": _of(KV, text_config=_text(model_type="llama")),
     "plamo": _of(KV, n_shared_head=2),
     "qwen": _of(KV, seed=1, kv_channels=8),
-    "qwen2": _of(KV),
-    "qwen2_moe": _of(KV),
     "qwen2_vl": _of(KV, text_config=_text(model_type="qwen2")),
-    "qwen3": _of(KV, seed=2),
-    "qwen3_moe": _of(KV),
     "qwen3_vl": _of(KV, seed=2, text_config=_text(model_type="qwen3")),
     "qwen3_vl_moe": _of(KV, text_config=_text(model_type="qwen3_moe")),
-    "seed_oss": _of(KV),
-    "smollm3": _of(KV),
-    "solar_open": _of(KV),
     "stablelm": _of(KV, use_qkv_bias=True),
-    "starcoder2": _of(KV),
-    "talkie": _of(KV),
-    "telechat3": _of(KV),
-    "youtu_llm": _of(KV),
     # --- full attention, and an index with keys of its own
     "deepseek_v32": _of("CacheList(KVCache, KVCache)"),
     "glm_moe_dsa": _of(

@@ -443,9 +443,9 @@ def looping(history: Sequence[int]) -> Sequence[float]:
     return logits
 
 
-def saying(text: str, start: int) -> Script:
+def saying(text: str, start: int, letters: Letters | None = None) -> Script:
     """A script that says `text` and ends it, after a prompt of `start` tokens."""
-    said = Letters().encode(text + "\n")
+    said = (letters or Letters()).encode(text + "\n")
 
     def script(history: Sequence[int]) -> Sequence[float]:
         at = len(history) - start
