@@ -243,6 +243,9 @@ class Detokenizer:
     with the last of them. Only for bytes that are no character may the two differ, in the number of replacement
     characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. (mlx-lm's own
     detokenizers drop a space at the start of the text, which a continuation needs.)
+
+    Attributes:
+        unread: the text of the last tokens, which is withheld because it ends in an incomplete character.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
@@ -252,18 +255,13 @@ class Detokenizer:
         # The text of ids[_context_start:_given_end] was given. Later ids are decoded together with these, since
         # tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = 0
-        self._unread = ""
+        self.unread = ""
         self._alone: dict[int, str] = {}
-
-    @property
-    def unread(self) -> str:
-        """The text of the last tokens, which is withheld because it ends in an incomplete character."""
-        return self._unread
 
     @property
     def ahead(self) -> str:
         """The complete characters of `unread`."""
-        return self._unread.rstrip("\ufffd")
+        return self.unread.rstrip("\ufffd")
 
     def add(self, token: int) -> str:
         """The text that a token makes readable, possibly none."""
@@ -286,9 +284,9 @@ class Detokenizer:
         given: str = self._tokenizer.decode(self._ids[self._context_start : self._given_end])
         fresh = self._decoded_after(given, len(self._ids))
         if fresh and (is_last or not fresh.endswith("\ufffd")):
-            self._context_start, self._given_end, self._unread = self._given_end, len(self._ids), ""
+            self._context_start, self._given_end, self.unread = self._given_end, len(self._ids), ""
             return fresh
-        self._unread = fresh
+        self.unread = fresh
         if len(self._ids) - self._given_end < _MAX_PENDING:
             return ""
         if not fresh:
@@ -298,7 +296,7 @@ class Detokenizer:
         # More bytes than a character has. All but the last ones are none, or would have been given.
         end = len(self._ids) - _INCOMPLETE
         piece = self._decoded_after(given, end)
-        self._context_start, self._given_end, self._unread = self._given_end, end, fresh[len(piece) :]
+        self._context_start, self._given_end, self.unread = self._given_end, end, fresh[len(piece) :]
         return piece
 
     def _decoded_after(self, given: str, end: int) -> str:

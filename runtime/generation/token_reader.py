@@ -122,6 +122,7 @@ class TokenReader:
         session: the number of this generation in a trace.
         began: when the reader was made, in seconds on the clock of a trace's events.
         answer: the tokens given so far, split into reasoning and answer.
+        parts: the same as content, reasoning and tool calls; None for a generation without tools.
         num_given: number of tokens given.
         finish_reason, stop_reason: as in `Token`, once the last token was given; None before.
     """
@@ -157,7 +158,7 @@ class TokenReader:
         self._on_token = on_token
         self._estimates = estimates
         self._calls = calls
-        self._parts = Answer()
+        self.parts = None if calls is None else Answer()
         self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
@@ -217,8 +218,8 @@ class TokenReader:
             stop_reason=commit.stop_reason if is_last_in_commit else None,
             is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
-        if self._calls is not None:
-            token = self._with_events(token, self._calls)
+        if self._calls is not None and self.parts is not None:
+            token = self._with_events(token, self._calls, self.parts)
         self.num_given += 1
         self._given.append(token.id)
         if finish_reason is not None:
@@ -230,15 +231,11 @@ class TokenReader:
         """The withheld text of the given tokens; see `TokenStream.tail`."""
         return self._text.tail
 
-    @property
-    def parts(self) -> Answer | None:
-        """The answer so far as content, reasoning and tool calls; None for a generation without tools."""
-        return None if self._calls is None else self._parts
-
     def end(self) -> None:
         """Note that no more tokens are given."""
-        if self._calls is not None and not self.answer.is_over and self.finish_reason is None:
-            self._parts.add(self._calls.finish(is_complete=False))
+        if self._calls is not None and self.parts is not None:
+            if not self.answer.is_over and self.finish_reason is None:
+                self.parts.add(self._calls.finish(is_complete=False))
         self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
@@ -254,13 +251,13 @@ class TokenReader:
             lookahead=self._lookahead,
         )
 
-    def _with_events(self, token: Token, calls: AnswerReader) -> Token:
+    def _with_events(self, token: Token, calls: AnswerReader, parts: Answer) -> Token:
         was_in_block = calls.is_in_block
         events = calls.add(token.text)
         is_tool_call = was_in_block or calls.is_in_block or any(isinstance(event, CallEnded) for event in events)
         if token.finish_reason is not None:
             events += calls.finish(is_complete=token.is_complete)
-        self._parts.add(events)
+        parts.add(events)
         return attrs.evolve(token, is_tool_call=is_tool_call, events=tuple(events))
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:

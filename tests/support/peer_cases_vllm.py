@@ -123,7 +123,6 @@ OF_RESULT = {
     "properties": {"result": {"type": "integer", "minimum": 0, "maximum": 99}},
     "required": ["result"],
 }
-AS_RESULT = {"type": "json_schema", "json_schema": {"name": "foo_test", "schema": OF_RESULT}}
 
 CHATS = [
     basic("test_show_version", "`/version`", [Asked("/version")], lambda answers: list(answers[0].json) == ["version"]),
