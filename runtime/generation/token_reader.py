@@ -233,9 +233,9 @@ class TokenReader:
 
     def end(self) -> None:
         """Note that no more tokens are given."""
-        if self._calls is not None and self.parts is not None:
-            if not self.answer.is_over and self.finish_reason is None:
-                self.parts.add(self._calls.finish(is_complete=False))
+        is_cut_off = not self.answer.is_over and self.finish_reason is None
+        if is_cut_off and self._calls is not None and self.parts is not None:
+            self.parts.add(self._calls.finish(is_complete=False))
         self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
