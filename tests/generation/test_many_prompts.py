@@ -13,7 +13,7 @@ import trio
 from models import llama, near, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, priced, run, simulated, text_of, truthful
 from sweeps import sweep
-from ways_to_cancel import Begin, Way, by_aclose, by_leaving, by_scope, read
+from ways_to_cancel import Begin, Way, by_aclose, by_break, by_leaving, by_scope, read
 
 import runtime
 from protocol.errors import (
@@ -57,16 +57,6 @@ async def assert_over(simulation: Simulation) -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
-@sweep("max_concurrent", [1, 2, 4, 6, 100])
-async def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int, autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
-        assert [completion.finish_reason for completion in completions] == ["length"] * 6
-        assert simulation.runtime.statistics().generated_tokens == 36
-        await assert_over(simulation)
-
-
 # A text ends with the first of these tokens, which takes a different time for each prompt.
 STOPS = [token for token in range(64) if token % 4 == 0]
 
@@ -88,8 +78,8 @@ async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
         assert len(expected[got[0]]) < len(expected[got[-1]])
 
 
-@sweep("max_concurrent", [1, 2, 5])
-def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
+@sweep("max_concurrent", [1, 2, 5, 100])
+def test_at_most_so_many_are_under_way_and_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
     async def main(schedule: int) -> None:
         max_running = 0
 
@@ -98,9 +88,13 @@ def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: i
             max_running = max(max_running, simulation.runtime.num_streams)
 
         async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
-            await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-            assert max_running == max_concurrent
+            completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
+            assert max_running == min(max_concurrent, len(PROMPTS))
             assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
+            assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+            assert [completion.finish_reason for completion in completions] == ["length"] * 6
+            assert simulation.runtime.statistics().generated_tokens == 36
+            await assert_over(simulation)
 
     for schedule in range(10):
         run(main, schedule)
@@ -241,6 +235,7 @@ WAYS: list[Way] = [
     by_a_scope_around_await,
     by_a_scope_around_await_of_what_is_kept,
     by_scope,
+    by_break,
     by_leaving,
     by_aclose,
     by_dropping_the_last_reference,
@@ -282,17 +277,6 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel: Way, price: Any
 
     for at in (0.0, 1.0, 4.0, 9.25, 12.0, 20.0, 33.5, 47.0, 60.0):
         run(main, at)
-
-
-async def test_break_ends_what_is_not_finished(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        async for _index, _completion in simulation.runtime.generate_many(PROMPTS, max_concurrent=2, max_tokens=4):
-            break
-        gc.collect()
-        await trio.testing.wait_all_tasks_blocked()
-        # Two at a time, which share passes and so end together.
-        assert len(begun(simulation)) <= 4 < len(PROMPTS)
-        await assert_over(simulation)
 
 
 async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) -> None:
