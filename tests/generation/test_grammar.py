@@ -207,52 +207,6 @@ def test_a_model_that_knows_nothing_writes_what_the_schema_describes(seed):
     assert list(json.loads(texts_of[0]))[:4] == PERSON["required"]
 
 
-def bounded(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Schemas of containers."""
-    objects = st.dictionaries(st.text(max_size=5), inner, max_size=3).flatmap(
-        lambda properties: st.fixed_dictionaries(
-            {
-                "type": st.just("object"),
-                "properties": st.just(properties),
-                "required": st.just([*properties][:2]),
-                "additionalProperties": st.just(False),
-            }
-        )
-    )
-    arrays = st.builds(
-        lambda items, max_items: {"type": "array", "items": items, "maxItems": max_items}, inner, st.integers(0, 3)
-    )
-    return objects | arrays | st.lists(inner, min_size=1, max_size=3).map(lambda schemas: {"anyOf": schemas})
-
-
-SCHEMAS = st.recursive(
-    st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": "number"}])
-    | st.builds(
-        lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size},
-        st.integers(-99, 99),
-        st.integers(0, 99),
-    )
-    | st.builds(
-        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
-        st.integers(0, 3),
-        st.integers(0, 5),
-    )
-    | st.lists(st.text(max_size=6) | st.integers(-10, 10) | st.none(), min_size=1, max_size=3).map(
-        lambda values: {"enum": values}
-    )
-    | st.text(max_size=6).map(lambda value: {"const": value}),
-    bounded,
-    max_leaves=5,
-)
-
-
-@given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-@settings(derandomize=True, deadline=None, max_examples=60)
-def test_it_does_so_for_any_schema(schema, seed):
-    text = written(Grammar.from_json_schema(schema, TOKENIZER, compact=True), seed)
-    jsonschema.validate(json.loads(text), schema)
-
-
 @sweep(
     ("text", "is_compact"),
     [
@@ -360,27 +314,6 @@ def play(make: Callable[[], Grammar], data: st.DataObject) -> None:
         expected = straight(make, text) + logits
         assert mx.array_equal(masked, expected)
         known[text] = [token for token, logit in enumerate(expected[0].tolist()) if logit > -mx.inf]
-
-
-def test_llguidance_s_own_way_back_is_still_not_to_be_trusted():
-    """The reason for copying states; if it fails one day, rolling back may be the better way."""
-    open_paren, close_3, xx = (encode(text) for text in ("(", ")))", "xx"))
-
-    def lefts(matcher: Any) -> set[str]:
-        bias = matcher.compute_logit_bias()
-        return texts({token for token in range(VOCAB_SIZE) if bias[token]})
-
-    matcher = Grammar.from_lark('start: "(" start ")" | "x"+', TOKENIZER)._start.deep_copy()
-    assert matcher.consume_tokens(open_paren * 2)
-    forked = matcher.deep_copy()
-    assert matcher.consume_tokens(open_paren + encode("x"))
-    assert ")))" in lefts(matcher)
-    assert matcher.consume_tokens(close_3)
-    assert matcher.rollback(3)
-    assert matcher.consume_tokens(xx)
-    assert forked.consume_tokens(xx)
-    assert ")))" in lefts(matcher)
-    assert ")))" not in lefts(forked)
 
 
 @sweep("prompt", [PROMPT, [9], PROMPT + encode("ab")])

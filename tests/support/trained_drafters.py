@@ -31,6 +31,7 @@ _LATER: dict[str, dict[str, Any]] = {
     "dflash2": {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2}
     | {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
 }
+_LAYERS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 # Of one layer and of several: without and with layers of the target that are recurrent, or have a sliding window.
 _MTP = {"mtp": ("mimo", "qwen3_next"), "mtp_deep": ("deepseek_v3_deep", "step3p5_deep")}
 _MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
@@ -66,14 +67,8 @@ def write_eagle3(
         "draft_vocab_size": vocab_size,
         "eagle_aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
         "transformer_layer_config": {
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 1,
-            "vocab_size": vocab_size,
-            "rms_norm_eps": 1e-5,
+            **_LAYERS,
+            **{"model_type": "llama", "hidden_size": hidden_size, "num_hidden_layers": 1, "vocab_size": vocab_size},
         },
     } | changes
     mx.random.seed(4)
@@ -107,14 +102,8 @@ def write_dflash(
         "block_size": BLOCK_SIZE,
         "draft_vocab_size": vocab_size,
         "transformer_layer_config": {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 48,
-            "rms_norm_eps": 1e-5,
+            **_LAYERS,
+            **{"hidden_size": hidden_size, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": vocab_size},
         },
     } | changes
     mx.random.seed(7)
