@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -54,6 +55,7 @@ class CallLayout:
 _MISTRAL = CallLayout("{name}[ARGS]", "")
 _MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
 
+_in_text = partial(CallLayout, values="text")
 _LAYOUTS = {
     "json_tools": CallLayout('\n{"name": "{name}", "arguments": ', "}\n"),
     "kimi_k2": CallLayout(
@@ -61,42 +63,26 @@ _LAYOUTS = {
         "<|tool_call_end|>",
         between_calls="",
     ),
-    "qwen3_coder": CallLayout(
-        "\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n", values="text"
+    "qwen3_coder": _in_text("\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n"),
+    "glm47": _in_text("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0"),
+    "longcat": _in_text(
+        "{name}\0", "", "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>", "</longcat_arg_value>\0"
     ),
-    "glm47": CallLayout("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0", values="text"),
-    "longcat": CallLayout(
-        "{name}\0",
-        "",
-        "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>",
-        "</longcat_arg_value>\0",
-        values="text",
-    ),
-    "minimax_m2": CallLayout(
-        '<invoke name="{name}">\n',
-        "</invoke>\n",
-        '<parameter name="{key}">',
-        "</parameter>\n",
-        values="text",
+    "minimax_m2": _in_text(
+        *('<invoke name="{name}">\n', "</invoke>\n", '<parameter name="{key}">', "</parameter>\n"),
         block=("\n", ""),
         between_calls="",
     ),
-    "minicpm5": CallLayout('"{name}">', "", '<param name="{key}">', "</param>", values="text"),
-    "muse_spark": CallLayout(
-        '<atem:invoke name="{name}">\n',
-        "</atem:invoke>\n",
-        '<atem:parameter name="{key}">',
-        "</atem:parameter>\n",
-        values="text",
+    "minicpm5": _in_text('"{name}">', "", '<param name="{key}">', "</param>"),
+    "muse_spark": _in_text(
+        *('<atem:invoke name="{name}">\n', "</atem:invoke>\n"),
+        *('<atem:parameter name="{key}">', "</atem:parameter>\n"),
         block=("\n", ""),
         between_calls="",
     ),
-    "kimi_k3": CallLayout(
-        '<|open|>call tool="{name}" index="{number}"<|sep|>',
-        "<|close|>call<|sep|>",
-        '<|open|>argument key="{key}" type="{type}"<|sep|>',
-        "<|close|>argument<|sep|>",
-        values="text",
+    "kimi_k3": _in_text(
+        *('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
+        *('<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
         between_calls="",
     ),
     "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
