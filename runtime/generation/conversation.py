@@ -149,8 +149,7 @@ class Conversation:
 
         Returns: whether there were any calls; if so, `stream` without a text goes on.
 
-        Raises: ConversationBusyError: an answer is under way, or the functions are being called, during which nothing
-            else can be done with the conversation.
+        Raises: ConversationBusyError: an answer is under way, or the functions are being called already.
 
         Cancellation: cancels an async function; one in a thread goes on by itself. The conversation is as it was.
         """
@@ -167,17 +166,14 @@ class Conversation:
     def stream(
         self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
-        """Begin a turn, and stream the answer.
+        """Begin a turn, and stream the answer, whose generation begins now.
 
         Args:
             text: of the user; None to have the model go on after `call_tools`.
             settings: of this turn, as for `Runtime.stream`, in place of the conversation's; `reuse_prefix` is set.
             **overrides: settings of this turn by name; each replaces that of `settings`.
 
-        Returns: the answer, whose generation begins now; see `TokenStream` for how to end it.
-
-        Raises: as `Runtime.stream`, and:
-            ConversationBusyError: the turn before is neither over nor closed.
+        Raises: as `Runtime.stream`; ConversationBusyError: the turn before is neither over nor closed.
         """
         keywords = _checked({**self._settings, **turn_settings(settings, overrides)})
         if text is not None and not isinstance(text, str):
@@ -205,12 +201,10 @@ class Conversation:
     ) -> Completion:
         """Begin a turn, and wait for the whole answer.
 
-        Where the answer calls functions, they are called, and the model goes on with their results, for at most
-        `MAX_TOOL_ROUNDS` rounds.
+        Functions that it calls are called, and the model goes on with their results, for at most `MAX_TOOL_ROUNDS`
+        rounds; the last answer has calls only where these are used up, and they are `pending_calls` then.
 
         Args, Raises: as `stream`, and as `TokenStream.__anext__`.
-
-        Returns: the last answer. It has calls only where the rounds are used up; they are `pending_calls` then.
 
         Cancellation: ends the answer; the tokens so far are part of the conversation. See also `call_tools`.
         """

@@ -142,10 +142,7 @@ class Completions(Merged[Completion], AwaitableCompletions):
     async def __anext__(self) -> tuple[int, Completion]:
         """The next finished completion, with the index of its prompt.
 
-        Raises:
-            StopAsyncIteration: all have been given.
-            StreamBusyError: another task is waiting for one, or for all of them.
-            RuntimeClosedError, RuntimeBrokenError, RewindError: as when awaited.
+        Raises: as when awaited; StreamBusyError: another task is waiting for one, or for all of them.
 
         Cancellation: ends all generations.
         """

@@ -54,8 +54,6 @@ class Merged(SingleConsumer, Generic[T]):
         """Made by `Runtime.generate_many` and `Runtime.stream_many`.
 
         Args:
-            generations: in the order of the prompts.
-            max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
             run_soon: has a function called in trio's thread; callable from any thread, at any moment.
         """

@@ -97,7 +97,7 @@ class ReasoningTracker:
         Args:
             readable: the text that it makes readable.
             given: the text that the consumer gets with it; a possible stop string comes later, or never.
-            tail: the text of the tokens so far that was withheld.
+            tail: the text that was withheld so far.
 
         Returns: whether the token is reasoning, tags included; of an opening tag of several tokens only the last is.
         """

@@ -90,10 +90,8 @@ class Progress:
     """How far a generated text has come, for a stream that continues it.
 
     Attributes:
-        num_prompt: number of prompt tokens.
         given: ids of the tokens that were given to the consumer.
         commits: the committed tokens after them, in order.
-        finish_reason, stop_reason: as in `Token`, where the last token was given.
     """
 
     num_prompt: int
@@ -119,11 +117,9 @@ class TokenReader:
     It never waits, so it serves consumers in trio, in asyncio and in plain threads. One thread uses it.
 
     Attributes:
-        session: the number of this generation in a trace.
-        began: when the reader was made, in seconds on the clock of a trace's events.
+        session, began: see `TokenStream`.
         answer: the tokens given so far, split into reasoning and answer.
         parts: the same as content, reasoning and tool calls; None for a generation without tools.
-        num_given: number of tokens given.
         finish_reason, stop_reason: as in `Token`, once the last token was given; None before.
     """
 
@@ -279,10 +275,7 @@ def _rest_of(commit: Commit, begin: int) -> Commit:
 class Arrivals:
     """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`.
 
-    Attributes:
-        session: the state that the actors share with the reader.
-        commits: the channel on which they arrive.
-        hang_up: ends the session soon; callable from any thread, at any moment, more than once.
+    `hang_up` ends the session soon, and may be called more than once.
     """
 
     _session: Session

@@ -27,11 +27,10 @@ def exit_on_signal(display: Display, exit_now: Callable[[int], object] = os._exi
     """Have SIGINT and SIGTERM end the process at once inside the block, unless other handlers are installed there.
 
     For work that cannot be cancelled and leaves nothing half done, such as imports. A signal that is ignored stays so.
-    The display is cleared first: it may have hidden the cursor.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        display.clear()
+        display.clear()  # it may have hidden the cursor
         exit_now(SIGNAL_STATUS_BASE + number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -53,9 +52,7 @@ def _handlers(handler: Callable[[int, FrameType | None], None], numbers: list[si
 class SignalScope:
     """A cancel scope for a command's work: SIGINT or SIGTERM cancels it, and a second signal ends the process.
 
-    Attributes:
-        outcome: where a failure, and the signal that cancelled the work, are noted.
-        display: says what a cancellation waits for.
+    A failure, and the signal that cancelled the work, are noted in the outcome.
     """
 
     outcome: CommandOutcome

@@ -27,13 +27,11 @@ class TableRow:
 
 @attrs.frozen
 class TextTable:
-    """A table: headings, and rows of cells.
+    """A table: headings of one or more lines, and rows of cells.
 
     Attributes:
-        headings: one a column; each may have several lines.
         num_labels: number of columns at the front, >= 1, that name a row. Each part of a split table begins with them.
-        is_grouped: whether rows with the same first label form a group. The label of a group is shown once, and a line
-            separates two groups.
+        is_grouped: whether rows with the same first label form a group, which shows it once, between lines.
     """
 
     headings: tuple[str, ...]

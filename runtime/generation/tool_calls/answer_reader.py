@@ -89,7 +89,7 @@ class AnswerReader:
         """Read one answer.
 
         Args:
-            tags: the opening and the closing tag of the reasoning, not empty; None where it is not told apart.
+            tags: of the reasoning, not empty; None where it is not told apart.
             is_thinking: whether the answer begins within the reasoning.
             format: of calls; None where they are not told apart.
             new_id: returns the id of a call to which the model gives none; random ones without it.
@@ -130,12 +130,7 @@ class AnswerReader:
         return self._take_events()
 
     def finish(self, *, is_complete: bool) -> list[AnswerEvent]:
-        """The last events.
-
-        Args:
-            is_complete: whether the model has ended the text, and it was not cut off; a block that lacks only its end
-                counts then.
-        """
+        """The last events; a block that lacks only its end counts if the model has ended the text."""
         rest, self._unread = self._unread, ""
         if self._read == self._read_reasoning:
             self._give_reasoning(self._withheld())

@@ -31,15 +31,12 @@ class CallLayout:
     number; a NUL character may be a newline, or nothing, as in the several versions of a format.
 
     Attributes:
-        head: before the arguments.
-        tail: after them.
+        head, tail: around the arguments.
         key: before each argument; None where the arguments are one JSON object.
-        value_end: after each argument.
-        between_arguments: between two of them.
         values: how an argument is written: "json"; "text", where a string is text as it is, up to `value_end`, and
             everything else JSON; or a quotation mark for strings, everything else being JSON.
-        block: before the first and after the last call of a block.
-        between_calls: between two calls of one block; None where a block has one call, and further calls their own.
+        block: around the calls of a block.
+        between_calls: None where a block has one call, and further calls their own.
     """
 
     head: str

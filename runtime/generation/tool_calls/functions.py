@@ -21,8 +21,7 @@ CallFunction = Callable[[Callable[[], Any]], Awaitable[Any]]
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """A function as a tool in OpenAI's form, from its signature and its docstring.
 
-    Args:
-        function: each of its parameters has a type that JSON can have, and a line in the docstring's section "Args:".
+    Each parameter needs a type that JSON can have, and a line in the docstring's section "Args:".
 
     Raises: SettingsError: the function is not like that.
     """
@@ -47,12 +46,8 @@ class Functions:
     def __init__(self, functions: Sequence[Callable[..., Any]], *, may_be_async: bool = True) -> None:
         """Check the functions of a conversation.
 
-        Args:
-            functions: see `schema_of`.
-            may_be_async: whether the caller can await async ones.
-
-        Raises: SettingsError: as `schema_of`; also where one is no function, two have one name, or the caller cannot
-            await one that is async.
+        Raises: SettingsError: as `schema_of`; also where one is no function, two have one name, or one is async and the
+            caller cannot await it.
         """
         if isinstance(functions, (str, bytes, Mapping)) or not isinstance(functions, Sequence):
             raise SettingsError(f"tools must be a list of functions, got {shown(functions)}")

@@ -112,17 +112,14 @@ def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def tools_of(
     listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool | None = None
 ) -> Tools | None:
-    """The tools of a request, checked.
+    """The tools of a request, checked; None where the model may call nothing.
 
     Args:
         listed: in OpenAI's form, or without the "type" around the function.
         choice: "none", "auto", "required" or a function's name.
         is_parallel: None for only with "auto": a model that must call, and may go on, often repeats its call.
 
-    Returns: None where the model may call nothing.
-
-    Raises: SettingsError: a tool is not of that form, two have one name, the choice names none of them, or they are too
-        many.
+    Raises: SettingsError: a tool is not of that form, two have one name, the choice names none, or they are too many.
     """
     if listed is not None and (isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, Sequence)):
         raise SettingsError(f"tools must be a list, got {shown(listed)}; put a single tool in a list")
