@@ -128,10 +128,7 @@ class Exchange:
     @property
     def events(self) -> list[Any]:
         """Data of the server-sent events so far, without [DONE]; asserts that nothing else was sent except comments."""
-        assert self.status == 200
-        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
-        text = self.body.decode()
-        assert re.fullmatch(r"(data: [^\n]+\n\n|: keep-alive\n\n)*", text)
+        text = self._stream_of(r"data: [^\n]+\n\n")
         return [
             json.loads(part.removeprefix("data: "))
             for part in text.split("\n\n")
@@ -141,13 +138,17 @@ class Exchange:
     @property
     def named_events(self) -> list[Any]:
         """Data of server-sent events that have names; asserts that each has its type for a name."""
-        assert self.status == 200
-        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
-        text = self.body.decode()
-        assert re.fullmatch(r"(event: [^\n]+\ndata: [^\n]+\n\n|: keep-alive\n\n)*", text)
+        text = self._stream_of(r"event: [^\n]+\ndata: [^\n]+\n\n")
         found = [(name, json.loads(data)) for name, data in re.findall(r"event: (.+)\ndata: (.+)\n\n", text)]
         assert [name for name, _ in found] == [data["type"] for _, data in found]
         return [data for _, data in found]
+
+    def _stream_of(self, event: str) -> str:
+        assert self.status == 200
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = self.body.decode()
+        assert re.fullmatch(rf"({event}|: keep-alive\n\n)*", text)
+        return text
 
     @property
     def is_done(self) -> bool:
@@ -410,16 +411,8 @@ async def served(
         copy_corpus=copy_corpus,
     ) as simulation:
         background = Aside(tokenising_s)
-        pool = pool_of(
-            simulation.runtime,
-            MODEL,
-            timelines,
-            draft_name=small,
-            check=check,
-            background=background,
-            settings=settings,
-        )
-        async with pool as models:
+        options: Any = {"draft_name": small, "check": check, "background": background, "settings": settings}
+        async with pool_of(simulation.runtime, MODEL, timelines, **options) as models:
             offered = Service(limits=attrs.evolve(limits or Limits(), max_waiting=max_waiting), **service)
             yield Served(application(models, offered, background=background), simulation, tokenizer, timelines)
 
