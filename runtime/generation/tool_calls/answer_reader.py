@@ -94,8 +94,10 @@ class AnswerReader:
             format: of calls; None where they are not told apart.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
-        self._tags = tags
+        self._tags = tags or ("", "")
         self._format = format
+        self._start, self._end = ("", "") if format is None else (format.start, format.end)  # of a block
+        self._layout = None if format is None else format.layout
         self._tools = tools
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._num_calls = 0
@@ -138,8 +140,7 @@ class AnswerReader:
         elif self._read in (self._read_content, self._read_malformed):
             self._give_content(self._withheld())
         elif self._read == self._read_head:
-            assert self._format is not None
-            self._end_block(rest, "", is_readable=is_complete or not self._format.end)
+            self._end_block(rest, "", is_readable=is_complete or not self._end)
         elif self._read == self._read_tail and is_complete:
             self._end_call(rest, "")
             self._give_content(self._unread)
@@ -159,7 +160,7 @@ class AnswerReader:
         marker = self._pass_to_marker(self._give_content)
         if marker is None:
             return False
-        if self._format is not None and marker == self._format.start:
+        if marker == self._start:
             self._begin_block()
             return True
         if self._follows_call:
@@ -175,7 +176,7 @@ class AnswerReader:
         if marker is None:
             return False
         self._leave_out_space()
-        if self._format is not None and marker == self._format.start:
+        if marker == self._start:
             self._begin_block()
             return True
         self._pass_tag(marker)
@@ -184,11 +185,10 @@ class AnswerReader:
 
     def _read_head(self) -> bool:
         """A block before or between calls: up to the arguments of a call, or to the end of the block."""
-        assert self._format is not None
         num_tried, end = self._num_searched, self._end_of_block()
-        layout = self._format.layout
-        is_decided = layout is None or num_tried >= _MAX_HEAD_CHARS
-        head = None if is_decided or layout is None else layout.head.match(self._unread[:_MAX_HEAD_CHARS])
+        head = None
+        if self._layout is not None and num_tried < _MAX_HEAD_CHARS:
+            head = self._layout.head.match(self._unread[:_MAX_HEAD_CHARS])
         if head is not None and not 0 <= end < head.end():
             named = head.groupdict()
             self._unread = self._unread[head.end() :]
@@ -196,8 +196,8 @@ class AnswerReader:
             return True
         if end < 0:
             return False
-        body, self._unread = self._unread[:end], self._unread[end + len(self._format.end) :]
-        self._end_block(body, self._format.end, is_readable=True)
+        body, self._unread = self._unread[:end], self._unread[end + len(self._end) :]
+        self._end_block(body, self._end, is_readable=True)
         return True
 
     def _read_arguments(self) -> bool:
@@ -214,9 +214,8 @@ class AnswerReader:
         return self._object.is_over or self._object.is_broken
 
     def _read_tail(self) -> bool:
-        assert self._format is not None
-        assert self._format.layout is not None
-        call_end, block_end = self._format.layout.end, self._format.end
+        assert self._layout is not None
+        call_end, block_end = self._layout.end, self._end
         if call_end == "":
             self._end_call("", "")
             return True
@@ -245,20 +244,18 @@ class AnswerReader:
 
     def _end_of_block(self) -> int:
         """The index of the block's end in `_unread`, -1 if it has not come. Resumes where the last search ended."""
-        assert self._format is not None
-        if not self._format.end:
+        if not self._end:
             self._num_searched = len(self._unread)
             return -1
-        end = self._unread.find(self._format.end, self._num_searched)
-        self._num_searched = max(0, len(self._unread) - len(self._format.end) + 1)
+        end = self._unread.find(self._end, self._num_searched)
+        self._num_searched = max(0, len(self._unread) - len(self._end) + 1)
         return end
 
     def _enter(self, state: Callable[[], bool]) -> None:
         self._read, self._num_searched = state, 0
-        opening, closing = self._tags or ("", "")
-        start, end = ("", "") if self._format is None else (self._format.start, self._format.end)
-        sought = {self._read_content: (start, opening), self._read_reasoning: (closing, start)}
-        markers = [marker for marker in sought.get(state, (end,)) if marker]
+        opening, closing = self._tags
+        sought = {self._read_content: (self._start, opening), self._read_reasoning: (closing, self._start)}
+        markers = [marker for marker in sought.get(state, (self._end,)) if marker]
         self._matcher = StopMatcher(markers) if markers else None
 
     def _pass_to_marker(self, give: Callable[[str], None]) -> str | None:
@@ -312,8 +309,7 @@ class AnswerReader:
     # --- blocks and calls -------------------------------------------------------------------------
 
     def _begin_block(self) -> None:
-        assert self._format is not None
-        self._begin, self._space = self._space + self._format.start, ""
+        self._begin, self._space = self._space + self._start, ""
         self._has_calls, self._keeps_space = False, True
         self._enter(self._read_head)
 
@@ -329,8 +325,8 @@ class AnswerReader:
     def _end_call(self, tail: str, marker: str) -> None:
         """End a call whose arguments were given, if the parser reads the same call."""
         assert self._format is not None
-        assert self._format.layout is not None
-        call_end = self._format.layout.end
+        assert self._layout is not None
+        call_end = self._layout.end
         parsed = self._format.parse(self._head + self._arguments + tail + (call_end or ""), self._tools) or []
         given = checked_call({"name": self._call.name, "arguments": self._arguments}, ())
         if given is None or [(each.name, each.arguments) for each in parsed] != [(given.name, given.arguments)]:
@@ -346,8 +342,7 @@ class AnswerReader:
         """Give up a call that has begun; the rest of its block is content."""
         self._events.append(CallBroken(self._call.index, self._given))
         self._follows_call = False
-        assert self._format is not None
-        self._enter(self._read_malformed if self._format.end else self._read_content)
+        self._enter(self._read_malformed if self._end else self._read_content)
 
     def _end_block(self, body: str, end: str, *, is_readable: bool) -> None:
         """End a block whose `body` was not given: as whole calls, or as content if it is malformed."""
