@@ -52,7 +52,7 @@ SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lo
 
 
 @sweep("of", [target, recurrent])
-async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_new(of: Any) -> None:
+async def test_a_turn_answers_all_that_was_said_since_the_last_reset_and_reads_only_what_is_new(of: Any) -> None:
     async with runtime.open(*pair(of())) as rt:
         conversation = rt.conversation("You are brief.", **SETTINGS)
         assert repr(conversation) == "<outrider Conversation: 1 messages>"
@@ -69,6 +69,10 @@ async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_ne
             assert conversation.messages == messages
             assert completion.statistics.cached_tokens >= known
             known = completion.statistics.prompt_tokens - 1
+        conversation.reset()
+        assert conversation.messages == messages[:1]
+        again = await conversation.generate("def f(x):")
+        assert again.text == messages[2]["content"]
 
 
 async def test_a_stream_gives_the_same_and_each_turn_may_have_settings_of_its_own() -> None:
@@ -108,17 +112,6 @@ async def test_two_conversations_know_nothing_of_each_other() -> None:
                 for completion in (said, heard):
                     statistics = completion.statistics
                     assert statistics.cached_tokens > statistics.prompt_tokens / 2
-
-
-async def test_a_reset_leaves_the_system_message() -> None:
-    async with runtime.open(*pair()) as rt:
-        conversation = rt.conversation("You are brief.", **SETTINGS)
-        first = await conversation.generate("import")
-        await conversation.generate("os")
-        conversation.reset()
-        assert conversation.messages == [{"role": "system", "content": "You are brief."}]
-        again = await conversation.generate("import")
-        assert again.text == first.text
 
 
 # --- ends of turns --------------------------------------------------------------------------------
@@ -332,9 +325,8 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text() -> Non
 # --- reasoning ------------------------------------------------------------------------------------
 
 
-def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[ReasoningTracker, list[bool]]:
+def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[ReasoningTracker, list[bool]]:
     """The reasoning tracker of a text, and which of its tokens are reasoning."""
-    wrapped = tokenizer(THINKING_TEMPLATE, thinks=thinks)
     answer = ReasoningTracker(wrapped, wrapped.encode(prompt, add_special_tokens=False))
     flags = [
         answer.add(id, wrapped.decode([id]), wrapped.decode([id]))
@@ -357,14 +349,14 @@ def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[Reasonin
     ],
 )
 def test_what_stands_between_tags_is_thinking(text: str, prompt: str, thinking: str, said: str) -> None:
-    answer, flags = parts(text, prompt=prompt)
+    answer, flags = parts(text, tokenizer(THINKING_TEMPLATE, thinks=True), prompt=prompt)
     assert (answer.thinking, answer.said, answer.text) == (thinking, said, text)
     assert any(flags) == bool(thinking)
     assert answer.num_tokens == len(flags)
 
 
 def test_a_vocabulary_without_tags_knows_no_thinking() -> None:
-    answer, flags = parts("<think>Hm.</think>import os", thinks=False)
+    answer, flags = parts("<think>Hm.</think>import os", tokenizer(THINKING_TEMPLATE))
     assert (answer.thinking, answer.said) == ("", "<think>Hm.</think>import os")
     assert not any(flags)
 
@@ -374,9 +366,9 @@ def test_tags_of_several_tokens() -> None:
     base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
     wrapped = TokenizerWrapper(base)
     assert len(wrapped.think_start_tokens) > 1
-    answer = ReasoningTracker(wrapped, [])
-    ids = wrapped.encode("a<|channel>thought\nHm.<channel|>import", add_special_tokens=False)
-    flags = [answer.add(id, wrapped.decode([id]), wrapped.decode([id])) for id in ids]
+    text = "a<|channel>thought\nHm.<channel|>import"
+    answer, flags = parts(text, wrapped)
+    ids = wrapped.encode(text, add_special_tokens=False)
     assert (answer.thinking, answer.said) == ("\nHm.", "aimport")
     assert flags[:2] == [False, False]
     assert flags[-1] is False
