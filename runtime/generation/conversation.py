@@ -29,14 +29,7 @@ Message = dict[str, Any]
 
 @attrs.frozen
 class Account:
-    """A snapshot of a conversation, to be saved.
-
-    Attributes:
-        messages: see `Conversation.messages`.
-        prompt: the prompt of a next turn; its beginning is what the models may have cached.
-        thinking: see `Runtime.conversation`.
-        settings: of every turn.
-    """
+    """A snapshot of a conversation, to be saved; the models may have cached the beginning of its prompt."""
 
     messages: list[Message]
     prompt: Prompt
@@ -46,11 +39,9 @@ class Account:
 
 @attrs.frozen
 class _State:
-    """The state of a conversation: one object, so that no other thread sees half a change.
+    """The messages before the last turn, without the system message, and that turn.
 
-    Attributes:
-        past: messages before the last turn, without the system message.
-        turn: the last turn; None where there was none after `past`.
+    One object, so that no other thread sees half a change.
     """
 
     past: list[Message]
@@ -59,18 +50,11 @@ class _State:
 
 @attrs.frozen
 class _Turn:
-    """The last turn: what was said before the answer, and the model's answer so far.
-
-    Attributes:
-        said: the user's message; nothing where the model goes on after the results of its calls.
-        answer: the answer, split into reasoning and the rest.
-        parts: the answer, with its calls told apart; None without tools.
-        stream: the stream of the answer.
-    """
+    """The user's message, if the model does not go on after the results of its calls, and its answer so far."""
 
     said: list[Message]
     answer: ReasoningTracker
-    parts: Answer | None
+    parts: Answer | None  # with calls told apart; None without tools
     stream: weakref.ref[TokenStream]  # weak: dropping the stream ends it
 
 
@@ -115,7 +99,7 @@ class Conversation:
             tokenizer: the target's.
             system, thinking, settings: as for `Runtime.conversation`.
             past: earlier messages, without the system message.
-            tools: the functions that the model may call; None for none.
+            tools: the functions that the model may call.
         """
         if tokenizer is None:
             raise PromptError(
@@ -146,10 +130,9 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """A copy of the messages so far, oldest first, including the system message.
+        """A copy of the messages so far, oldest first, including the system message, in OpenAI's form.
 
-        Each has a "role" and a "content"; an answer with reasoning has it in "reasoning_content", and one with calls
-        has these in "tool_calls", in OpenAI's form. The results of calls are messages with the role "tool".
+        An answer has its reasoning in "reasoning_content".
         """
         return [dict(message) for message in (*self._system, *self._so_far())]
 
@@ -161,13 +144,12 @@ class Conversation:
     async def call_tools(self) -> bool:
         """Call the functions that the last answer calls, one after the other; the model is told the results next.
 
-        An async function is awaited here, any other is called in a thread. What it returns becomes text: a text stays
-        as it is, everything else becomes JSON. So does an error that it raises.
+        An async function is awaited here, any other is called in a thread. The model gets what it returns, as JSON
+        unless it is a text, or the error that it raises.
 
         Returns: whether there were any calls; if so, `stream` without a text goes on.
 
-        Raises: ConversationBusyError: an answer is under way, or another task calls the functions. Until they have
-            returned, nothing else can be done with the conversation.
+        Raises: ConversationBusyError: an answer is under way, or the functions are being called already.
 
         Cancellation: cancels an async function; one in a thread goes on by itself. The conversation is as it was.
         """
@@ -184,17 +166,14 @@ class Conversation:
     def stream(
         self, text: str | None = None, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
-        """Begin a turn, and stream the answer.
+        """Begin a turn, and stream the answer, whose generation begins now.
 
         Args:
             text: of the user; None to have the model go on after `call_tools`.
             settings: of this turn, as for `Runtime.stream`, in place of the conversation's; `reuse_prefix` is set.
             **overrides: settings of this turn by name; each replaces that of `settings`.
 
-        Returns: the answer, whose generation begins now; see `TokenStream` for how to end it.
-
-        Raises: as `Runtime.stream`, and:
-            ConversationBusyError: the turn before is neither over nor closed.
+        Raises: as `Runtime.stream`; ConversationBusyError: the turn before is neither over nor closed.
         """
         keywords = _checked({**self._settings, **turn_settings(settings, overrides)})
         if text is not None and not isinstance(text, str):
@@ -222,12 +201,10 @@ class Conversation:
     ) -> Completion:
         """Begin a turn, and wait for the whole answer.
 
-        Where the answer calls functions, they are called, and the model goes on with their results, for at most
-        `MAX_TOOL_ROUNDS` rounds.
+        Functions that it calls are called, and the model goes on with their results, for at most `MAX_TOOL_ROUNDS`
+        rounds; the last answer has calls only where these are used up, and they are `pending_calls` then.
 
         Args, Raises: as `stream`, and as `TokenStream.__anext__`.
-
-        Returns: the last answer. It has calls only where the rounds are used up; they are `pending_calls` then.
 
         Cancellation: ends the answer; the tokens so far are part of the conversation. See also `call_tools`.
         """
@@ -242,13 +219,11 @@ class Conversation:
         """Save the conversation to a file, for `Runtime.load`.
 
         The file has the messages, the settings, what the target and the draft model have cached of the text, so that it
-        need not be prefilled again, and the fingerprints of both models and of the tokenizer's vocabulary. A seed is
-        among the settings; there is no other random state. `logits_processors` and a `sampler` are functions, which the
-        file does not have: they must be given again.
+        need not be prefilled again, and the fingerprints of both models and of the tokenizer's vocabulary.
+        `logits_processors` and a `sampler` are functions, which the file does not have: they must be given again.
 
-        The file is written beside its place and moved there as a whole, so the path always has the complete old or the
-        complete new file. It is in safetensors format, with the messages as plain text; only its owner can read a new
-        file.
+        The path always has the complete old or the complete new file. It is in safetensors format, with the messages as
+        plain text; only its owner can read a new file.
 
         Args:
             path: of the file; its directory must exist. An existing file is replaced. Or a binary file object, such as
@@ -269,19 +244,13 @@ class Conversation:
         return await self._write(path, self._snapshot())
 
     def reset(self) -> None:
-        """Forget all messages but the system message.
-
-        Raises: ConversationBusyError: a turn is neither over nor closed.
-        """
+        """Forget all messages but the system message. Raises: ConversationBusyError: as `save`."""
         self._check_idle("forget what was said")
         self._state = _State([])
 
     @property
     def make_new(self) -> Callable[[], Conversation]:
-        """Makes conversations with the same system message and settings, in which nothing was said yet.
-
-        It does not refer to this conversation, whose messages may be freed.
-        """
+        """Makes new conversations with the same system message and settings; does not refer to this conversation."""
         system = self._system[0]["content"] if self._system else None
         return partial(
             Conversation,
@@ -304,12 +273,10 @@ class Conversation:
         self._caller.check_idle(what, self._is_answering, "aclose()")
 
     def _so_far(self) -> list[Message]:
-        """The messages so far, without the system message."""
         state = self._state
         return [*state.past, *([] if state.turn is None else self._exchange(state.turn))]
 
     def _exchange(self, turn: _Turn) -> list[Message]:
-        """The messages of a turn: the user's, and the answer so far; none before its first token."""
         if turn.answer.num_tokens == 0:
             return []
         reply = reply_message(turn.answer, turn.parts, has_template=self._tokenizer.has_chat_template)
@@ -332,12 +299,6 @@ class Conversation:
         return apply_chat_template([dict(message) for message in messages], self._tokenizer, **switch)
 
     def _check_template(self) -> None:
-        """Try the chat template before the first turn, and whether it can switch reasoning.
-
-        Raises:
-            PromptError: the template does not take messages.
-            SettingsError: `thinking` is given, and the template has no such switch.
-        """
         probe: list[Message] = [{"role": "user", "content": "?"}]
         can_switch = False
         if self._tokenizer.has_chat_template:
@@ -356,8 +317,6 @@ def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -
     """The settings of a conversation or a turn, as keyword arguments.
 
     `Settings.reuse_prefix` is left out: every `Settings` has it, and a conversation always reuses its prefix.
-
-    Raises: SettingsError: as `with_overrides`.
     """
     keywords = with_overrides(settings, {})
     if isinstance(settings, Settings):
@@ -366,10 +325,6 @@ def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -
 
 
 def _checked(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a turn, with `reuse_prefix`.
-
-    Raises: SettingsError: a setting is unknown or out of its range, or `reuse_prefix` is not True.
-    """
     if "reuse_prefix" in settings and settings["reuse_prefix"] is not True:
         raise SettingsError(
             f"a conversation always reuses what it has read, got reuse_prefix={shown(settings['reuse_prefix'])}; use "

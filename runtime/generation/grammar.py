@@ -40,17 +40,12 @@ class _State:
 
     Continuing from a state copies its matcher and leaves the state unchanged. (llguidance can also roll a matcher back,
     but version 1.9 then sometimes allows what the grammar does not, and a matcher that was given a forbidden token
-    cannot be rolled back at all.) Copying takes microseconds; a copy takes some hundred kilobytes for a long text,
-    though the grammar itself is shared. So states share matchers, and keep the few tokens that follow.
-
-    Attributes:
-        size: of the text, in tokens, prompt included.
-        matcher: after the text without its last few tokens; None where the grammar does not allow the text.
-        pending: those tokens.
+    cannot be rolled back at all.) Copying takes microseconds; a copy takes some hundred kilobytes for a long text. So
+    states share matchers, and keep the few tokens that follow.
     """
 
-    size: int
-    matcher: LLMatcher | None
+    size: int  # of the text, in tokens, prompt included
+    matcher: LLMatcher | None  # None where the grammar does not allow the text
     pending: tuple[int, ...] = ()
 
 
@@ -75,8 +70,8 @@ class Grammar:
     end-of-text token, only further ones are allowed.
 
     One object serves any number of streams, one after the other or at once, as in `generate_many`. Making one takes a
-    few milliseconds. The first one of a tokenizer takes about a second for a large vocabulary, which is indexed on the
-    calling thread.
+    few milliseconds; the first one of a tokenizer about a second for a large vocabulary, which is indexed on the
+    calling thread. The class methods raise the constructor's `SettingsError`, and take the same tokenizer.
     """
 
     def __init__(
@@ -114,10 +109,9 @@ class Grammar:
         Args:
             schema: as an object, such as pydantic's `model_json_schema()` gives, or as JSON; True for any JSON. Object
                 keys come in the schema's order; other keys only where `additionalProperties` is not false.
-            tokenizer: see `Grammar`.
             compact: no whitespace between tokens of the JSON; otherwise a blank, or a new line and its indentation.
 
-        Raises: SettingsError: see `Grammar`; also for a schema with an unsupported keyword, or that nothing satisfies.
+        Raises: SettingsError: also for a schema with an unsupported keyword, or that nothing satisfies.
         """
         return cls(grammar_of_schema(schema, compact=compact), tokenizer, what=schema_name(schema))
 
@@ -125,49 +119,29 @@ class Grammar:
     def from_regex(cls, pattern: str, tokenizer: Any) -> Grammar:
         """Text that matches a regular expression as a whole.
 
-        Args:
-            pattern: in the syntax of Rust's regex crate: Python's without lookaround and backreferences.
-            tokenizer: see `Grammar`.
-
-        Raises: SettingsError: see `Grammar`.
+        The syntax is that of Rust's regex crate: Python's without lookaround and backreferences.
         """
         return cls(grammar_of_regex(pattern), tokenizer, what=f"the regular expression {shortened(pattern)}")
 
     @classmethod
     def from_choices(cls, choices: Sequence[str], tokenizer: Any) -> Grammar:
-        """One of some texts.
-
-        Args:
-            choices: the texts; at least one.
-            tokenizer: see `Grammar`.
-
-        Raises: SettingsError: see `Grammar`.
-        """
+        """One of some texts."""
         return cls(grammar_of_choices(choices), tokenizer, what="the list of choices")
 
     @classmethod
     def from_lark(cls, grammar: str, tokenizer: Any) -> Grammar:
-        """Text that matches a context-free grammar.
+        """Text that matches a context-free grammar in Lark's syntax; its rule `start` is the text.
 
-        Args:
-            grammar: in Lark's syntax, as llguidance extends it
-                (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md); its rule `start` is the text.
-            tokenizer: see `Grammar`.
-
-        Raises: SettingsError: see `Grammar`.
+        llguidance extends it (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
         """
         return cls(_grammar_of_lark(grammar), tokenizer, what=f"the grammar {shortened(grammar)}")
 
     @classmethod
     def from_gbnf(cls, grammar: str, tokenizer: Any) -> Grammar:
-        """Text that matches a context-free grammar.
+        """Text that matches a context-free grammar in llama.cpp's syntax, GBNF; its rule `root` is the text.
 
-        Args:
-            grammar: in llama.cpp's syntax (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md), of at
-                most 32,768 characters; its rule `root` is the text. One in Lark's syntax is taken, too.
-            tokenizer: see `Grammar`.
-
-        Raises: SettingsError: see `Grammar`.
+        It has at most 32,768 characters (https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md). One in
+        Lark's syntax is taken, too.
         """
         return cls(grammar_of_gbnf(grammar), tokenizer, what=f"the grammar {shortened(grammar)}")
 

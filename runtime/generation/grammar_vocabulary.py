@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 def library() -> Any:
-    """The module `llguidance`, which is an extra.
-
-    Raises: SettingsError: it is not installed.
-    """
+    """The module `llguidance`, an extra. Raises: SettingsError: it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -64,7 +61,6 @@ def tokenizer_json(tokenizer: Any) -> tuple[str, list[int]]:
 
 
 def _inner_tokenizer(tokenizer: Any) -> tuple[Any, list[int]]:
-    """Hugging Face's tokenizer inside of mlx-lm's wrapper, and its end-of-text ids."""
     if not hasattr(tokenizer, "eos_token_id"):
         raise SettingsError(
             f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {shown(tokenizer)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -68,10 +68,7 @@ def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
 
 
 def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
-    """A JSON schema in llguidance's own format, as `Grammar` takes it.
-
-    Args, Raises: see `Grammar.from_json_schema`; errors of compiling the schema are not raised here.
-    """
+    """A JSON schema in llguidance's own format; see `Grammar.from_json_schema`. Compiles nothing."""
     what = schema_name(schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
@@ -82,17 +79,18 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     except RecursionError as error:
         raise SettingsError(f"{what} is nested too deeply to be followed") from error
     check_is_schema(value, what)
-    if (number := _too_low(json.loads(written))) is not None:
+    copy = json.loads(written)
+    if (number := _too_low(copy)) is not None:
         raise SettingsError(
             f"{what} has {shortened(number)}, which is too low to be followed; numbers must be above {_MIN_NUMBER}"
         )
-    if (remainders := _num_remainders(json.loads(written))) > _MAX_REMAINDERS:
+    if (remainders := _num_remainders(copy)) > _MAX_REMAINDERS:
         raise SettingsError(
             f"{what} has numbers for multipleOf that take too long to be followed: the product of their prime factors "
             f"other than 2 and 5, added up over all values, must be at most {_MAX_REMAINDERS}, "
             f"got {shortened(remainders)}; take rounder ones"
         )
-    if (optional := _num_optional(json.loads(written))) > _MAX_OPTIONAL:
+    if (optional := _num_optional(copy)) > _MAX_OPTIONAL:
         raise SettingsError(
             f"{what} has an object with {optional} optional properties, which take too long to be followed; make all "
             f"but {_MAX_OPTIONAL} of them required"
@@ -100,16 +98,17 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
     # llguidance takes options only with an object, which the schemas True and False are not.
     written = "{}" if value is True else written
     spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
-    options = None if value is False else spacing
     try:
-        grammar: str = library().LLMatcher.grammar_from_json_schema(written, overrides=options)
+        grammar: str = library().LLMatcher.grammar_from_json_schema(
+            written, overrides=None if value is False else spacing
+        )
     except ValueError as error:
         raise SettingsError(f"{what} cannot be followed: {error}") from error
     return grammar
 
 
 def _followable(schema: Any) -> Any:
-    """A copy of a schema without keywords that llguidance needlessly refuses; see `_ENFORCED_FORMATS`, `_MAX_BOUND`."""
+    """A copy of a schema without keywords that llguidance needlessly refuses."""
     if not isinstance(schema, Mapping):
         return schema
     kept = {}
@@ -139,17 +138,12 @@ def _bound(schema: Mapping[str, Any], name: str, bound: float) -> float | None:
 
 def _num_optional(schema: Any) -> int:
     """The most optional properties that one object in a schema has."""
-    most, todo = 0, [schema]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            properties, required = part.get("properties"), part.get("required")
-            if isinstance(properties, dict):
-                named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-                most = max(most, len(properties.keys() - named))
-            todo += part.values()
-        elif isinstance(part, list):
-            todo += part
+    most = 0
+    for _, part, _ in _entries(schema):
+        if isinstance(part, dict) and isinstance(properties := part.get("properties"), dict):
+            required = part.get("required")
+            named = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            most = max(most, len(properties.keys() - named))
     return most
 
 
@@ -159,18 +153,22 @@ def _too_low(schema: Any) -> float | None:
     For a range of integers that ends near the minimum of 64 bits, llguidance recurses until the stack overflows, which
     ends the process. A lower bound alone may have any value: generated schemas have the minimum of 64 bits.
     """
-    todo = [(schema, False)]  # parts of the schema, and whether they are literal values
-    while todo:
-        part, is_literal = todo.pop()
-        if isinstance(part, dict):
-            for name, inner in part.items():
-                if is_literal or name not in _LOWER_BOUNDS or isinstance(inner, (dict, list)):
-                    todo.append((inner, is_literal or name in ("const", "enum")))
-        elif isinstance(part, list):
-            todo += [(inner, is_literal) for inner in part]
-        elif isinstance(part, (int, float)) and part <= _MIN_NUMBER:
+    for name, part, is_literal in _entries(schema):
+        if isinstance(part, (int, float)) and part <= _MIN_NUMBER and (is_literal or name not in _LOWER_BOUNDS):
             return part
     return None
+
+
+def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
+    """All parts of a schema: the key of each ("" in a list), the part, and whether it belongs to a literal value."""
+    todo: list[tuple[str, Any, bool]] = [("", schema, False)]
+    while todo:
+        entry = _, part, is_literal = todo.pop()
+        yield entry
+        if isinstance(part, dict):
+            todo += [(name, inner, is_literal or name in ("const", "enum")) for name, inner in part.items()]
+        elif isinstance(part, list):
+            todo += [("", inner, is_literal) for inner in part]
 
 
 def _num_remainders(schema: Any) -> int:
@@ -180,9 +178,7 @@ def _num_remainders(schema: Any) -> int:
     as they are coprime; numbers for different values add up. References are not followed.
     """
     groups: list[list[int]] = []  # for each value, its least common multiple
-    todo: list[tuple[Any, list[int] | None]] = [
-        (schema, None)
-    ]  # parts of the schema, and their value's group; None for a new value
+    todo: list[tuple[Any, list[int] | None]] = [(schema, None)]  # parts, and their value's group; None for a new value
     while todo:
         part, group = todo.pop()
         if isinstance(part, list):

@@ -22,10 +22,7 @@ ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
 
 
 def check_max_concurrent(value: Any) -> None:
-    """Check the option of `Runtime.generate_many`.
-
-    Raises: SettingsError: it is not a whole number of at least 1.
-    """
+    """Raises: SettingsError: it is not a whole number of at least 1."""
     check_integer("max_concurrent", value, 1)
 
 
@@ -51,8 +48,7 @@ def check_each(
 ) -> list[Generation]:
     """Check every prompt with its settings, and return the beginning of its generation.
 
-    Raises: PromptError, SettingsError: one of the prompts is invalid (the message has its index), or `prompts` is not
-        a list of prompts.
+    Raises: PromptError, SettingsError: one is invalid (the message has its index), or `prompts` is no list of prompts.
     """
     if not is_list(prompts):
         raise PromptError(
@@ -77,7 +73,7 @@ class AwaitableCompletions(ABC):
     @property
     @abstractmethod
     def _is_taken(self) -> bool:
-        """Whether a completion was given, or somebody waits for one."""
+        """Whether a completion was given, or is waited for."""
 
     @property
     @abstractmethod
@@ -146,10 +142,7 @@ class Completions(Merged[Completion], AwaitableCompletions):
     async def __anext__(self) -> tuple[int, Completion]:
         """The next finished completion, with the index of its prompt.
 
-        Raises:
-            StopAsyncIteration: all have been given.
-            StreamBusyError: another task is waiting for one, or for all of them.
-            RuntimeClosedError, RuntimeBrokenError, RewindError: as when awaited.
+        Raises: as when awaited; StreamBusyError: another task is waiting for one, or for all of them.
 
         Cancellation: ends all generations.
         """

@@ -23,8 +23,7 @@ T_contra = TypeVar("T_contra", contravariant=True)
 class Give(Protocol[T_contra]):
     """Gives an item to the consumer; waits while the buffer is full."""
 
-    async def __call__(self, item: T_contra, /) -> None:
-        """See above."""
+    async def __call__(self, item: T_contra, /) -> None: ...
 
 
 Generation = tuple[Open, Tools | None]
@@ -39,9 +38,6 @@ class Merged(SingleConsumer, Generic[T]):
 
     The generations run from the moment that this exists, `max_concurrent` at a time, and as many items may wait for the
     consumer. A subclass says in `_produce` what the items of a generation are.
-
-    Attributes:
-        num_prompts: how many generations there are in all.
     """
 
     _busy = "another task is waiting for the next item; each item is given once, to one task"
@@ -58,8 +54,6 @@ class Merged(SingleConsumer, Generic[T]):
         """Made by `Runtime.generate_many` and `Runtime.stream_many`.
 
         Args:
-            generations: what begins each; in the order of the prompts.
-            max_concurrent: how many at a time, >= 1.
             start_soon: starts a task that outlives the caller's.
             run_soon: has a function called in trio's thread; callable from any thread, at any moment.
         """
@@ -159,12 +153,7 @@ class Merged(SingleConsumer, Generic[T]):
 
 @attrs.define(eq=False)
 class _Work(Generic[T]):
-    """The generations, in tasks of the runtime.
-
-    Attributes:
-        scope: cancels all of them.
-        error: of the first generation that failed.
-    """
+    """The generations, in tasks of the runtime; `error` is that of the first one that failed."""
 
     _generations: Iterator[tuple[int, Generation]]
     _begin: Callable[[Open, Tools | None], TokenStream]
@@ -177,7 +166,6 @@ class _Work(Generic[T]):
     # A Ctrl-C belongs to the user's task.
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        """Run all generations. Raises nothing: the first error is kept in `error`."""
         with self._items, self.scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(self._num_tasks):

@@ -1,8 +1,7 @@
 """The reasoning of an answer: the tokens between the reasoning tags that the tokenizer names.
 
-The server splits text instead (`runtime.generation.tool_calls.answer_reader`), since one implementation cannot serve
-both: a token is marked at once, by ids, and pieces before it may still turn out to be a tag, while sent text cannot be
-taken back and no longer shows which token a piece of it came with.
+The server splits text instead (`runtime.generation.tool_calls.answer_reader`): here a token is marked at once, by ids,
+and pieces before it may still turn out to be a tag, while text that was sent cannot be taken back.
 """
 
 from __future__ import annotations
@@ -27,6 +26,9 @@ class ReasoningTracker:
     Attributes:
         num_tokens: number of tokens given.
         tail: the withheld text of those tokens; see `TokenStream.tail`.
+        tags: the opening and the closing tag; both empty where the tokenizer names none.
+        has_tags: whether the answer so far has a tag.
+        is_thinking: whether the next token is reasoning, unless it completes a tag.
         is_over: whether no more tokens are given.
     """
 
@@ -42,8 +44,8 @@ class ReasoningTracker:
         self.is_over = False
         self._start: tuple[int, ...] = ()
         self._end: tuple[int, ...] = ()
-        self._tags = ("", "")
-        self._is_thinking = self._has_tags = False
+        self.tags = ("", "")
+        self.is_thinking = self.has_tags = False
         self._recent: list[int] = []  # ids since the last tag
         # Offset in the readable text, text, and whether it is reasoning; the text of tags is left out.
         self._pieces: list[tuple[int, str, bool]] = []
@@ -53,30 +55,15 @@ class ReasoningTracker:
         if tokenizer is not None and tokenizer.has_thinking:
             self._start = cast(tuple[int, ...], tokenizer.think_start_tokens)
             self._end = cast(tuple[int, ...], tokenizer.think_end_tokens)
-            self._tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
+            self.tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
             # `in` is fast, and mlx-lm's search is slow.
             if self._start[0] in prompt:
-                self._is_thinking = tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+                self.is_thinking = tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
 
     @property
     def text(self) -> str:
         """The whole answer, tags included."""
         return "".join(self._given_texts)
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the next token is reasoning, unless it completes a tag."""
-        return self._is_thinking
-
-    @property
-    def tags(self) -> tuple[str, str]:
-        """The opening and the closing tag; both empty where the tokenizer names none."""
-        return self._tags
-
-    @property
-    def has_tags(self) -> bool:
-        """Whether the answer so far has a tag."""
-        return self._has_tags
 
     @property
     def thinking(self) -> str:
@@ -96,7 +83,7 @@ class ReasoningTracker:
         # The pieces already include text withheld as a possible stop string.
         num_withheld = self._num_readable_chars - self._num_given_chars
         whole._given_texts = [*self._given_texts, self.tail]
-        whole._pieces = [*self._pieces, (self._num_readable_chars, self.tail[num_withheld:], self._is_thinking)]
+        whole._pieces = [*self._pieces, (self._num_readable_chars, self.tail[num_withheld:], self.is_thinking)]
         whole._num_given_chars += len(self.tail)
         return whole
 
@@ -110,7 +97,7 @@ class ReasoningTracker:
         Args:
             readable: the text that it makes readable.
             given: the text that the consumer gets with it; a possible stop string comes later, or never.
-            tail: the text of the tokens so far that was withheld.
+            tail: the text that was withheld so far.
 
         Returns: whether the token is reasoning, tags included; of an opening tag of several tokens only the last is.
         """
@@ -118,28 +105,28 @@ class ReasoningTracker:
         self.tail = tail
         self._given_texts.append(given)
         self._num_given_chars += len(given)
-        self._pieces.append((self._num_readable_chars, readable, self._is_thinking))
+        self._pieces.append((self._num_readable_chars, readable, self.is_thinking))
         self._num_readable_chars += len(readable)
         if not self._start:
             return False
         self._recent.append(token)
-        was_thinking = self._is_thinking
+        was_thinking = self.is_thinking
         wanted = self._end if was_thinking else self._start
         if tuple(self._recent[-len(wanted) :]) == wanted:
             self._pass_tag(len(wanted))
-        return was_thinking or self._is_thinking
+        return was_thinking or self.is_thinking
 
     def _pass_tag(self, num_tokens: int) -> None:
         """Remove the tag that the last tokens make up, and change sides."""
-        tag = self._tags[1 if self._is_thinking else 0]
+        tag = self.tags[1 if self.is_thinking else 0]
         begin = self._pieces[-num_tokens][0]
         joined = "".join(text for _, text, _ in self._pieces[-num_tokens:])
         del self._pieces[-num_tokens:]
         # The tag's tokens may also make text before the tag readable.
         before, _, after = joined.partition(tag)
-        self._pieces.append((begin, before, self._is_thinking))
-        self._pieces.append((begin + len(joined) - len(after), after, not self._is_thinking))
-        self._is_thinking, self._has_tags = not self._is_thinking, True
+        self._pieces.append((begin, before, self.is_thinking))
+        self._pieces.append((begin + len(joined) - len(after), after, not self.is_thinking))
+        self.is_thinking, self.has_tags = not self.is_thinking, True
         self._recent.clear()
 
 

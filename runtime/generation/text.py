@@ -48,8 +48,8 @@ def encode_prompt(
     Raises:
         PromptError: the prompt is empty, of another type, needs a tokenizer or chat template that is missing, or has
             ids outside [0, vocab_size).
-        PromptTooLongError: it was seen to fill the context before it was tokenised, or its ids were looked at. A prompt
-            that was not may still fill it.
+        PromptTooLongError: it was seen to fill the context before it was tokenised, or its ids were looked at; another
+            one may still fill it.
     """
     ids = _encode(prompt, tokenizer, context_length, switches or {})
     if not ids:
@@ -110,10 +110,7 @@ def check_prompt_length(num_tokens: int, context_length: int | None) -> None:
 
 
 def _checked_message(index: int, message: Mapping[str, Any], tokenizer: TokenizerWrapper) -> dict[str, Any]:
-    """A chat message; content in parts is joined to one text.
-
-    Raises: PromptError: no chat template could use the message.
-    """
+    """A chat message; content in parts is joined to one text."""
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str):
@@ -135,10 +132,6 @@ def _checked_message(index: int, message: Mapping[str, Any], tokenizer: Tokenize
 
 
 def _checked_part(where: str, part: Any) -> str:
-    """The text of one part of a message.
-
-    Raises: PromptError: it is not a text part.
-    """
     form = 'give parts of the form {"type": "text", "text": "…"}, or one text'
     if not isinstance(part, Mapping):
         raise PromptError(f"{where} must be a mapping, got {shown(part)}; {form}")
@@ -182,11 +175,8 @@ def tokenized(
 def _check_text_length(text: str, tokenizer: TokenizerWrapper, context_length: int) -> None:
     """Check the length of a text before it is tokenised, which takes seconds for megabytes.
 
-    Where each character, or byte, takes part in a token, a text of n characters has at least n / (length of the longest
-    token) tokens. So it is with byte-level BPE and with byte fallback; other tokenizers drop or merge what they do not
-    know, and their texts are not checked.
-
-    Raises: PromptTooLongError: the text fills the context.
+    With byte-level BPE and with byte fallback, a text of n characters has at least n / (length of the longest token)
+    tokens. Other tokenizers drop or merge what they do not know, and their texts are not checked.
     """
     backend = getattr(getattr(tokenizer, "_tokenizer", None), "backend_tokenizer", None)
     if backend is None or type(backend.model).__name__ != "BPE":
@@ -211,12 +201,7 @@ def apply_chat_template(
 ) -> tuple[int, ...]:
     """The token ids of chat messages, ending where the answer begins.
 
-    Args:
-        context_length: positions that the target can take; None for no bound.
-        messages, tokenizer, **switches: as for `render_chat_template`.
-
-    Raises: as `render_chat_template`, and:
-        PromptTooLongError: their text was seen to fill the context before it was tokenised.
+    Raises: as `render_chat_template`; PromptTooLongError: as `tokenized`.
     """
     text = render_chat_template(messages, tokenizer, **switches)
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
@@ -258,6 +243,9 @@ class Detokenizer:
     with the last of them. Only for bytes that are no character may the two differ, in the number of replacement
     characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. (mlx-lm's own
     detokenizers drop a space at the start of the text, which a continuation needs.)
+
+    Attributes:
+        unread: the text of the last tokens, which is withheld because it ends in an incomplete character.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
@@ -267,21 +255,16 @@ class Detokenizer:
         # The text of ids[_context_start:_given_end] was given. Later ids are decoded together with these, since
         # tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = 0
-        self._unread = ""
+        self.unread = ""
         self._alone: dict[int, str] = {}
-
-    @property
-    def unread(self) -> str:
-        """The text of the last tokens, which is withheld because it ends in an incomplete character."""
-        return self._unread
 
     @property
     def ahead(self) -> str:
         """The complete characters of `unread`."""
-        return self._unread.rstrip("\ufffd")
+        return self.unread.rstrip("\ufffd")
 
     def add(self, token: int) -> str:
-        """The text that a token makes readable, possibly empty."""
+        """The text that a token makes readable, possibly none."""
         self._ids.append(token)
         return self._advance(is_last=False)
 
@@ -301,9 +284,9 @@ class Detokenizer:
         given: str = self._tokenizer.decode(self._ids[self._context_start : self._given_end])
         fresh = self._decoded_after(given, len(self._ids))
         if fresh and (is_last or not fresh.endswith("\ufffd")):
-            self._context_start, self._given_end, self._unread = self._given_end, len(self._ids), ""
+            self._context_start, self._given_end, self.unread = self._given_end, len(self._ids), ""
             return fresh
-        self._unread = fresh
+        self.unread = fresh
         if len(self._ids) - self._given_end < _MAX_PENDING:
             return ""
         if not fresh:
@@ -313,11 +296,10 @@ class Detokenizer:
         # More bytes than a character has. All but the last ones are none, or would have been given.
         end = len(self._ids) - _INCOMPLETE
         piece = self._decoded_after(given, end)
-        self._context_start, self._given_end, self._unread = self._given_end, end, fresh[len(piece) :]
+        self._context_start, self._given_end, self.unread = self._given_end, end, fresh[len(piece) :]
         return piece
 
     def _decoded_after(self, given: str, end: int) -> str:
-        """The text of the tokens up to an index, after the text that was given."""
         assert self._tokenizer is not None
         return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[len(given) :]
 

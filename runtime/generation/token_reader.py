@@ -33,7 +33,7 @@ class Token:
         id: in the target's vocabulary.
         text: the text that this token makes readable, possibly empty. The texts of a stream add up to the
             tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token has no text.
-            Text that may be the beginning of a stop string is withheld until it is known not to be one.
+            Text that may begin a stop string is withheld until it is known not to.
         index: 0 for the first generated token.
         drafted_by: "model" if a draft model or trained drafter had proposed it, "copy" if it was copied from earlier in
             the text, None if it is the target's own.
@@ -90,10 +90,8 @@ class Progress:
     """How far a generated text has come, for a stream that continues it.
 
     Attributes:
-        num_prompt: number of prompt tokens.
         given: ids of the tokens that were given to the consumer.
         commits: the committed tokens after them, in order.
-        finish_reason, stop_reason: as in `Token`, where the last token was given.
     """
 
     num_prompt: int
@@ -119,10 +117,9 @@ class TokenReader:
     It never waits, so it serves consumers in trio, in asyncio and in plain threads. One thread uses it.
 
     Attributes:
-        session: the number of this generation in a trace.
-        began: when the reader was made, in seconds on the clock of a trace's events.
+        session, began: see `TokenStream`.
         answer: the tokens given so far, split into reasoning and answer.
-        num_given: number of tokens given.
+        parts: the same as content, reasoning and tool calls; None for a generation without tools.
         finish_reason, stop_reason: as in `Token`, once the last token was given; None before.
     """
 
@@ -140,9 +137,8 @@ class TokenReader:
         """A reader that has given nothing yet.
 
         Args:
-            session: the state that the actors share with the reader.
             on_token: called for each token given, with its commit and its index there.
-            calls: tells tool calls of this generation apart; new. None for a generation without tools.
+            calls: tells tool calls apart; None for a generation without tools.
         """
         self.session = session.opened.session
         self.began = clock()
@@ -158,7 +154,7 @@ class TokenReader:
         self._on_token = on_token
         self._estimates = estimates
         self._calls = calls
-        self._parts = Answer()
+        self.parts = None if calls is None else Answer()
         self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
@@ -218,8 +214,8 @@ class TokenReader:
             stop_reason=commit.stop_reason if is_last_in_commit else None,
             is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
-        if self._calls is not None:
-            token = self._with_events(token, self._calls)
+        if self._calls is not None and self.parts is not None:
+            token = self._with_events(token, self._calls, self.parts)
         self.num_given += 1
         self._given.append(token.id)
         if finish_reason is not None:
@@ -231,15 +227,11 @@ class TokenReader:
         """The withheld text of the given tokens; see `TokenStream.tail`."""
         return self._text.tail
 
-    @property
-    def parts(self) -> Answer | None:
-        """The answer so far as content, reasoning and tool calls; None for a generation without tools."""
-        return None if self._calls is None else self._parts
-
     def end(self) -> None:
         """Note that no more tokens are given."""
-        if self._calls is not None and not self.answer.is_over and self.finish_reason is None:
-            self._parts.add(self._calls.finish(is_complete=False))
+        is_cut_off = not self.answer.is_over and self.finish_reason is None
+        if is_cut_off and self._calls is not None and self.parts is not None:
+            self.parts.add(self._calls.finish(is_complete=False))
         self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
@@ -255,13 +247,13 @@ class TokenReader:
             lookahead=self._lookahead,
         )
 
-    def _with_events(self, token: Token, calls: AnswerReader) -> Token:
+    def _with_events(self, token: Token, calls: AnswerReader, parts: Answer) -> Token:
         was_in_block = calls.is_in_block
         events = calls.add(token.text)
         is_tool_call = was_in_block or calls.is_in_block or any(isinstance(event, CallEnded) for event in events)
         if token.finish_reason is not None:
             events += calls.finish(is_complete=token.is_complete)
-        self._parts.add(events)
+        parts.add(events)
         return attrs.evolve(token, is_tool_call=is_tool_call, events=tuple(events))
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
@@ -269,7 +261,6 @@ class TokenReader:
 
 
 def _rest_of(commit: Commit, begin: int) -> Commit:
-    """A commit without its first tokens."""
     return attrs.evolve(
         commit,
         start=commit.start + begin,
@@ -284,10 +275,7 @@ def _rest_of(commit: Commit, begin: int) -> Commit:
 class Arrivals:
     """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`.
 
-    Attributes:
-        session: the state that the actors share with the reader.
-        commits: the channel on which they arrive.
-        hang_up: ends the session soon; callable from any thread, at any moment, more than once.
+    `hang_up` ends the session soon, and may be called more than once.
     """
 
     _session: Session
@@ -344,8 +332,7 @@ class Arrivals:
     def peek(self) -> list[Commit]:
         """All commits that were not received yet; they can still be received.
 
-        Taking them from the channel lets the models go on. Beyond a channel's worth of peeked commits none are taken: a
-        consumer that peeks and never receives has at most twice the channel's buffer waiting.
+        Taking them from the channel lets the models go on, so at most a channel's worth of peeked commits is kept.
         """
         if len(self._peeked) <= self._commits.statistics().max_buffer_size:
             self._peeked.extend(self.receive_ready())

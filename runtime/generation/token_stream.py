@@ -41,10 +41,7 @@ class SingleConsumer(ABC):
         return self
 
     async def aclose(self) -> None:
-        """End the generation, or all of them. Returns at once; closing twice is closing once.
-
-        Cancellation: a checkpoint; it is closed in any case.
-        """
+        """End the generation, or all of them, at once. A checkpoint, after which it is closed also if cancelled."""
         self.close()
         await trio.lowlevel.checkpoint()
 
@@ -55,12 +52,7 @@ class SingleConsumer(ABC):
         self.close()
 
     async def _receive(self, receive: Callable[[], Awaitable[T]]) -> T:
-        """The result of `receive`, which may wait.
-
-        Raises: StreamBusyError: another task is waiting; and what `receive` raises.
-
-        Cancellation: closes this.
-        """
+        """The result of `receive`; a cancellation closes this. Raises: StreamBusyError: another task is waiting."""
         if self._is_waiting:
             raise StreamBusyError(self._busy)
         self._is_waiting = True
@@ -120,9 +112,9 @@ class StreamState(ABC):
     def tail(self) -> str:
         """The text of the given tokens that was withheld: the possible beginning of a stop string, or half a character.
 
-        The texts of the tokens and the tail add up to the tokenizer's decoding of the tokens' ids. After a `break`, a
-        cancellation or a failure, the tail is the rest of the text. While the stream goes on, the tail comes with a
-        later token, unless it turns out to be a stop string. It is empty once the text is over.
+        The texts of the tokens and the tail add up to the decoding of the tokens' ids. The tail comes with a later
+        token, unless it turns out to be a stop string; after a `break`, a cancellation or a failure, it is the rest of
+        the text. It is empty once the text is over.
         """
         reader = self._opened_reader
         return "" if reader is None else reader.tail
@@ -134,7 +126,6 @@ class StreamState(ABC):
 
     @property
     def _state(self) -> str:
-        """For a repr."""
         reader = self._opened_reader
         num_given = 0 if reader is None else reader.num_given
         return f"{self.finish_reason or ('closed' if self._is_closed else 'under way')}: {num_given} tokens given"
@@ -243,13 +234,13 @@ class TokenStream(StreamState, SingleConsumer):
         """Save the stream to a file, from which `Runtime.load_stream` continues after the last token given.
 
         The stream goes on undisturbed; it may also be closed, cancelled, failed or over. The file has the prompt, the
-        text so far including the tokens that the target has committed beyond the last one given, the settings, the
-        seed (also where none was asked for), and the caches of the target and the draft model; of a stream that is
-        closed, what the prefix cache has kept of them (`reuse_prefix`). See `Conversation.save` for the file itself.
+        text so far including committed tokens that were not given yet, the settings, the seed (also where none was
+        asked for), and the caches of both models; of a closed stream, what the prefix cache has kept of them
+        (`reuse_prefix`). See `Conversation.save` for the file itself.
 
-        Under the match rule, the loaded stream gives the same text as this one. Under the others it does so
-        where the rounds are the same: where nothing is drafted, or with a lookahead that is a number, caches that can
-        be trimmed, and a drafter that is never late. Otherwise its text is another sample of the same distribution.
+        Under the match rule, the loaded stream gives the same text as this one; so it does under the others where the
+        rounds are the same: where nothing is drafted, or with a lookahead that is a number, caches that can be trimmed,
+        and a drafter that is never late. Otherwise its text is another sample of the same distribution.
 
         Args:
             path: as for `Conversation.save`.
@@ -303,7 +294,7 @@ class TokenStream(StreamState, SingleConsumer):
 
 
 def warn_unread(stream: object, how_to_close: str) -> None:
-    """Warn of a stream that was dropped unread; the last step of a stream's `__del__`, here and in other handles."""
+    """Warn of a stream that was dropped unread; the last step of a stream's `__del__`."""
     warnings.warn(
         f"a token stream was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
         ResourceWarning,
@@ -313,12 +304,7 @@ def warn_unread(stream: object, how_to_close: str) -> None:
 
 
 async def complete(stream: TokenStream) -> Completion:
-    """Read a stream to its end.
-
-    Raises: as `TokenStream.__anext__`.
-
-    Cancellation: ends the generation; the tokens so far are lost.
-    """
+    """Read a stream to its end. Raises, cancellation: as `TokenStream.__anext__`."""
     async with stream:
         return completion_of(stream, [token async for token in stream])
 

@@ -17,8 +17,7 @@ import attrs
 from protocol.reprs import shown_path
 from runtime.measuring.machine import versions
 from runtime.measuring.reports import Section
-from runtime.terminal.display import OutputError
-from runtime.terminal.output_files import check_place
+from runtime.terminal.display import OutputError, check_place
 from runtime.terminal.tables import TableRow, TextTable
 
 FORMAT = 2

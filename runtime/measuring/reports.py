@@ -12,8 +12,7 @@ import attrs
 from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown_path
 from protocol.validation import must_be
-from runtime.terminal.display import OutputError, printing
-from runtime.terminal.output_files import check_place
+from runtime.terminal.display import OutputError, check_place, printing
 from runtime.terminal.tables import TextTable, show_sections, show_table
 
 if TYPE_CHECKING:

@@ -23,9 +23,6 @@ class LineReader:
 
     At a terminal a text may have several lines: lines that are pasted at once, lines that end in a backslash with the
     one after them, and lines between two `BLOCK`s. Elsewhere each line is a text.
-
-    Attributes:
-        is_interactive: whether stdin is a terminal.
     """
 
     def __init__(self) -> None:
@@ -58,7 +55,6 @@ class LineReader:
             ) from error
 
     def _continued(self, line: str) -> str | None:
-        """A line, joined with the lines that follow a backslash at its end."""
         lines = [line]
         while lines[-1].endswith("\\"):
             if (following := self._read_line(MORE_PROMPT)) is None:
@@ -94,11 +90,7 @@ class LineReader:
 
 
 class SignalWhileTyping(BaseException):
-    """A signal arrived while a line was being typed. A BaseException, like KeyboardInterrupt.
-
-    Attributes:
-        number: the signal's number.
-    """
+    """A signal, of this number, arrived while a line was being typed. A BaseException, like KeyboardInterrupt."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 import trio
 
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, SettingsError
+from protocol.reprs import shown_path
 from protocol.trace import Event, Span
 from runtime.terminal.tables import UNBOUNDED, show_sections
 
@@ -34,24 +35,15 @@ SIGNAL_STATUS_BASE = 128
 
 @attrs.define
 class CommandOutcome:
-    """How a command ended.
-
-    Attributes:
-        finish_reason: why the work was complete; None if it was not.
-        failure: the error that ended it, if any.
-        signal: number of the signal that interrupted it, if any.
-    """
+    """How a command ended: why its work was complete, or what ended it."""
 
     finish_reason: str | None = None
     failure: OutriderError | None = None
-    signal: int | None = None
+    signal: int | None = None  # its number
 
 
 def exit_status(outcome: CommandOutcome) -> int:
-    """The exit status for an outcome.
-
-    Raises: OutriderError: the failure in the outcome.
-    """
+    """The exit status for an outcome. Raises: OutriderError: its failure."""
     if outcome.signal is not None:
         return SIGNAL_STATUS_BASE + outcome.signal
     if outcome.failure is None:
@@ -77,7 +69,10 @@ class OutputError(OutriderError):
 
 
 class Output:
-    """Stdout without Python's buffers, which would be flushed again at exit, to a reader that may have gone."""
+    """Stdout without Python's buffers, which would be flushed again at exit, to a reader that may have gone.
+
+    Its methods raise `OutputError` where it cannot be written.
+    """
 
     def __init__(self) -> None:
         # Python has None for a stdout that was closed when the process started.
@@ -88,7 +83,6 @@ class Output:
 
     @property
     def _is_shown_with_stderr(self) -> bool:
-        """Whether stdout is a terminal, or goes where stderr goes."""
         if self._is_terminal or self._fd == -1 or sys.stderr is None:
             return self._is_terminal
         return os.path.samestat(os.fstat(self._fd), os.fstat(sys.stderr.fileno()))
@@ -108,12 +102,7 @@ class Output:
         return self._is_terminal
 
     async def write(self, text: str, *, dimmed: bool = False) -> None:
-        """Write a piece of the text.
-
-        Args:
-            dimmed: whether to dim it, if stdout is a terminal and NO_COLOR is not set.
-
-        Raises: OutputError: it cannot be written.
+        """Write a piece of the text, perhaps dimmed if stdout is a terminal and NO_COLOR is not set.
 
         Cancellation: returns at once; the piece may or may not be written.
         """
@@ -129,10 +118,7 @@ class Output:
             self._is_in_line = not text.endswith("\n")
 
     def write_now(self, text: str) -> None:
-        """Write a text, and block until it is written.
-
-        Raises: OutputError: it cannot be written.
-        """
+        """Write a text, and block until it is written."""
         data = text.encode(self._encoding, "replace")
         try:
             while data:
@@ -141,21 +127,27 @@ class Output:
             raise OutputError(f"cannot write to stdout: {error.strerror}") from error
 
     def end_line(self) -> None:
-        """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line.
-
-        Raises: OutputError: it cannot be written.
-        """
+        """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line."""
         if self._is_in_line and self._is_shown_with_stderr:
             self.write_now("\n")
 
     def end_answer(self) -> None:
-        """End an open line, whether stdout is a terminal or not.
-
-        Raises: OutputError: it cannot be written.
-        """
+        """End an open line, whether stdout is a terminal or not."""
         if self._is_in_line:
             self.write_now("\n")
             self._is_in_line = False
+
+
+def check_place(name: str, path: Path) -> Path:
+    """The path of a file to write, checked before any work.
+
+    Raises: SettingsError: it is a directory, or in no directory that exists.
+    """
+    if path.is_dir():
+        raise SettingsError(f"{name} {shown_path(str(path))} is a directory; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise SettingsError(f"{name} {shown_path(str(path))} is in no directory that exists; make {path.parent} first")
+    return path
 
 
 @contextmanager
@@ -164,8 +156,7 @@ def printing() -> Iterator[Console]:
 
     If stdout is no terminal, nothing is wrapped or split, unless the environment variable COLUMNS sets a width.
 
-    Raises: OutputError: it cannot be written. (A plain rich console ends the process with status 1 if the reader of
-        stdout has gone.)
+    Raises: OutputError: it cannot be written. (A plain rich console would end the process.)
     """
     from rich.console import Console
 
@@ -184,20 +175,12 @@ def printing() -> Iterator[Console]:
 
 
 def _width(is_terminal: bool) -> int | None:
-    """Width of a console in columns; None leaves it to rich.
-
-    Args:
-        is_terminal: whether the stream is a terminal. `Console.is_terminal` does not tell: FORCE_COLOR and
-            TTY_COMPATIBLE make it true for a pipe, which has no width.
-    """
+    # `Console.is_terminal` does not tell: FORCE_COLOR and TTY_COMPATIBLE make it true for a pipe, which has no width.
     return None if is_terminal or os.environ.get("COLUMNS", "").isdigit() else UNBOUNDED
 
 
 def print_text(text: str) -> None:
-    """Print a text on stdout; characters that its encoding lacks are replaced.
-
-    Raises: OutputError: it cannot be written.
-    """
+    """Print a text on stdout; characters that its encoding lacks are replaced. Raises: OutputError."""
     if sys.stdout is None:
         raise OutputError("cannot write to stdout: it is closed")
     encoding = sys.stdout.encoding or "utf-8"
@@ -248,10 +231,7 @@ class Display:
         self.clear()
 
     def show_activity(self, what: str) -> None:
-        """Show a description of the current activity, in place of the one before.
-
-        Without animation: the activity may be timed, and drawing would take time from it.
-        """
+        """Show the current activity, without animation: it may be timed, and drawing would take time from it."""
         self._stops_when = f"once this is over: {what}"
         self.clear()
         if _is_terminal():
@@ -273,8 +253,7 @@ class Display:
         self._shows_text = False
         self.clear()
         if _is_terminal():
-            # The last prompt token belongs to the first decoding pass. If one pass takes all others, there is no
-            # progress to show.
+            # The last prompt token belongs to the first decoding pass. If one pass takes all others, nothing advances.
             from protocol.prefill_chunks import MIN_CHUNK_TOKENS
 
             pass_tokens = MIN_CHUNK_TOKENS if step_size == "auto" else step_size
@@ -287,12 +266,9 @@ class Display:
 
     def on_event(self, event: Event) -> None:
         """Advance the bar, if an event is a prefill pass of the target."""
-        if (
-            self._progress is not None
-            and self._task is not None
-            and isinstance(event, Span)
-            and (event.actor, event.kind) == ("target", "prefill")
-        ):
+        if self._progress is None or self._task is None or not isinstance(event, Span):
+            return
+        if (event.actor, event.kind) == ("target", "prefill"):
             self._progress.update(self._task, advance=event.num_tokens, refresh=True)
 
     def show_stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
@@ -331,17 +307,10 @@ class Display:
 def warnings_at_the_end() -> Iterator[None]:
     """Hold back the runtime's warnings until the end of the block, and print them without tracebacks."""
     messages: list[str] = []
-
-    class Collector(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger, collector = logging.getLogger("outrider"), Collector(logging.WARNING)
-    logger.addHandler(collector)
     try:
-        yield
+        with _records_of("outrider", logging.WARNING, messages.append):
+            yield
     finally:
-        logger.removeHandler(collector)
         for message in messages:
             print_message(f"warning: {message}")
 
@@ -349,26 +318,31 @@ def warnings_at_the_end() -> Iterator[None]:
 @contextmanager
 def printing_choices() -> Iterator[None]:
     """Print what the draft "auto" takes once that is known, inside the block."""
-
-    class Printer(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            print_message(record.getMessage())
-
-    logger, printer = logging.getLogger("outrider.auto_draft"), Printer()
+    logger = logging.getLogger("outrider.auto_draft")
     before = logger.level
-    logger.addHandler(printer)
     logger.setLevel(logging.INFO)
+    try:
+        with _records_of(logger.name, logging.INFO, print_message):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _records_of(name: str, level: int, take: Callable[[str], None]) -> Iterator[None]:
+    class Taker(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            take(record.getMessage())
+
+    logger, taker = logging.getLogger(name), Taker(level)
+    logger.addHandler(taker)
     try:
         yield
     finally:
-        logger.setLevel(before)
-        logger.removeHandler(printer)
+        logger.removeHandler(taker)
 
 
 def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
-    """Print titled tables of (name, value) on stdout.
-
-    Raises: OutputError: it cannot be written.
-    """
+    """Print titled tables of (name, value) on stdout. Raises: OutputError: it cannot be written."""
     with printing() as console:
         show_sections(console, sections)

@@ -27,13 +27,10 @@ def exit_on_signal(display: Display, exit_now: Callable[[int], object] = os._exi
     """Have SIGINT and SIGTERM end the process at once inside the block, unless other handlers are installed there.
 
     For work that cannot be cancelled and leaves nothing half done, such as imports. A signal that is ignored stays so.
-
-    Args:
-        display: cleared first, since it may have hidden the cursor.
     """
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        display.clear()
+        display.clear()  # it may have hidden the cursor
         exit_now(SIGNAL_STATUS_BASE + number)
 
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -55,10 +52,7 @@ def _handlers(handler: Callable[[int, FrameType | None], None], numbers: list[si
 class SignalScope:
     """A cancel scope for a command's work: SIGINT or SIGTERM cancels it, and a second signal ends the process.
 
-    Attributes:
-        outcome: the command's outcome; a failure, and the signal that cancelled the work, are noted there.
-        display: says what a cancellation waits for.
-        exit_now: ends the process with a status.
+    A failure, and the signal that cancelled the work, are noted in the outcome.
     """
 
     outcome: CommandOutcome
@@ -80,11 +74,7 @@ class SignalScope:
         return False
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do the work, and listen to signals meanwhile; to be called once.
-
-        Args:
-            work: what to do. An `OutriderError` that it raises is noted in the outcome.
-        """
+        """Do the work, once, and listen to signals meanwhile. Its `OutriderError` is noted in the outcome."""
         token = trio.lowlevel.current_trio_token()
 
         def on_signal(number: int, _: FrameType | None) -> None:

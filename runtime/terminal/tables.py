@@ -19,12 +19,7 @@ UNBOUNDED = 100_000
 
 @attrs.frozen
 class TableRow:
-    """A row of a table.
-
-    Attributes:
-        cells: one a column; missing cells at the end stay empty.
-        style: rich's style of the whole row; "" for none.
-    """
+    """A row of a table, in one of rich's styles; missing cells at the end stay empty."""
 
     cells: tuple[str, ...]
     style: str = ""
@@ -32,14 +27,11 @@ class TableRow:
 
 @attrs.frozen
 class TextTable:
-    """A table: headings, and rows of cells.
+    """A table: headings of one or more lines, and rows of cells.
 
     Attributes:
-        headings: one a column; each may have several lines.
-        rows: the rows, in order.
         num_labels: number of columns at the front, >= 1, that name a row. Each part of a split table begins with them.
-        is_grouped: whether rows with the same first label form a group. The label of a group is shown once, and a line
-            separates two groups.
+        is_grouped: whether rows with the same first label form a group, which shows it once, between lines.
     """
 
     headings: tuple[str, ...]

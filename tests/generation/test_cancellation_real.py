@@ -5,9 +5,9 @@ The trace, called in trio's thread at each event, and a model that blocks in a f
 
 from __future__ import annotations
 
-import gc
-import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +16,12 @@ import pytest
 import trio
 import trio.testing
 from blocking_models import BlockingModel
+from completions import ids
 from greedy_pair import PROMPT, drafter, target, text
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
 from sweeps import sweep
+from ways_to_cancel import Way, by_aclose, by_break, by_dropping_unread, by_leaving, by_scope, read
 
 import runtime
 from protocol.trace import Event, Instant, Span
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("spare_buffers")
 
 # With "auto", such small models might run without a drafter, and there would be no hit or miss.
 SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
+LONG = {"max_tokens": 400, **SETTINGS}
 
 EVENTS = [
     (Instant, "target", "open"),
@@ -46,18 +49,11 @@ EVENTS = [
     (Instant, "draft", "rewind"),
 ]
 UNDRAFTED_EVENTS = [
-    (Instant, "target", "open"),
-    (Span, "target", "open"),
-    (Span, "target", "prefill"),
+    *(event for event in EVENTS if event[1] == "target" and event[2] in ("open", "prefill", "verdict")),
     (Span, "target", "decode"),
-    (Instant, "target", "verdict"),
 ]
 Kind = tuple[type[Event], str, str]
 LAST_EVENTS = [(Instant, "target", "finish"), (Span, "target", "close"), (Span, "draft", "close")]
-
-
-def name_of(event: Kind) -> str:
-    return "-".join([event[0].__name__, *event[1:]])
 
 
 class Trigger:
@@ -94,12 +90,6 @@ class Trigger:
         ]
 
 
-async def the_next_text_is_right(rt: runtime.Runtime) -> None:
-    completion = await rt.generate(PROMPT, max_tokens=12, **SETTINGS)
-    assert [token.id for token in completion.tokens] == text(12)
-    assert completion.statistics.draft_failures == 0
-
-
 def nothing_is_left(trigger: Trigger) -> None:
     """Assert, after `open`, that no thread is left and that every cache that was opened was closed."""
     assert outrider_threads() == []
@@ -108,66 +98,45 @@ def nothing_is_left(trigger: Trigger) -> None:
         assert sorted(opened) == sorted(span.session for span in trigger.spans(actor, "close"))
 
 
-# --- the ways to cancel ---------------------------------------------------------------------------
+async def the_next_text_is_right(rt: runtime.Runtime) -> None:
+    completion = await rt.generate(PROMPT, max_tokens=12, **SETTINGS)
+    assert ids(completion) == text(12)
+    assert completion.statistics.draft_failures == 0
 
 
-async def by_scope(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
-    with trio.CancelScope() as scope:
-        arm(scope.cancel)
-        async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-            pass
-    assert scope.cancelled_caught
+def pair(ours: Any = None, theirs: Any = None) -> tuple[Any, Any]:
+    return (ours or target(), None), (theirs or drafter(), None)
 
 
-async def by_timeout(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
-    with trio.CancelScope() as scope:
-
-        def expire() -> None:
-            scope.deadline = -math.inf
-
-        arm(expire)
-        async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-            pass
-    assert scope.cancelled_caught
+@asynccontextmanager
+async def opened(ours: Any = None, theirs: Any = None) -> AsyncIterator[tuple[runtime.Runtime, Trigger]]:
+    """A runtime over a pair, and its trace; afterwards, the next text must be right, and nothing be left."""
+    trigger = Trigger()
+    async with runtime.open(*pair(ours, theirs), trace=trigger) as rt:
+        yield rt, trigger
+        await the_next_text_is_right(rt)
+    nothing_is_left(trigger)
 
 
-async def by_aclose(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
-    struck = trio.Event()
-    arm(struck.set)
-    stream = rt.stream(PROMPT, max_tokens=400, **SETTINGS)
-    await struck.wait()
-    await stream.aclose()
-    await stream.aclose()
-    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
-        await anext(stream)
+# --- at any event ----------------------------------------------------------------------------------
+
+WAYS: list[Way] = [by_scope, by_aclose, by_leaving, by_break, by_dropping_unread]
 
 
-async def by_leaving(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
-    struck = trio.Event()
-    arm(struck.set)
-    async with rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-        await struck.wait()
+async def cancel(rt: runtime.Runtime, trigger: Trigger, event: Kind, way: Way = by_scope, *, nth: int = 1) -> None:
+    """Begin a long text, and cancel it at the nth event of a kind."""
+    scope, due = trio.CancelScope(), trio.Event()
 
+    def strike() -> None:
+        scope.cancel()
+        due.set()
 
-async def by_break(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
-    struck = trio.Event()
-    arm(struck.set)
-    async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-        if struck.is_set():
-            break
-
-
-async def by_dropping(rt: runtime.Runtime, arm: Callable[[Callable[[], object]], None]) -> None:
-    struck = trio.Event()
-    arm(struck.set)
-    stream = rt.stream(PROMPT, max_tokens=400, **SETTINGS)
-    await struck.wait()
-    with pytest.warns(ResourceWarning, match="dropped unread"):
-        del stream
-    gc.collect()
-
-
-WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
+    trigger.at(event, strike, nth=nth)
+    kept = await way(partial(rt.stream, PROMPT, **LONG), scope, due)
+    assert trigger.has_struck
+    if kept is not None:
+        with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+            await anext(kept)
 
 
 @sweep(
@@ -182,22 +151,18 @@ WAYS = [by_scope, by_timeout, by_aclose, by_leaving, by_break, by_dropping]
     ],
 )
 async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, way: Any) -> None:
-    trigger = Trigger()
     # Only a drafter that is always right surely hits before the stream's buffer is full.
-    draft = target() if event[2] == "hit" else drafter()
-    async with runtime.open((target(), None), (draft, None), trace=trigger) as rt:
-        await way(rt, lambda act: trigger.at(event, act))
-        assert trigger.has_struck
+    async with opened(theirs=target() if event[2] == "hit" else None) as (rt, trigger):
+        await cancel(rt, trigger, event, way)
         await the_next_text_is_right(rt)
         # Both models close what they had opened at once, and not when the runtime is left.
         for actor in ("target", "draft"):
-            opened, closed = (trigger.spans(actor, kind, session=0) for kind in ("open", "close"))
-            assert len(opened) == len(closed) <= 1, actor
+            spans = [trigger.spans(actor, kind, session=0) for kind in ("open", "close")]
+            assert len(spans[0]) == len(spans[1]) <= 1, actor
         await trio.testing.wait_all_tasks_blocked()
         assert rt.num_streams == 0
         # Nowhere near its end.
         assert rt.statistics().generated_tokens < 200
-    nothing_is_left(trigger)
 
 
 @sweep("way", WAYS)
@@ -205,8 +170,7 @@ async def test_cancelling_at_any_event_leaves_the_runtime_in_order(event: Kind, 
 async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) -> None:
     trigger = Trigger()
     async with runtime.open((target(), None), trace=trigger) as rt:
-        await way(rt, lambda act: trigger.at(event, act))
-        assert trigger.has_struck
+        await cancel(rt, trigger, event, way)
         await the_next_text_is_right(rt)
     nothing_is_left(trigger)
 
@@ -215,37 +179,24 @@ async def test_cancelling_at_any_event_of_plain_decoding(event: Kind, way: Any) 
 @sweep("nth", range(1, 9))
 @sweep("event", [(Span, "target", "verify"), (Span, "draft", "draft")])
 async def test_cancelling_after_each_of_the_first_rounds(event: Kind, nth: int) -> None:
-    trigger = Trigger()
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
-        await by_scope(rt, lambda act: trigger.at(event, act, nth=nth))
-        await the_next_text_is_right(rt)
-    nothing_is_left(trigger)
+    async with opened() as (rt, trigger):
+        await cancel(rt, trigger, event, nth=nth)
 
 
-@pytest.mark.parametrize("event", LAST_EVENTS, ids=name_of)
+@sweep("event", LAST_EVENTS)
 async def test_cancelling_when_the_text_is_over_already(event: Kind) -> None:
-    trigger = Trigger()
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
-        struck = trio.Event()
+    async with opened() as (rt, trigger):
         with trio.CancelScope() as scope:
-
-            def strike() -> None:
-                scope.cancel()
-                struck.set()
-
-            trigger.at(event, strike)
+            trigger.at(event, scope.cancel)
             tokens = [token.id async for token in rt.stream(PROMPT, max_tokens=6, **SETTINGS)]
             # The tokens before the cancellation are right; a complete text cannot be cut off.
             assert tokens == text(6)
             await trio.sleep_forever()
-        assert struck.is_set()
-        await the_next_text_is_right(rt)
-    nothing_is_left(trigger)
+        assert trigger.has_struck
 
 
 async def test_cancelling_a_stream_that_is_being_cancelled() -> None:
-    trigger = Trigger()
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+    async with opened() as (rt, trigger):
         with trio.CancelScope() as scope:
             trigger.at((Instant, "target", "cancel"), scope.cancel)
             async with rt.stream(PROMPT, max_tokens=400) as stream:
@@ -253,121 +204,75 @@ async def test_cancelling_a_stream_that_is_being_cancelled() -> None:
                 await stream.aclose()
             await trio.sleep_forever()
         assert scope.cancelled_caught
-        await the_next_text_is_right(rt)
-    nothing_is_left(trigger)
 
 
-async def test_tokens_given_before_the_cancellation_are_right() -> None:
-    async with runtime.open((target(), None), (drafter(), None)) as rt:
-        for num_tokens in range(1, 12):
-            given: list[int] = []
-            async with rt.stream(PROMPT, max_tokens=400) as stream:
-                async for token in stream:
-                    given.append(token.id)
-                    if len(given) == num_tokens:
-                        break
-            assert given == text(12)[:num_tokens]
-            assert stream.statistics().generated_tokens == num_tokens
-            assert stream.finish_reason is None
-        await the_next_text_is_right(rt)
-
-
-@pytest.mark.parametrize("actor", ["target", "draft"])
+@sweep("actor", ["target", "draft"])
 async def test_a_long_prefill_is_cut_short(actor: str) -> None:
-    trigger = Trigger()
-    long_prompt = prompt_of(401)
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+    async with opened() as (rt, trigger):
         with trio.CancelScope() as scope:
             trigger.at((Span, actor, "prefill"), scope.cancel, nth=3)
-            async for _ in rt.stream(long_prompt, prefill_step_size=2):
+            async for _ in rt.stream(prompt_of(401), prefill_step_size=2):
                 raise AssertionError("no token should come")
         assert scope.cancelled_caught
-        await the_next_text_is_right(rt)
     assert 3 <= len(trigger.spans(actor, "prefill", session=0)) < 200
     assert trigger.spans("target", "verify", session=0) == []
-    nothing_is_left(trigger)
 
 
 async def test_one_of_several_streams_is_cancelled_and_the_others_are_not() -> None:
-    trigger = Trigger()
     texts: dict[int, list[int]] = {}
     prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(3)]
 
     async def consume(number: int) -> None:
         texts[number] = [token.id async for token in rt.stream(prompts[number], max_tokens=24)]
 
-    async with (
-        runtime.open((target(), None), (drafter(), None), trace=trigger) as rt,
-        trio.open_nursery() as nursery,
-    ):
+    async with opened() as (rt, trigger), trio.open_nursery() as nursery:
         for number in range(3):
             nursery.start_soon(consume, number)
-        await by_scope(rt, lambda act: trigger.at((Span, "target", "verify"), act, nth=10))
+        await cancel(rt, trigger, (Span, "target", "verify"), nth=10)
     assert texts == {number: text(24, prompt) for number, prompt in enumerate(prompts)}
-    nothing_is_left(trigger)
-
-
-async def test_a_stream_closed_while_another_task_waits_for_its_next_token() -> None:
-    trigger = Trigger()
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
-        stream = rt.stream(prompt_of(401), prefill_step_size=2)
-        async with trio.open_nursery() as nursery:
-
-            @nursery.start_soon
-            async def wait() -> None:
-                with pytest.raises(runtime.RuntimeClosedError):
-                    await anext(stream)
-
-            struck = trio.Event()
-            trigger.at((Span, "target", "prefill"), struck.set)
-            await struck.wait()
-            await stream.aclose()
-        await the_next_text_is_right(rt)
-    nothing_is_left(trigger)
 
 
 async def test_a_stream_may_be_dropped_on_another_thread() -> None:
-    trigger = Trigger()
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+    async with opened() as (rt, _):
         holder = [rt.stream(PROMPT, max_tokens=400)]
         await anext(holder[0])
         await trio.to_thread.run_sync(holder.clear)
         await the_next_text_is_right(rt)
         while rt.num_streams:  # a finished stream is removed in the next turn of the event loop
             await trio.lowlevel.checkpoint()
-    nothing_is_left(trigger)
 
 
 # --- in the middle of a forward pass --------------------------------------------------------------
 
 
+def holding(who: str) -> tuple[BlockingModel, Any, Any]:
+    """A model that can be held in a forward pass, and the pair of which it is one."""
+    held = BlockingModel(target() if who == "target" else drafter())
+    return (held, held, drafter()) if who == "target" else (held, target(), held)
+
+
 @sweep("who", ["target", "draft"])
 @sweep("when", ["prefill", "decode"])
 async def test_the_consumer_is_back_while_the_forward_pass_still_runs(when: str, who: str) -> None:
-    held = BlockingModel(target() if who == "target" else drafter())
-    trigger = Trigger()
-    ours, theirs = (held, drafter()) if who == "target" else (target(), held)
-    async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
+    held, *models = holding(who)
+    async with opened(*models) as (rt, trigger):
         if when == "prefill":
             held.block()
         else:
             trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
-        async with rt.stream(PROMPT, max_tokens=400, **SETTINGS):
+        async with rt.stream(PROMPT, **LONG):
             await held.blocked_in_trio()
         # Here the consumer is back, and the forward pass still blocks.
         assert outrider_threads() != []
         await trio.testing.wait_all_tasks_blocked()
         assert trigger.spans(who, "close") == []
         held.release()
-        await the_next_text_is_right(rt)
-    nothing_is_left(trigger)
 
 
-@pytest.mark.parametrize("who", ["target", "draft"])
+@sweep("who", ["target", "draft"])
 async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str) -> None:
-    held = BlockingModel(target() if who == "target" else drafter())
+    held, ours, theirs = holding(who)
     trigger = Trigger()
-    ours, theirs = (held, drafter()) if who == "target" else (target(), held)
     left = trio.Event()
     async with trio.open_nursery() as nursery:
         scope = trio.CancelScope()
@@ -375,10 +280,9 @@ async def test_leaving_the_runtime_waits_for_the_forward_pass_that_runs(who: str
         @nursery.start_soon
         async def use() -> None:
             with scope:
-                async with runtime.open((ours, None), (theirs, None), trace=trigger) as rt:
+                async with runtime.open(*pair(ours, theirs), trace=trigger) as rt:
                     trigger.at((Span, who, "verify" if who == "target" else "draft"), held.block)
-                    async for _ in rt.stream(PROMPT, max_tokens=400, **SETTINGS):
-                        pass
+                    await read(rt.stream(PROMPT, **LONG))
             left.set()
 
         await held.blocked_in_trio()
@@ -400,7 +304,7 @@ def layer_classes(model: nn.Module) -> list[type]:
 
 async def test_leaving_with_streams_half_read_ends_them_and_leaves_nothing() -> None:
     trigger = Trigger()
-    async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+    async with runtime.open(*pair(), trace=trigger) as rt:
         streams = [rt.stream(PROMPT, max_tokens=400) for _ in range(3)]
         for stream in streams:
             await anext(stream)
@@ -411,21 +315,16 @@ async def test_leaving_with_streams_half_read_ends_them_and_leaves_nothing() -> 
                 pass
 
 
+async def is_told(stream: runtime.TokenStream) -> None:
+    with pytest.raises(runtime.RuntimeClosedError):
+        await anext(stream)
+
+
 async def test_a_consumer_that_waits_when_the_runtime_is_left_is_told() -> None:
     trigger = Trigger()
-    async with (
-        trio.open_nursery() as nursery,
-        runtime.open((target(), None), (drafter(), None), trace=trigger) as rt,
-    ):
-        struck = trio.Event()
-        trigger.at((Span, "target", "prefill"), struck.set)
-        stream = rt.stream(prompt_of(401), prefill_step_size=2)
-
-        @nursery.start_soon
-        async def wait() -> None:
-            with pytest.raises(runtime.RuntimeClosedError):
-                await anext(stream)
-
+    async with trio.open_nursery() as nursery, runtime.open(*pair(), trace=trigger) as rt:
+        trigger.at((Span, "target", "prefill"), (struck := trio.Event()).set)
+        nursery.start_soon(is_told, rt.stream(prompt_of(401), prefill_step_size=2))
         await struck.wait()
     nothing_is_left(trigger)
 
@@ -435,7 +334,7 @@ async def test_an_error_in_the_body_passes_as_it_is() -> None:
     error = ValueError("the body's own")
 
     async def body() -> None:
-        async with runtime.open((target(), None), (drafter(), None), trace=trigger) as rt:
+        async with runtime.open(*pair(), trace=trigger) as rt:
             async for _ in rt.stream(PROMPT, max_tokens=400):
                 raise error
 
@@ -452,7 +351,7 @@ async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog: 
         calls.append(event)
         raise ValueError("a trace with a bug")
 
-    async with runtime.open((target(), None), (drafter(), None), trace=trace) as rt:
+    async with runtime.open(*pair(), trace=trace) as rt:
         await the_next_text_is_right(rt)
     assert len(calls) == 1
     assert "the trace function failed" in caplog.text
@@ -471,7 +370,7 @@ async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
             if len(loads) == nth:
                 scope.cancel()
 
-        async with runtime.open((target(), None), (drafter(), None), trace=trace) as rt:
+        async with runtime.open(*pair(), trace=trace) as rt:
             await rt.generate(PROMPT, max_tokens=400)
     assert scope.cancelled_caught
     assert outrider_threads() == []
@@ -482,7 +381,7 @@ async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
 async def test_opening_that_was_cancelled_before_it_began() -> None:
     with trio.CancelScope() as scope:
         scope.cancel()
-        async with runtime.open((target(), None), (drafter(), None)):
+        async with runtime.open(*pair()):
             raise AssertionError("should not be reached")
     assert scope.cancelled_caught
     assert outrider_threads() == []
@@ -519,11 +418,9 @@ async def test_two_runtimes_over_one_model_nested() -> None:
         async with runtime.open((drafter(), None), (model, None)) as inner:
             async with runtime.stream([1]):  # the inner runtime
                 assert (outer.num_streams, inner.num_streams) == (0, 1)
-            completion = await outer.generate(PROMPT, max_tokens=8)
-            assert [token.id for token in completion.tokens] == right
+            assert ids(await outer.generate(PROMPT, max_tokens=8)) == right
             await inner.generate(PROMPT, max_tokens=8)
-        completion = await outer.generate(PROMPT, max_tokens=8)
-        assert [token.id for token in completion.tokens] == right
+        assert ids(await outer.generate(PROMPT, max_tokens=8)) == right
     assert layer_classes(model) == before
     assert outrider_threads() == []
 
@@ -542,8 +439,7 @@ async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() ->
         await nursery.start(lambda task_status: serve(first_scope, task_status))
         second = await nursery.start(lambda task_status: serve(second_scope, task_status))
         first_scope.cancel()
-        completion = await second.generate(PROMPT, max_tokens=8)
-        assert [token.id for token in completion.tokens] == right
+        assert ids(await second.generate(PROMPT, max_tokens=8)) == right
         second_scope.cancel()
     assert layer_classes(model) == before
     assert outrider_threads() == []
@@ -556,14 +452,14 @@ class Broken(Wrapped):
         raise RuntimeError("no such kernel")
 
 
-@pytest.mark.parametrize("which", ["target", "draft"])
+@sweep("which", ["target", "draft"])
 async def test_opening_that_fails_half_way_leaves_the_other_model_as_it_was(which: str) -> None:
     model = llama(seed=1)
     before = layer_classes(model)
     broken = Broken(llama(seed=2))
-    pair = (broken, model) if which == "target" else (model, broken)
+    models = (broken, model) if which == "target" else (model, broken)
     with pytest.raises(runtime.ModelError, match=f"cannot load {which} 'Broken': no such kernel") as raised:
-        async with runtime.open((pair[0], None), (pair[1], None)):
+        async with runtime.open(*pair(*models)):
             raise AssertionError("should not be reached")
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert layer_classes(model) == before

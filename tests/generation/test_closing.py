@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
-import mlx.nn as nn
 import pytest
 import trio
 import trio.testing
 from blocking_models import BlockingModel
-from models import greedy, llama, prompt_of
+from completions import ids
+from greedy_pair import PROMPT, target, text
 from our_threads import outrider_threads
 
 import runtime
-
-PROMPT = tuple(prompt_of(17))
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
 
 
 async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads() -> None:
@@ -58,7 +49,7 @@ async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_
 
 async def test_closing_within_the_block_ends_the_streams_and_leaving_does_the_rest() -> None:
     async with runtime.open((target(), None)) as rt:
-        assert [token.id for token in (await rt.generate(PROMPT, max_tokens=4)).tokens] == greedy(target(), PROMPT, 4)
+        assert ids(await rt.generate(PROMPT, max_tokens=4)) == text(4)
         stream = rt.stream(PROMPT, max_tokens=400)
         await anext(stream)
         await rt.aclose()

@@ -13,6 +13,7 @@ from architectures import build
 from chat_models import BEGUN_TEMPLATE, TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import llama
+from scripted import read_into
 from sweeps import sweep
 from transformers import AutoTokenizer
 
@@ -44,19 +45,14 @@ def assistant(text: str, **more: str) -> dict[str, str]:
     return {"role": "assistant", "content": text, **more}
 
 
-async def read_into(got: list[str], stream: runtime.TokenStream) -> None:
-    async for token in stream:
-        got.append(token.text)
-
-
 SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lookahead": 3}
 
 
 # --- turns ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [target, recurrent])
-async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_new(of: Any) -> None:
+@sweep("of", [target, recurrent])
+async def test_a_turn_answers_all_that_was_said_since_the_last_reset_and_reads_only_what_is_new(of: Any) -> None:
     async with runtime.open(*pair(of())) as rt:
         conversation = rt.conversation("You are brief.", **SETTINGS)
         assert repr(conversation) == "<outrider Conversation: 1 messages>"
@@ -73,6 +69,10 @@ async def test_a_turn_answers_all_that_was_said_before_and_reads_only_what_is_ne
             assert conversation.messages == messages
             assert completion.statistics.cached_tokens >= known
             known = completion.statistics.prompt_tokens - 1
+        conversation.reset()
+        assert conversation.messages == messages[:1]
+        again = await conversation.generate("def f(x):")
+        assert again.text == messages[2]["content"]
 
 
 async def test_a_stream_gives_the_same_and_each_turn_may_have_settings_of_its_own() -> None:
@@ -114,21 +114,10 @@ async def test_two_conversations_know_nothing_of_each_other() -> None:
                     assert statistics.cached_tokens > statistics.prompt_tokens / 2
 
 
-async def test_a_reset_leaves_the_system_message() -> None:
-    async with runtime.open(*pair()) as rt:
-        conversation = rt.conversation("You are brief.", **SETTINGS)
-        first = await conversation.generate("import")
-        await conversation.generate("os")
-        conversation.reset()
-        assert conversation.messages == [{"role": "system", "content": "You are brief."}]
-        again = await conversation.generate("import")
-        assert again.text == first.text
-
-
 # --- ends of turns --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_given", [1, 2, 5])
+@sweep("num_given", [1, 2, 5])
 async def test_a_turn_that_is_broken_off_is_remembered_as_far_as_it_was_given(num_given: int) -> None:
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS | {"max_tokens": 100})
@@ -236,12 +225,11 @@ async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given() -> None:
 
     async with runtime.open(*pair()) as rt:
         conversation = rt.conversation(**SETTINGS | {"logits_processors": (fails,), "lookahead": 0})
-        got: list[str] = []
-        stream = conversation.stream("import")
+        got: list[int] = []
         with pytest.raises(runtime.OutriderError, match="no more"):
-            await read_into(got, stream)
+            await read_into(got, conversation.stream("import"))
         assert got
-        assert conversation.messages == [user("import"), assistant("".join(got))]
+        assert conversation.messages == [user("import"), assistant(tokenizer().decode(got))]
         assert (await conversation.generate("os", logits_processors=(speaks,))).text
 
 
@@ -280,21 +268,19 @@ async def test_a_conversation_ends_with_its_runtime() -> None:
 
 
 async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"temprature": 1}, runtime.SettingsError, "there is no setting 'temprature'"),
+        ({"max_tokens": 0}, runtime.SettingsError, "max_tokens must be"),
+        ({"stop_tokens": [10**6]}, runtime.SettingsError, "vocabulary"),
+        ({"reuse_prefix": False}, runtime.SettingsError, "always reuses"),
+        ({"system": ["You are brief."]}, runtime.PromptError, "system must be text"),
+        ({"thinking": "yes"}, runtime.SettingsError, "thinking must be True, False"),
+        ({"thinking": False}, runtime.SettingsError, "thinking=False cannot be told"),
+    ]
     async with runtime.open(*pair()) as rt:
-        with pytest.raises(runtime.SettingsError, match="there is no setting 'temprature'"):
-            rt.conversation(temprature=1)
-        with pytest.raises(runtime.SettingsError, match="max_tokens must be"):
-            rt.conversation(max_tokens=0)
-        with pytest.raises(runtime.SettingsError, match="vocabulary"):
-            rt.conversation(stop_tokens=[10**6])
-        with pytest.raises(runtime.SettingsError, match="always reuses"):
-            rt.conversation(reuse_prefix=False)
-        with pytest.raises(runtime.PromptError, match="system must be text"):
-            rt.conversation(["You are brief."])
-        with pytest.raises(runtime.SettingsError, match="thinking must be True, False"):
-            rt.conversation(thinking="yes")
-        with pytest.raises(runtime.SettingsError, match="thinking=False cannot be told"):
-            rt.conversation(thinking=False)
+        for options, error, message in wrong:
+            with pytest.raises(error, match=message):
+                rt.conversation(**options)
         conversation = rt.conversation(reuse_prefix=True)
         with pytest.raises(runtime.SettingsError, match="temperature"):
             conversation.stream("import", temperature=-1)
@@ -339,9 +325,8 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text() -> Non
 # --- reasoning ------------------------------------------------------------------------------------
 
 
-def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[ReasoningTracker, list[bool]]:
+def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[ReasoningTracker, list[bool]]:
     """The reasoning tracker of a text, and which of its tokens are reasoning."""
-    wrapped = tokenizer(THINKING_TEMPLATE, thinks=thinks)
     answer = ReasoningTracker(wrapped, wrapped.encode(prompt, add_special_tokens=False))
     flags = [
         answer.add(id, wrapped.decode([id]), wrapped.decode([id]))
@@ -364,14 +349,14 @@ def parts(text: str, *, prompt: str = "", thinks: bool = True) -> tuple[Reasonin
     ],
 )
 def test_what_stands_between_tags_is_thinking(text: str, prompt: str, thinking: str, said: str) -> None:
-    answer, flags = parts(text, prompt=prompt)
+    answer, flags = parts(text, tokenizer(THINKING_TEMPLATE, thinks=True), prompt=prompt)
     assert (answer.thinking, answer.said, answer.text) == (thinking, said, text)
     assert any(flags) == bool(thinking)
     assert answer.num_tokens == len(flags)
 
 
 def test_a_vocabulary_without_tags_knows_no_thinking() -> None:
-    answer, flags = parts("<think>Hm.</think>import os", thinks=False)
+    answer, flags = parts("<think>Hm.</think>import os", tokenizer(THINKING_TEMPLATE))
     assert (answer.thinking, answer.said) == ("", "<think>Hm.</think>import os")
     assert not any(flags)
 
@@ -381,9 +366,9 @@ def test_tags_of_several_tokens() -> None:
     base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
     wrapped = TokenizerWrapper(base)
     assert len(wrapped.think_start_tokens) > 1
-    answer = ReasoningTracker(wrapped, [])
-    ids = wrapped.encode("a<|channel>thought\nHm.<channel|>import", add_special_tokens=False)
-    flags = [answer.add(id, wrapped.decode([id]), wrapped.decode([id])) for id in ids]
+    text = "a<|channel>thought\nHm.<channel|>import"
+    answer, flags = parts(text, wrapped)
+    ids = wrapped.encode(text, add_special_tokens=False)
     assert (answer.thinking, answer.said) == ("\nHm.", "aimport")
     assert flags[:2] == [False, False]
     assert flags[-1] is False

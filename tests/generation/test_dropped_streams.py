@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import warnings
 from collections.abc import Iterator
 
-import mlx.nn as nn
 import pytest
-from models import llama
+from greedy_pair import target
 
 import runtime
 import runtime.aio
 
 PROMPT = [1, 2, 3]
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
 
 
 @pytest.fixture

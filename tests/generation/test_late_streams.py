@@ -14,8 +14,6 @@ from sweeps import sweep
 from protocol.errors import RuntimeClosedError
 
 PROMPT = [5, 6, 7, 8, 9]
-# Turns of the event loop between the cancellation and the new stream; at the end the actors are long gone.
-TICKS = range(12)
 
 Begin = Callable[[Simulation], Awaitable[object]]
 Drafter = Literal["model", "ngram", "none"]

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 from sweeps import sweep
-from tool_call_cases import BLOCKS, FORMATS, TOOLS, call_format
+from tool_call_cases import BLOCKS, FORMATS, TOOLS, call_format, call_in
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import SHORT, CallFormat, ParsedCall
@@ -35,6 +35,11 @@ OPENINGS = {
 }
 
 
+def temperature_in(name: str, place: str) -> str:
+    """A call in the form of a format."""
+    return call_in(name, "get_current_temperature", {"location": place})
+
+
 def hostile(name: str, num_chars: int) -> list[str]:
     """Texts of many openings, alone, after the beginning of a call, and around what would close one."""
     block = next(block for format, block, _ in BLOCKS if format == name)
@@ -49,7 +54,7 @@ def test_a_hostile_block_ends_and_the_next_call_is_read(name: str) -> None:
     format = call_format(name)
     for text in hostile(name, 100_000)[:3]:
         format.parse(text, TOOLS)
-    assert format.parse(CALLS[name].replace("@", "London " * 1000), TOOLS) is not None
+    assert format.parse(temperature_in(name, "London " * 1000), TOOLS) is not None
 
 
 def test_a_block_that_takes_too_long_is_no_call() -> None:
@@ -73,9 +78,9 @@ def test_a_block_of_which_a_call_cannot_be_read_is_no_call(read: list[Any]) -> N
 def test_without_its_process_a_long_block_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     process = ParserProcess()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert process.parse("glm47", CALLS["glm47"], TOOLS) is None
+    assert process.parse("glm47", temperature_in("glm47", "London"), TOOLS) is None
     monkeypatch.undo()
-    assert process.parse("glm47", CALLS["glm47"], TOOLS) is not None
+    assert process.parse("glm47", temperature_in("glm47", "London"), TOOLS) is not None
 
 
 @sweep("name", FORMATS)
@@ -101,33 +106,10 @@ def test_a_hostile_block_in_small_pieces_is_text_and_parsed_once_at_most(
         assert num_parsed <= num_blocks + sum(isinstance(event, CallEnded) for event in events)
 
 
-# A call in the form of each format, with a text for the value of its argument.
-CALLS = {
-    "function_gemma": "call:get_current_temperature{location:<escape>@<escape>}",
-    "gemma4": 'call:get_current_temperature{location:<|"|>@<|"|>}',
-    "glm47": "get_current_temperature<arg_key>location</arg_key><arg_value>@</arg_value>",
-    "json_tools": '{"name": "get_current_temperature", "arguments": {"location": "@"}}',
-    "kimi_k2": '<|tool_call_begin|>functions.get_current_temperature:0<|tool_call_argument_begin|>{"location": "@"}'
-    "<|tool_call_end|>",
-    "kimi_k3": '<|open|>call tool="get_current_temperature" index="1"<|sep|><|open|>argument key="location" '
-    'type="string"<|sep|>@<|close|>argument<|sep|><|close|>call<|sep|>',
-    "laguna": "get_current_temperature\n<arg_key>location</arg_key>\n<arg_value>@</arg_value>\n",
-    "longcat": "get_current_temperature\n<longcat_arg_key>location</longcat_arg_key>\n"
-    "<longcat_arg_value>@</longcat_arg_value>\n",
-    "minicpm5": '"get_current_temperature"><param name="location">@</param>',
-    "minimax_m2": '\n<invoke name="get_current_temperature">\n<parameter name="location">@</parameter>\n</invoke>\n',
-    "mistral": 'get_current_temperature[ARGS]{"location": "@"}',
-    "muse_spark": '\n<atem:invoke name="get_current_temperature">\n<atem:parameter name="location">@</atem:parameter>\n'
-    "</atem:invoke>\n",
-    "pythonic": '[get_current_temperature(location="@")]',
-    "qwen3_coder": "\n<function=get_current_temperature>\n<parameter=location>\n@\n</parameter>\n</function>\n",
-}
-
-
 @sweep("name", FORMATS)
 def test_a_long_call_in_the_form_of_its_format_is_read(name: str) -> None:
     place = "London; the (big) city [on the Thames], where a<b and 1=1. " * 1700
-    read = call_format(name).parse(CALLS[name].replace("@", place), TOOLS)
+    read = call_format(name).parse(temperature_in(name, place), TOOLS)
     assert read is not None
     [call] = read
     assert call.name == "get_current_temperature"

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
 from models import llama, near, prompt_of
-from scripted import (
-    ScriptedModel,
-    Simulation,
-    agreeing,
-    continuation,
-    ids,
-    priced,
-    run,
-    simulated,
-    text_of,
-    truthful,
-)
+from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, priced, run, simulated, text_of, truthful
 from sweeps import sweep
+from ways_to_cancel import Begin, Way, by_aclose, by_break, by_leaving, by_scope, read
 
 import runtime
 from protocol.errors import (
@@ -66,16 +57,6 @@ async def assert_over(simulation: Simulation) -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
-@sweep("max_concurrent", [1, 2, 4, 6, 100])
-async def test_the_list_is_in_the_order_of_the_prompts(max_concurrent: int, autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
-        assert [completion.finish_reason for completion in completions] == ["length"] * 6
-        assert simulation.runtime.statistics().generated_tokens == 36
-        await assert_over(simulation)
-
-
 # A text ends with the first of these tokens, which takes a different time for each prompt.
 STOPS = [token for token in range(64) if token % 4 == 0]
 
@@ -97,8 +78,8 @@ async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
         assert len(expected[got[0]]) < len(expected[got[-1]])
 
 
-@pytest.mark.parametrize("max_concurrent", [1, 2, 5])
-def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: int) -> None:
+@sweep("max_concurrent", [1, 2, 5, 100])
+def test_at_most_so_many_are_under_way_and_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
     async def main(schedule: int) -> None:
         max_running = 0
 
@@ -107,9 +88,13 @@ def test_at_most_so_many_are_under_way_and_they_begin_in_order(max_concurrent: i
             max_running = max(max_running, simulation.runtime.num_streams)
 
         async with simulated(*pair(), listener=look, schedule=schedule) as simulation:
-            await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
-            assert max_running == max_concurrent
+            completions = await simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent, **SETTINGS)
+            assert max_running == min(max_concurrent, len(PROMPTS))
             assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
+            assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+            assert [completion.finish_reason for completion in completions] == ["length"] * 6
+            assert simulation.runtime.statistics().generated_tokens == 36
+            await assert_over(simulation)
 
     for schedule in range(10):
         run(main, schedule)
@@ -130,10 +115,12 @@ async def test_no_prompts_have_no_completions(autojump_clock: Any) -> None:
         assert simulation.events == []
 
 
-async def test_prompts_may_come_from_a_generator(autojump_clock: Any) -> None:
+async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
-        assert texts(await many) == [continuation(prompt, 6) for prompt in PROMPTS]
+        completions = await many
+        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+        assert await many is completions
 
 
 async def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead(autojump_clock: Any) -> None:
@@ -150,13 +137,6 @@ async def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead(aut
         assert sorted([first, *[index async for index, _ in many]]) == list(range(20))
 
 
-async def test_awaited_again_they_are_the_same(autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        many = simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-        completions = await many
-        assert await many is completions
-
-
 async def test_a_list_that_was_iterated_over_is_at_its_end(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
@@ -166,7 +146,7 @@ async def test_a_list_that_was_iterated_over_is_at_its_end(autojump_clock: Any) 
             await many
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+@sweep("sampling", [{}, {"temperature": 1.0, "seed": 3}])
 async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
     """On real models, whose caches are used in turn."""
     prompts = [prompt_of(length, seed=length) for length in (3, 9, 17, 5, 12)]
@@ -196,25 +176,27 @@ async def test_of_prompts_of_which_one_will_not_do_none_is_begun(bad: Any, nth: 
         assert simulation.events == []
 
 
-@sweep("prompts", ["a single text", b"bytes", {"role": "user"}, 7, None])
-async def test_what_is_no_list_of_prompts_is_refused(prompts: Any, autojump_clock: Any) -> None:
+NO_LIST = r"must be a sequence of prompts.*use generate\(\)"
+NO_NUMBER = "max_concurrent must be a whole number of at least 1"
+
+
+@sweep(
+    ("prompts", "settings", "error", "message"),
+    [
+        *((prompts, {}, PromptError, NO_LIST) for prompts in ("a single text", b"bytes", {"role": "user"}, 7, None)),
+        *((PROMPTS, {"max_concurrent": each}, SettingsError, NO_NUMBER) for each in (0, -1, 2.0, True, None, "8")),
+        (PROMPTS, {"max_tokens": 0}, SettingsError, "max_tokens"),
+        (PROMPTS, {"stop_tokens": [64]}, SettingsError, "stop_tokens"),
+        (PROMPTS, {"stop": "x"}, SettingsError, "stop"),
+        (PROMPTS, {"maxtokens": 3}, SettingsError, "maxtokens"),
+    ],
+)
+async def test_what_will_not_do_is_refused_before_anything_begins(
+    prompts: Any, settings: Any, error: Any, message: str, autojump_clock: Any
+) -> None:
     async with simulated(*pair()) as simulation:
-        with pytest.raises(PromptError, match=r"must be a sequence of prompts.*use generate\(\)"):
-            simulation.runtime.generate_many(prompts)
-
-
-@sweep("max_concurrent", [0, -1, 2.0, True, None, "8"])
-async def test_how_many_at_a_time_is_a_whole_number_of_at_least_one(max_concurrent: Any, autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        with pytest.raises(SettingsError, match="max_concurrent must be a whole number of at least 1"):
-            simulation.runtime.generate_many(PROMPTS, max_concurrent=max_concurrent)
-
-
-@sweep("settings", [{"max_tokens": 0}, {"stop_tokens": [64]}, {"stop": "x"}, {"maxtokens": 3}])
-async def test_a_setting_that_will_not_do_is_refused_before_anything_begins(settings: Any, autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        with pytest.raises(SettingsError):
-            simulation.runtime.generate_many(PROMPTS, **settings)
+        with pytest.raises(error, match=message):
+            simulation.runtime.generate_many(prompts, **settings)
         await trio.sleep(100)
         assert simulation.events == []
 
@@ -227,8 +209,6 @@ async def test_a_runtime_that_is_closed_begins_nothing(autojump_clock: Any) -> N
 
 
 # --- cancelling -----------------------------------------------------------------------------------
-
-Begin = Callable[[], Completions]
 
 
 async def by_a_scope_around_await(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
@@ -245,54 +225,27 @@ async def by_a_scope_around_await_of_what_is_kept(
     return many if scope.cancelled_caught else None
 
 
-async def by_a_scope_around_iteration(begin: Begin, scope: trio.CancelScope, _: trio.Event) -> None:
-    with scope:
-        async for _pair in begin():
-            pass
-
-
-async def by_leaving_async_with(begin: Begin, _: trio.CancelScope, due: trio.Event) -> Completions:
-    async with begin() as many:
-        await due.wait()
-    return many
-
-
-async def by_aclose(begin: Begin, _: trio.CancelScope, due: trio.Event) -> Completions:
-    many = begin()
-    await due.wait()
-    await many.aclose()
-    await many.aclose()
-    return many
-
-
 async def by_dropping_the_last_reference(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
     many = begin()
     await due.wait()
     del many
 
 
-async def by_dropping_it_unused(begin: Begin, _: trio.CancelScope, due: trio.Event) -> None:
-    begin()
-    await due.wait()
-
-
-WAYS = [
+WAYS: list[Way] = [
     by_a_scope_around_await,
     by_a_scope_around_await_of_what_is_kept,
-    by_a_scope_around_iteration,
-    by_leaving_async_with,
+    by_scope,
+    by_break,
+    by_leaving,
     by_aclose,
     by_dropping_the_last_reference,
-    by_dropping_it_unused,
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cancel", WAYS)
-@pytest.mark.parametrize("price", [priced(), priced(draft=8.0, verify=3.0)], ids=["quick drafter", "slow drafter"])
-def test_whenever_and_however_it_is_ended_all_of_it_ends(
-    cancel: Callable[..., Awaitable[Completions | None]], price: Any
-) -> None:
+@sweep("price", [priced(), priced(draft=8.0, verify=3.0)])
+def test_whenever_and_however_it_is_ended_all_of_it_ends(cancel: Way, price: Any) -> None:
     async def main(at: float) -> None:
         async with simulated(*pair(), price=price) as simulation:
             scope, due = trio.CancelScope(), trio.Event()
@@ -326,17 +279,6 @@ def test_whenever_and_however_it_is_ended_all_of_it_ends(
         run(main, at)
 
 
-async def test_break_ends_what_is_not_finished(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        async for _index, _completion in simulation.runtime.generate_many(PROMPTS, max_concurrent=2, max_tokens=4):
-            break
-        gc.collect()
-        await trio.testing.wait_all_tasks_blocked()
-        # Two at a time, which share passes and so end together.
-        assert len(begun(simulation)) <= 4 < len(PROMPTS)
-        await assert_over(simulation)
-
-
 async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         stream = simulation.runtime.stream([2, 2], **SETTINGS)
@@ -349,7 +291,6 @@ async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) 
 
 
 def failing_at(nth_check: int) -> ScriptedModel:
-    """A target whose cache fails one length check."""
     return ScriptedModel(truthful, fails={"check": [nth_check]})
 
 
@@ -357,12 +298,7 @@ async def gathered(many: Completions) -> None:
     await many
 
 
-async def iterated(many: Completions) -> None:
-    async for _pair in many:
-        pass
-
-
-@sweep("consume", [gathered, iterated])
+@sweep("consume", [gathered, read])
 @sweep("nth_check", [1, 4, 9])
 async def test_the_first_that_fails_ends_all_with_its_error(consume: Any, nth_check: int, autojump_clock: Any) -> None:
     async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
@@ -460,12 +396,12 @@ async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_r
             await trio.sleep(at)
     got: list[int] = []
 
-    async def read() -> None:
+    async def take() -> None:
         async for index, _ in kept:
             got.append(index)
 
     with pytest.raises(RuntimeClosedError, match="closed"):
-        await read()
+        await take()
     # Of the results that nobody took, two were kept ready.
     assert len(got) == 2 if at == 1000.0 else len(got) <= 2
     assert ends == (["whole"] if at == 1000.0 else ["closed"])
@@ -477,12 +413,7 @@ async def test_a_runtime_that_is_closed_meanwhile_ends_them_and_gives_what_was_r
 async def test_each_is_given_once_and_to_one_task(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         begin = partial(simulation.runtime.generate_many, PROMPTS, **SETTINGS)
-        for first, second in (
-            (gathered, iterated),
-            (gathered, gathered),
-            (iterated, iterated),
-            (iterated, gathered),
-        ):
+        for first, second in itertools.product((gathered, read), repeat=2):
             many, refused = begin(), []
 
             async def try_too(many: Completions, second: Any, refused: list[StreamBusyError]) -> None:

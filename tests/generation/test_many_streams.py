@@ -41,13 +41,7 @@ from runtime.engine.sessions import BUFFERED_ROUNDS
 # The jobs that occupy the target, for which streams wait for each other.
 TURNS = ("prefill", "verify", "decode")
 
-MIXED: list[dict[str, Any]] = [
-    {"lookahead": 3},
-    {"lookahead": 0},
-    {"lookahead": "auto"},
-    {"lookahead": 1},
-    {"lookahead": 6},
-]
+MIXED: list[dict[str, Any]] = [{"lookahead": lookahead} for lookahead in (3, 0, "auto", 1, 6)]
 
 
 def pair(agreement: float = 0.7) -> tuple[ScriptedModel, ScriptedModel]:
@@ -186,12 +180,14 @@ def test_turns_go_round_and_texts_are_right_whoever_comes_when(
 # --- max_streams ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_streams", [1, 2, 3])
-async def test_no_more_streams_are_at_work_than_there_are_places(max_streams: int, autojump_clock: Any) -> None:
+@sweep(("max_streams", "most"), [(1, 1), (2, 2), (3, 3), (None, 7)])
+async def test_no_more_streams_are_at_work_than_there_are_places(
+    max_streams: int | None, most: int, autojump_clock: Any
+) -> None:
     async with simulated(*pair(), max_streams=max_streams) as simulation:
         rt = simulation.runtime
         streams = [rt.stream([n], max_tokens=10, **MIXED[n % 5]) for n in range(7)]
-        assert (rt.num_streams, rt.num_waiting) == (max_streams, 7 - max_streams)
+        assert (rt.num_streams, rt.num_waiting) == (most, 7 - most)
         texts: dict[int, list[int]] = {}
 
         async def read(n: int) -> None:
@@ -203,19 +199,10 @@ async def test_no_more_streams_are_at_work_than_there_are_places(max_streams: in
         assert texts == {n: continuation([n], 10) for n in range(7)}
         await trio.testing.wait_all_tasks_blocked()
         assert (rt.num_streams, rt.num_waiting) == (0, 0)
-    assert max(at_work(simulation)) == max_streams
+    assert max(at_work(simulation)) == most
     # In the order of the calls.
     opened = [instant.session for instant in simulation.instants("open", "target")]
     assert opened == sorted(opened)
-
-
-async def test_without_a_bound_every_stream_is_at_work_at_once(autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        rt = simulation.runtime
-        streams = [rt.stream([n]) for n in range(20)]
-        assert (rt.num_streams, rt.num_waiting) == (20, 0)
-        with pytest.warns(ResourceWarning, match="dropped unread"):
-            del streams
 
 
 async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_there_is_room(autojump_clock: Any) -> None:
@@ -245,7 +232,7 @@ async def test_settings_and_prompt_are_checked_at_once_and_take_no_place(autojum
         assert len(await collect(first)) == 4
 
 
-@pytest.mark.parametrize("num_rounds", [10, BUFFERED_ROUNDS, BUFFERED_ROUNDS + 1])
+@sweep("num_rounds", [10, BUFFERED_ROUNDS, BUFFERED_ROUNDS + 1])
 async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(
     num_rounds: int, autojump_clock: Any
 ) -> None:
@@ -296,7 +283,7 @@ async def test_a_stream_that_waits_can_be_cancelled_in_every_way(way: str, autoj
         assert {event.session for event in simulation.events} == {0, 2}
 
 
-@pytest.mark.parametrize("lookahead", [0, 2])
+@sweep("lookahead", [0, 2])
 def test_a_place_is_given_on_once_the_job_of_a_cancelled_stream_has_ended(lookahead: int) -> None:
     async def cancel_after(delay: float) -> None:
         async with simulated(*pair(), max_streams=1, schedule=int(delay)) as simulation:

@@ -86,25 +86,25 @@ LONG = {"max_tokens": 400, "prefill_step_size": 8, "lookahead": 3}
 OPENING, IN_PREFILL, IN_DECODE = 1, 2, 8
 
 
-async def stream_to_the_end():
-    async with runtime.open(*pair()) as rt:
+async def stream_to_the_end(target, draft):
+    async with runtime.open(target, draft) as rt:
         say(len([token async for token in rt.stream(PROMPT, max_tokens=24)]))
 
 
-async def break_off():
-    async with runtime.open(*pair()) as rt:
+async def break_off(target, draft):
+    async with runtime.open(target, draft) as rt:
         async for _ in rt.stream(PROMPT, **LONG):
             break
 
 
-async def time_out():
-    async with runtime.open(*pair()) as rt:
+async def time_out(target, draft):
+    async with runtime.open(target, draft) as rt:
         with trio.move_on_after(0):
             await rt.generate(PROMPT, **LONG)
 
 
-async def leave_a_stream_half_read():
-    async with runtime.open(*pair()) as rt:
+async def leave_a_stream_half_read(target, draft):
+    async with runtime.open(target, draft) as rt:
         stream = rt.stream(PROMPT, **LONG)
         await anext(stream)
         await anext(stream)
@@ -112,20 +112,19 @@ async def leave_a_stream_half_read():
     globals()["stream"] = stream
 
 
-async def raise_in_the_body():
-    async with runtime.open(*pair()) as rt:
+async def raise_in_the_body(target, draft):
+    async with runtime.open(target, draft) as rt:
         async for _ in rt.stream(PROMPT, **LONG):
             raise ValueError("the body's own")
 
 
-async def exit_in_the_body():
-    async with runtime.open(*pair()) as rt:
+async def exit_in_the_body(target, draft):
+    async with runtime.open(target, draft) as rt:
         async for _ in rt.stream(PROMPT, **LONG):
             sys.exit(3)
 
 
-async def be_interrupted(who, nth):
-    target, draft = pair(who, nth)
+async def be_interrupted(target, draft):
     before = layer_classes(target, draft)
     try:
         async with runtime.open(target, draft) as rt:
@@ -143,8 +142,7 @@ def layer_classes(*pair):
     return [type(layer) for model, _ in pair for layer in model.layers]
 
 
-async def be_interrupted_while_leaving():
-    target, draft = pair("target", IN_DECODE)
+async def be_interrupted_while_leaving(target, draft):
     async with runtime.open(target, draft) as rt:
         stream = rt.stream(PROMPT, **LONG)
         await target[0].is_in()
@@ -152,7 +150,7 @@ async def be_interrupted_while_leaving():
         say("leaving")
 
 
-async def the_demo_pair():
+async def the_demo_pair(*_):
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
         say(len([token async for token in rt.stream("import os", max_tokens=8, ignore_eos=True)]))
 
@@ -168,16 +166,9 @@ class Failing(Wrapped):
         return super().__call__(inputs, cache)
 
 
-async def a_target_that_fails():
-    target, draft = pair()
+async def a_target_that_fails(target, draft):
     async with runtime.open((Failing(target[0]), None), draft) as rt:
         await rt.generate(PROMPT, **LONG)
-
-
-def in_asyncio(main, *pair):
-    # Asyncio's debug mode complains of what holds up its loop; importing may.
-    runtime.aio.open
-    asyncio.run(main(*pair))
 
 
 async def asyncio_to_the_end(*pair):
@@ -202,9 +193,9 @@ async def asyncio_interrupted(*pair):
             raise
 
 
-def asyncio_never_left():
+def asyncio_never_left(*pair):
     """The loop is closed, and the process ends, with the runtime open."""
-    loop, opening = asyncio.new_event_loop(), runtime.aio.open(*pair())
+    loop, opening = asyncio.new_event_loop(), runtime.aio.open(*pair)
 
     async def begin():
         rt = await opening.__aenter__()
@@ -215,11 +206,11 @@ def asyncio_never_left():
     loop.close()
 
 
-def asyncio_in_a_daemon():
+def asyncio_in_a_daemon(*pair):
     """The loop goes on in a daemon's thread, and the process ends, with the runtime open."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    opening = runtime.aio.open(*pair())
+    opening = runtime.aio.open(*pair)
 
     async def begin():
         rt = await opening.__aenter__()
@@ -229,19 +220,17 @@ def asyncio_in_a_daemon():
     globals()["kept"] = loop, opening
 
 
-def sync_twice():
+def sync_twice(target, draft):
     for _ in range(2):
-        target, draft = pair()
         say(len(runtime.generate_sync(PROMPT, target=target, draft=draft, max_tokens=24).tokens))
 
 
-def sync_interrupted():
-    target, draft = pair("target", IN_DECODE)
+def sync_interrupted(target, draft):
     runtime.generate_sync(PROMPT, target=target, draft=draft, **LONG)
 
 
-def sync_stream_interrupted():
-    with runtime.open_sync(*pair("target", IN_DECODE)) as rt:
+def sync_stream_interrupted(target, draft):
+    with runtime.open_sync(target, draft) as rt:
         try:
             for _ in rt.stream(PROMPT, **LONG):
                 pass
@@ -250,9 +239,9 @@ def sync_stream_interrupted():
             raise
 
 
-def sync_never_closed():
+def sync_never_closed(target, draft):
     """The process ends with the runtime open, a stream under way, and another thread that waits for a token."""
-    rt = runtime.open_sync(*pair())
+    rt = runtime.open_sync(target, draft)
     stream = rt.stream(PROMPT, **LONG)
     next(stream)
     globals()["kept"] = rt, stream
@@ -264,43 +253,29 @@ def sync_never_closed():
     threading.Thread(target=read, daemon=True).start()
 
 
-WAYS = {
-    "interrupted while opening the target": lambda: trio.run(be_interrupted, "target", OPENING),
-    "interrupted while opening the drafter": lambda: trio.run(be_interrupted, "draft", OPENING),
-    "interrupted in the target's prefill": lambda: trio.run(be_interrupted, "target", IN_PREFILL),
-    "interrupted in the drafter's prefill": lambda: trio.run(be_interrupted, "draft", IN_PREFILL),
-    "interrupted in the target's forward pass": lambda: trio.run(be_interrupted, "target", IN_DECODE),
-    "interrupted in the drafter's forward pass": lambda: trio.run(be_interrupted, "draft", IN_DECODE),
-    "interrupted while leaving": lambda: trio.run(be_interrupted_while_leaving),
-    "asyncio_to_the_end": lambda: in_asyncio(asyncio_to_the_end, *pair()),
-    "asyncio_half_read": lambda: in_asyncio(asyncio_half_read, *pair()),
-    "asyncio_interrupted": lambda: in_asyncio(asyncio_interrupted, *pair("target", IN_DECODE)),
-    "asyncio_never_left": asyncio_never_left,
-    "asyncio_in_a_daemon": asyncio_in_a_daemon,
-    "sync_twice": sync_twice,
-    "sync_interrupted": sync_interrupted,
-    "sync_stream_interrupted": sync_stream_interrupted,
-    "sync_never_closed": sync_never_closed,
-}
-
-way = sys.argv[1]
-WAYS[way]() if way in WAYS else trio.run(globals()[way])
+way, who, nth = sys.argv[1:]
+main, held = globals()[way], pair(who, globals()[nth]) if who else pair()
+if way.startswith("sync") or way in ("asyncio_never_left", "asyncio_in_a_daemon"):
+    main(*held)
+elif way.startswith("asyncio"):
+    runtime.aio.open  # asyncio's debug mode complains of what holds up its loop, and importing may
+    asyncio.run(main(*held))
+else:
+    trio.run(main, *held)
 '''
 
 
 @attrs.frozen
 class Ended:
-    """How a child ended."""
-
     status: int
     said: list[str]
     errors: str
 
 
 class Child:
-    """A process that runs the script above."""
+    """A process that runs a function of the script above, with a model that is held in its nth forward pass."""
 
-    def __init__(self, way: str, directory: Path) -> None:
+    def __init__(self, way: str, directory: Path, who: str = "", nth: str = "") -> None:
         script = directory / "child.py"
         script.write_text(CHILD)
         self._errors = directory / "stderr"
@@ -311,7 +286,7 @@ class Child:
         }
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "dev", "-W", "error", str(script), way],
+                [sys.executable, "-X", "dev", "-W", "error", str(script), way, who, nth],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -320,35 +295,31 @@ class Child:
                 env=environment,
             )
 
-    def hears(self) -> str:
-        """The next line that the child prints."""
+    def says(self, line: str) -> None:
+        """Assert that the child prints this line next."""
         assert self._process.stdout is not None
-        return self._process.stdout.readline().rstrip("\n")
+        assert self._process.stdout.readline() == f"{line}\n"
 
     def go_on(self) -> None:
-        """Release the forward pass that waits."""
         assert self._process.stdin is not None
         self._process.stdin.write("go on\n")
         self._process.stdin.flush()
 
     def interrupt(self) -> None:
-        """Send Ctrl-C."""
         self._process.send_signal(signal.SIGINT)
 
     def end(self) -> Ended:
-        """Wait for the end of the process."""
         said, _ = self._process.communicate()
         return Ended(self._process.returncode, said.splitlines(), self._errors.read_text())
 
     def kill(self) -> None:
-        """Kill the process if it has not ended."""
         if self._process.poll() is None:
             self._process.kill()
 
 
 @contextmanager
-def child(way: str, directory: Path) -> Iterator[Child]:
-    process = Child(way, directory)
+def child(way: str, directory: Path, *held: str) -> Iterator[Child]:
+    process = Child(way, directory, *held)
     watchdog = threading.Timer(PATIENCE_SECONDS, process.kill)
     watchdog.start()
     try:
@@ -365,6 +336,7 @@ def end_of(way: str, directory: Path) -> Ended:
         return process.end()
 
 
+MODELS = ("target", "draft")
 ODD = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fatal", "ExceptionGroup")
 
 
@@ -394,13 +366,11 @@ def is_one_traceback_of(error: str, errors: str) -> bool:
     ],
 )
 def test_a_process_that_ends_well_says_nothing_odd(way: str, said: list[str], tmp_path: Path) -> None:
-    ended = end_of(way, tmp_path)
-    assert ended == Ended(0, said, "")
+    assert end_of(way, tmp_path) == Ended(0, said, "")
 
 
 def test_a_process_that_exits_in_mid_stream_has_the_status_it_asked_for(tmp_path: Path) -> None:
-    ended = end_of("exit_in_the_body", tmp_path)
-    assert ended == Ended(3, [], "")
+    assert end_of("exit_in_the_body", tmp_path) == Ended(3, [], "")
 
 
 @pytest.mark.parametrize(
@@ -426,78 +396,48 @@ def assert_interrupted(ended: Ended, *said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("way", "who", "nth", "told", "said"),
     [
-        "in the target's prefill",
-        "in the drafter's prefill",
-        "in the target's forward pass",
-        "in the drafter's forward pass",
+        # The consumer is cancelled at once; the runtime waits for the forward pass.
+        *(
+            ("be_interrupted", who, nth, ["interrupted"], ["left"])
+            for who in MODELS
+            for nth in ("IN_PREFILL", "IN_DECODE")
+        ),
+        *(("be_interrupted", who, "OPENING", [], ["left"]) for who in MODELS),
+        ("sync_interrupted", "target", "IN_DECODE", [], []),
+        ("sync_stream_interrupted", "target", "IN_DECODE", ["interrupted"], []),
     ],
 )
 def test_a_process_that_is_interrupted_in_a_forward_pass_finishes_it_and_dies_of_the_interrupt(
-    where: str, tmp_path: Path
+    way: str, who: str, nth: str, told: list[str], said: list[str], tmp_path: Path
 ) -> None:
-    with child(f"interrupted {where}", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
+    with child(way, tmp_path, who, nth) as process:
+        process.says("in a forward pass")
         process.interrupt()
-        # The consumer is cancelled at once; the runtime waits for the forward pass.
-        assert process.hears() == "interrupted"
+        for line in told:
+            process.says(line)
         process.go_on()
-        ended = process.end()
-    assert_interrupted(ended, "left")
-
-
-@pytest.mark.parametrize("who", ["target", "drafter"])
-def test_a_process_that_is_interrupted_while_it_opens_its_models_dies_of_the_interrupt(
-    who: str, tmp_path: Path
-) -> None:
-    with child(f"interrupted while opening the {who}", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
-        process.interrupt()
-        process.go_on()
-        ended = process.end()
-    assert_interrupted(ended, "left")
+        assert_interrupted(process.end(), *said)
 
 
 def test_a_process_that_is_interrupted_again_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
-    with child("interrupted in the target's forward pass", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
+    with child("be_interrupted", tmp_path, "target", "IN_DECODE") as process:
+        process.says("in a forward pass")
         process.interrupt()
-        assert process.hears() == "interrupted"
+        process.says("interrupted")
         process.interrupt()
         process.go_on()
-        ended = process.end()
-    assert_interrupted(ended, "left")
+        assert_interrupted(process.end(), "left")
 
 
 def test_a_process_that_is_interrupted_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
-    with child("interrupted while leaving", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
-        assert process.hears() == "leaving"
+    with child("be_interrupted_while_leaving", tmp_path, "target", "IN_DECODE") as process:
+        process.says("in a forward pass")
+        process.says("leaving")
         process.interrupt()
         process.go_on()
-        ended = process.end()
-    assert_interrupted(ended)
-
-
-def test_generate_sync_can_be_interrupted(tmp_path: Path) -> None:
-    with child("sync_interrupted", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
-        process.interrupt()
-        process.go_on()
-        ended = process.end()
-    assert_interrupted(ended)
-
-
-def test_a_stream_without_an_event_loop_can_be_interrupted(tmp_path: Path) -> None:
-    with child("sync_stream_interrupted", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
-        process.interrupt()
-        # The stream ends at once; leaving the runtime waits for the forward pass.
-        assert process.hears() == "interrupted"
-        process.go_on()
-        ended = process.end()
-    assert_interrupted(ended)
+        assert_interrupted(process.end())
 
 
 def test_a_process_can_end_with_a_runtime_open_that_has_no_event_loop(tmp_path: Path) -> None:
@@ -506,14 +446,13 @@ def test_a_process_can_end_with_a_runtime_open_that_has_no_event_loop(tmp_path: 
 
 
 def test_an_asyncio_program_can_be_interrupted(tmp_path: Path) -> None:
-    with child("asyncio_interrupted", tmp_path) as process:
-        assert process.hears() == "in a forward pass"
+    with child("asyncio_interrupted", tmp_path, "target", "IN_DECODE") as process:
+        process.says("in a forward pass")
         process.interrupt()
         # The task is cancelled at once; leaving the runtime waits for the forward pass.
-        assert process.hears() == "interrupted"
+        process.says("interrupted")
         process.go_on()
         ended = process.end()
-    assert ended.said == []
-    assert ended.status == -signal.SIGINT
+    assert (ended.status, ended.said) == (-signal.SIGINT, [])
     assert ended.errors.splitlines()[-1] == "KeyboardInterrupt"
     assert not any(word in ended.errors for word in ODD), ended.errors

@@ -65,9 +65,8 @@ async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: 
     make, options = MODELS[named]
     model = make()
     file = cache_prompt(tmp_path / "prompt.safetensors", model, **options)
-    expected = greedy(model, SUFFIX, NUM_TOKENS, prompt_cache=load_prompt_cache(str(file)), **{
-        name: value for name, value in options.items() if name != "max_kv_size"
-    })  # fmt: skip
+    quantised = {name: value for name, value in options.items() if name != "max_kv_size"}
+    expected = greedy(model, SUFFIX, NUM_TOKENS, prompt_cache=load_prompt_cache(str(file)), **quantised)
     # Without what is cached, the text is another one.
     assert expected != greedy(model, SUFFIX, NUM_TOKENS, clear_lead=0)
     draft = {"plain": None, "drafted": (near(model, noise=0.1), None), "looked up": "ngram"}[drafted]
@@ -100,13 +99,12 @@ async def test_penalties_see_what_they_see_in_mlx_lm(tmp_path: Path) -> None:
     assert await continued(file, model, (near(model, noise=0.1), None), **settings) == expected
 
 
-async def test_a_drafter_that_agrees_is_accepted_though_it_has_not_read_what_is_cached(tmp_path: Path) -> None:
+async def test_a_drafter_proposes_though_it_has_not_read_what_is_cached(tmp_path: Path) -> None:
     model = llama()
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
     async with runtime.open((model, None), draft="ngram") as rt:
-        completion = await rt.generate(
-            [*SUFFIX, 5, *SUFFIX], prompt_cache_file=file, max_tokens=NUM_TOKENS, lookahead=2
-        )
+        prompt = [*SUFFIX, 5, *SUFFIX]
+        completion = await rt.generate(prompt, prompt_cache_file=file, max_tokens=NUM_TOKENS, lookahead=2)
     assert completion.statistics.proposed > 0
 
 

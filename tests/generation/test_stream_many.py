@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import trio
 from models import llama
 from scripted import ScriptedModel, agreeing, continuation, simulated, truthful
 from sweeps import sweep
+from ways_to_cancel import Way, by_aclose, by_break, by_leaving, by_scope, by_scope_around_what_is_kept
 
 import runtime
 
@@ -63,29 +65,25 @@ async def test_a_prompt_may_have_settings_of_its_own(autojump_clock: Any) -> Non
             simulation.runtime.stream_many([[1], ([2], {"max_tokens": 0})])
 
 
-@sweep("way", ["break", "aclose", "cancel", "leave"])
-async def test_whatever_ends_the_reading_ends_all_generations(way: str, autojump_clock: Any) -> None:
+@sweep("way", [by_scope, by_scope_around_what_is_kept, by_break, by_leaving, by_aclose])
+async def test_whatever_ends_the_reading_ends_all_generations(way: Way, autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
-        rt = simulation.runtime
-        if way == "break":
-            async for _ in rt.stream_many(PROMPTS, max_tokens=400):
-                break
-            gc.collect()
-        elif way == "leave":
-            async with rt.stream_many(PROMPTS, max_tokens=400) as streams:
-                await anext(streams)
-        else:
-            streams = rt.stream_many(PROMPTS, max_tokens=400)
-            await anext(streams)
-            if way == "aclose":
-                await streams.aclose()
-            else:
-                with trio.move_on_after(0.5):
-                    await read(streams)
+        scope, due = trio.CancelScope(), trio.Event()
+
+        async def end() -> None:
+            await trio.sleep(9.5)
+            scope.cancel()
+            due.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end)
+            kept = await way(partial(simulation.runtime.stream_many, PROMPTS, max_tokens=400), scope, due)
+        gc.collect()
+        if kept is not None:
             with pytest.raises(runtime.RuntimeClosedError, match="begin others with"):
-                await anext(streams)
+                await anext(kept)
         await trio.sleep(100)
-        assert rt.num_streams == 0
+        assert simulation.runtime.num_streams == 0
         simulation.assert_all_closed()
 
 

@@ -43,41 +43,25 @@ def test_the_pieces_of_any_script_add_up(kind: str, text: str) -> None:
     assert "".join(pieces(TOKENIZERS[kind](), ids)) == demo().decode(ids) == text
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_pieces_of_any_tokens_add_up(kind: str) -> None:
+# Single-byte tokens produce every kind of broken text.
+SINGLE_BYTES = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
+ANY_TOKENS = st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24)
+
+
+@sweep("kind", TOKENIZERS)
+def test_the_pieces_of_any_tokens_and_bytes_add_up(kind: str) -> None:
+    assert len(SINGLE_BYTES) == 256
     tokenizer = TOKENIZERS[kind]()
 
-    @settings(deadline=None, max_examples=150)
-    @given(st.lists(st.integers(0, len(demo().get_vocab()) - 1), max_size=24))
+    @settings(deadline=None, max_examples=300)
+    @given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
     def add_up(ids: list[int]) -> None:
         assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
 
     add_up()
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_pieces_of_any_bytes_add_up(kind: str) -> None:
-    """Single-byte tokens produce every kind of broken text."""
-    tokenizer = TOKENIZERS[kind]()
-    single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
-    assert len(single_bytes) == 256
-
-    @settings(deadline=None, max_examples=150)
-    @given(st.lists(st.sampled_from(single_bytes), max_size=16))
-    def add_up(ids: list[int]) -> None:
-        assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
-
-    add_up()
-
-
-@settings(deadline=None, max_examples=100)
-@given(text=st.text(max_size=30))
-def test_the_pieces_of_any_text_add_up(text: str) -> None:
-    ids = demo().encode(text, add_special_tokens=False)
-    assert "".join(pieces(demo(), ids)) == demo().decode(ids)
-
-
-@pytest.mark.parametrize("kind", ["fast", "slow"])
+@sweep("kind", TOKENIZERS)
 def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
     tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
@@ -91,7 +75,7 @@ def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
     add_up()
 
 
-@pytest.mark.parametrize("kind", ["fast", "slow"])
+@sweep("kind", TOKENIZERS)
 def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind: str) -> None:
     """With this token, the tokenizer decodes the whole run of bytes as broken; delivered text cannot be taken back."""
     tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
@@ -106,7 +90,7 @@ def test_a_stray_byte_after_a_character_that_was_given_already_ends_nothing(kind
 # --- pieces ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@sweep("kind", TOKENIZERS)
 def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind: str) -> None:
     ids = demo().encode("a🙂b", add_special_tokens=False)
     given_pieces = pieces(TOKENIZERS[kind](), ids)
@@ -116,19 +100,14 @@ def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind: str) -
     assert given_pieces[1:-3] == [""] * (len(ids) - 3)
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_each_word_comes_with_its_token_and_not_later(kind: str) -> None:
-    ids = demo().encode("return self.items", add_special_tokens=False)
+@sweep("kind", TOKENIZERS)
+def test_each_word_comes_with_its_token_and_not_later_and_a_space_in_front_is_kept(kind: str) -> None:
+    ids = demo().encode(" return self.items", add_special_tokens=False)
     assert pieces(TOKENIZERS[kind](), ids) == [demo().decode([token]) for token in ids] + [""]
+    assert demo().decode(ids[:1]).startswith(" ")
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_a_space_in_front_is_kept(kind: str) -> None:
-    ids = demo().encode(" self", add_special_tokens=False)
-    assert pieces(TOKENIZERS[kind](), ids)[0].startswith(" ")
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@sweep("kind", TOKENIZERS)
 def test_a_character_that_was_never_completed_comes_at_the_end(kind: str) -> None:
     ids = demo().encode("a🙂", add_special_tokens=False)[:-1]
     *before, last = pieces(TOKENIZERS[kind](), ids)
@@ -144,11 +123,8 @@ def test_finishing_twice_adds_nothing() -> None:
     assert detokenizer.finish() == ""
 
 
-def test_a_text_without_a_token_is_empty() -> None:
+def test_without_a_token_or_a_tokenizer_there_is_no_text() -> None:
     assert Detokenizer(demo()).finish() == ""
-
-
-def test_without_a_tokenizer_every_piece_is_empty() -> None:
     assert pieces(None, [1, 2, 3]) == [""] * 4
 
 
@@ -187,7 +163,7 @@ STRAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", STRAYS)
+@sweep("kind", STRAYS)
 def test_each_token_costs_the_decoding_of_a_bounded_number_whatever_they_are(kind: str) -> None:
     make, token = STRAYS[kind]
     tokenizer, ids = CountingDecoder(make()), [token()] * 300
@@ -203,7 +179,7 @@ def test_a_character_after_many_stray_bytes_is_whole(number: int) -> None:
     assert demo().decode(ids).endswith("🙂é a")
 
 
-@pytest.mark.parametrize("number", [1, 16, 40])
+@sweep("number", [1, 16, 40])
 def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> None:
     assert "".join(pieces(Vocabulary(), [2, *[0] * number, 3])) == "a b"
 
@@ -239,7 +215,7 @@ def test_a_prompt_may_be_any_sequence_of_ids(ids: Any) -> None:
 LONGEST = 45  # characters of the longest token of the demo pair
 
 
-@pytest.mark.parametrize("text", [" " * LONGEST * 100, "\n" * LONGEST * 200, "é" * LONGEST * 100])
+@sweep("text", [" " * LONGEST * 100, "\n" * LONGEST * 200, "é" * LONGEST * 100])
 def test_a_text_that_cannot_fit_in_the_context_is_refused_before_it_is_tokenised(text: str) -> None:
     tokenizer: Any = SimpleNamespace(bos_token=None, _tokenizer=demo()._tokenizer)  # it cannot encode
     with pytest.raises(PromptTooLongError, match=rf"{len(text)} characters, at least {len(text) // LONGEST} tokens"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sweeps import sweep
-from tool_call_cases import FORMATS, call_format
+from tool_call_cases import FORMATS, block, call_format, call_in
 from transformers import AutoTokenizer
 
 import runtime
@@ -93,6 +93,11 @@ class Writer:
         return self._of.decode(tokens[1:]), False
 
 
+def held(listed: list[Any], choice: str = "auto", **options: Any) -> Tools:
+    tools = held(listed, choice, **options)
+    return tools
+
+
 def made(tools: Tools, format: CallFormat, of: TokenizerWrapper, **options: Any) -> Grammar:
     return Grammar(call_grammar(tools, format, of, **options), of)
 
@@ -104,48 +109,8 @@ def answer_of(text: str, format: CallFormat, tools: Tools, **options: Any) -> An
     return answer
 
 
-CALLS = {
-    "function_gemma": "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:3,note:<escape>a b<escape>,"
-    "exact:true}<end_function_call>",
-    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3,note:<|"|>a b<|"|>,exact:true}<tool_call|>',
-    "glm47": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
-    "<arg_value>3</arg_value>\n<arg_key>note</arg_key>\n<arg_value>a b</arg_value>\n<arg_key>exact</arg_key>\n"
-    "<arg_value>true</arg_value>\n</tool_call>",
-    "json_tools": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3, "note": "a b", '
-    '"exact": true}}\n</tool_call>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-    '{"city": "Oslo", "days": 3, "note": "a b", "exact": true}<|tool_call_end|><|tool_calls_section_end|>',
-    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
-    '<|open|>argument key="city" type="string"<|sep|>Oslo<|close|>argument<|sep|>'
-    '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
-    '<|open|>argument key="note" type="string"<|sep|>a b<|close|>argument<|sep|>'
-    '<|open|>argument key="exact" type="boolean"<|sep|>true<|close|>argument<|sep|>'
-    "<|close|>call<|sep|><|close|>tools<|sep|>",
-    "longcat": "<longcat_tool_call>get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
-    "<longcat_arg_value>Oslo</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n"
-    "<longcat_arg_value>3</longcat_arg_value>\n<longcat_arg_key>note</longcat_arg_key>\n"
-    "<longcat_arg_value>a b</longcat_arg_value>\n<longcat_arg_key>exact</longcat_arg_key>\n"
-    "<longcat_arg_value>true</longcat_arg_value>\n</longcat_tool_call>",
-    "minicpm5": '<function name="get_weather"><param name="city">Oslo</param><param name="days">3</param>'
-    '<param name="note">a b</param><param name="exact">true</param></function>',
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
-    '<parameter name="days">3</parameter>\n<parameter name="note">a b</parameter>\n'
-    '<parameter name="exact">true</parameter>\n</invoke>\n</minimax:tool_call>',
-    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo", "days": 3, "note": "a b", "exact": true}',
-    "muse_spark": '<atem:function_calls>\n<atem:invoke name="get_weather">\n'
-    '<atem:parameter name="city">Oslo</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
-    '<atem:parameter name="note">a b</atem:parameter>\n<atem:parameter name="exact">true</atem:parameter>\n'
-    "</atem:invoke>\n</atem:function_calls>",
-    "pythonic": '<|tool_call_start|>[get_weather(city="Oslo", days=3, note="a b", exact=true)]<|tool_call_end|>',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n"
-    "</parameter>\n<parameter=note>\na b\n</parameter>\n<parameter=exact>\ntrue\n</parameter>\n</function>\n"
-    "</tool_call>",
-}
-CALLS["laguna"] = CALLS["glm47"]
-
-
-def test_every_format_has_a_grammar_here():
-    assert set(CALLS) == set(FORMATS)
+CALL = ("get_weather", {"city": "Oslo", "days": 3, "note": "a b", "exact": True})
+CALLS = {name: block(name, call_in(name, *CALL)) for name in FORMATS}
 
 
 @pytest.mark.slow
@@ -153,19 +118,17 @@ def test_every_format_has_a_grammar_here():
 @sweep("name", FORMATS)
 def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_special_markers: bool):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
-    tools = tools_of([WEATHER, CLOCK], "required")
-    assert tools is not None
+    tools = held([WEATHER, CLOCK], "required")
     text, is_complete = Writer(made(tools, format, of), of, 0).write(CALLS[name])
     assert (text, is_complete) == (CALLS[name], True)
     [call] = answer_of(text, format, tools).calls
-    assert (call.name, call.values) == ("get_weather", {"city": "Oslo", "days": 3, "note": "a b", "exact": True})
+    assert (call.name, call.values) == CALL
 
 
 @sweep("name", FORMATS)
 def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
-    tools = tools_of([WEATHER, CLOCK], "get_weather")
-    assert tools is not None
+    tools = held([WEATHER, CLOCK], "get_weather")
     writer = Writer(made(tools, format, of), of, 1)
     num_complete = 0
     for _ in range(6):
@@ -184,8 +147,7 @@ def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
 @sweep("has_special_markers", [True, False])
 def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_special_markers: bool):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
-    tools = tools_of([WEATHER, CLOCK])
-    assert tools is not None
+    tools = held([WEATHER, CLOCK])
     assert tools.needs_grammar
     grammar = made(tools, format, of)
     text, is_complete = Writer(grammar, of, 0).write("No call < at all.")
@@ -200,8 +162,7 @@ def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_
 
 def test_the_reasoning_stays_free():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = tools_of([WEATHER], "required")
-    assert tools is not None
+    tools = held([WEATHER], "required")
     wanted = "<think>Which city?\n</think>\n\n" + CALLS["json_tools"]
     for begun in ("", "<think>"):
         grammar = made(tools, format, of, tags=TAGS, is_thinking=bool(begun))
@@ -215,19 +176,17 @@ def test_without_parallel_calls_there_is_one():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     for choice in ("auto", "required"):
         for is_parallel in (True, False):
-            tools = tools_of([CLOCK], choice, is_parallel=is_parallel)
-            assert tools is not None
+            tools = held([CLOCK], choice, is_parallel=is_parallel)
             if is_parallel is (choice == "auto"):
                 assert tools_of([CLOCK], choice) == tools
-            call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+            call = block("json_tools", call_in("json_tools", "clock", {}))
             text, _ = Writer(made(tools, format, of), of, 0).write(call + "\n" + call, max_tokens=120)
             assert (text.count("<tool_call>") == 2) is is_parallel
 
 
 MANY_CALLS = {
-    "json_tools": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' * 20,
-    "kimi_k2": "<|tool_calls_section_begin|>"
-    + "<|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>{}<|tool_call_end|>" * 20,
+    "json_tools": block("json_tools", call_in("json_tools", "clock", {})) * 20,
+    "kimi_k2": "<|tool_calls_section_begin|>" + call_in("kimi_k2", "clock", {}) * 20,
     "pythonic": "<|tool_call_start|>[" + ", ".join(["clock()"] * 20),
 }
 
@@ -236,8 +195,7 @@ MANY_CALLS = {
 @sweep("content", [None, {"const": 1}])
 def test_an_answer_that_must_be_calls_has_sixteen_at_most(name: str, content: Any):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
-    tools = tools_of([CLOCK], "auto" if content else "required", is_parallel=True)
-    assert tools is not None
+    tools = held([CLOCK], "auto" if content else "required", is_parallel=True)
     text, is_complete = Writer(made(tools, format, of, content=content), of, 0).write(MANY_CALLS[name], max_tokens=900)
     assert is_complete
     assert len(answer_of(text, format, tools).calls) == 16
@@ -255,8 +213,7 @@ def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
 
 def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = tools_of([WEATHER])
-    assert tools is not None
+    tools = held([WEATHER])
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     grammar = made(tools, format, of, content=schema)
     assert Writer(grammar, of, 0).write('{"a": 1}') == ('{"a": 1}', True)
@@ -266,8 +223,7 @@ def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
 def test_a_schema_that_cannot_be_followed_is_an_error_or_any_json():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
-    tools = tools_of([bad], "required")
-    assert tools is not None
+    tools = held([bad], "required")
     with pytest.raises(runtime.SettingsError):
         made(tools, format, of)
     text, _ = Writer(made(tools, format, of, is_loose=True), of, 0).write(
@@ -281,7 +237,6 @@ def test_a_format_of_the_users_own_has_no_grammar():
         return json.loads(text)
 
     format = CallFormat("mine", "<call>", "</call>", None, parse)
-    tools = tools_of([CLOCK], "required")
-    assert tools is not None
+    tools = held([CLOCK], "required")
     with pytest.raises(runtime.SettingsError, match="no grammar is known for the calls of this model"):
         call_grammar(tools, format, tokenizer("json_tools", has_special_markers=True))

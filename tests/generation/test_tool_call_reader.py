@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
+import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
-from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, call_format
+from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, block, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import (
@@ -79,19 +81,8 @@ def in_pieces(text: str, size: int) -> list[str]:
     return [text[begin : begin + size] for begin in range(0, len(text), size)]
 
 
-def block(format: str, body: str) -> str:
-    known = call_format(format)
-    return known.start + body + known.end
-
-
 def test_every_parser_of_mlx_lms_has_a_call_here():
-    import mlx_lm.tool_parsers
-
-    [folder] = mlx_lm.tool_parsers.__path__
-    from pathlib import Path
-
-    assert {path.stem for path in Path(folder).glob("*.py")} - {"__init__"} == set(FORMATS)
-    assert {format for format, _, _ in BLOCKS} == set(FORMATS)
+    assert {each.name for each in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)} == set(FORMATS)
 
 
 @sweep(("format", "body", "calls"), BLOCKS)

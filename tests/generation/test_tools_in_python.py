@@ -11,11 +11,11 @@ import pytest
 import trio
 from calling_models import calling_pair, calling_tokenizer
 from chat_models import says
+from sweeps import sweep
 
 import runtime
 
 USER = {"role": "user", "content": "weather?"}
-OSLO = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
 
 def weather(city: str, days: int = 1) -> str:
@@ -31,6 +31,13 @@ def weather(city: str, days: int = 1) -> str:
 async def clock() -> dict[str, int]:
     """The time of day."""
     return {"hour": 12}
+
+
+def call_of(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+OSLO = call_of("weather", city="Oslo")
 
 
 def speaks(*answers: str) -> dict[str, Any]:
@@ -66,27 +73,16 @@ async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_tol
         assert told.statistics.prompt_tokens > plain.statistics.prompt_tokens == none.statistics.prompt_tokens
 
 
-@pytest.mark.parametrize("lookahead", [0, 4])
+@sweep("lookahead", [0, 4])
 async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead: int) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Oslo", "Lisbon"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
+    city = {"enum": ["Oslo", "Lisbon"]}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     async with runtime.open(*calling_pair()) as rt:
-        completion = await rt.generate(
-            [USER],
-            tools=[tool],
-            tool_choice="weather",
-            max_tokens=300,
-            lookahead=lookahead,
-            temperature=1.0,
-            seed=3,
-            # Reasoning is free, and this model would never end it.
-            logit_bias={calling_tokenizer().think_start_id: -1e6},
-        )
+        # Reasoning is free, and this model would never end it.
+        settings: Any = {"logit_bias": {calling_tokenizer().think_start_id: -1e6}, "temperature": 1.0, "seed": 3}
+        settings |= {"max_tokens": 300, "lookahead": lookahead}
+        completion = await rt.generate([USER], tools=[tool], tool_choice="weather", **settings)
         assert completion.finish_reason == "stop"
         [call] = completion.tool_calls
         assert call.values["city"] in ("Oslo", "Lisbon")
@@ -116,7 +112,7 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
 
 
 async def test_a_conversation_calls_its_functions_and_goes_on_with_their_results() -> None:
-    both = OSLO + '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    both = OSLO + call_of("clock")
     async with runtime.open(*calling_pair()) as rt:
         conversation = rt.conversation(tools=[weather, clock], **speaks(both, "wet at noon"))
         completion = await conversation.generate("weather?")
@@ -160,11 +156,7 @@ async def test_the_errors_of_functions_are_results() -> None:
         """
         raise ValueError(f"no {city}")
 
-    calls = [
-        '<tool_call>{"name": "fails", "arguments": {"city": "Oslo"}}</tool_call>',
-        '<tool_call>{"name": "fails", "arguments": {"town": "Oslo"}}</tool_call>',
-        '<tool_call>{"name": "unheard_of", "arguments": {}}</tool_call>',
-    ]
+    calls = [call_of("fails", city="Oslo"), call_of("fails", town="Oslo"), call_of("unheard_of")]
     async with runtime.open(*calling_pair()) as rt:
         settings = speaks("".join(calls), "sorry") | {"max_tokens": 200}
         conversation = rt.conversation(tools=[fails], **settings)
@@ -184,9 +176,8 @@ async def test_rounds_of_calls_are_bounded() -> None:
         num_calls += 1
         return num_calls
 
-    call = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
     async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[count], **speaks(*[call] * 20))
+        conversation = rt.conversation(tools=[count], **speaks(*[call_of("count")] * 20))
         completion = await conversation.generate("count")
         assert num_calls == 8
         assert [call.name for call in completion.tool_calls] == ["count"]
@@ -203,9 +194,8 @@ async def test_a_function_in_a_thread_does_not_block_the_loop() -> None:
         assert release.wait(60)
         return "done"
 
-    call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
     async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[waits], **speaks(call, "so"))
+        conversation = rt.conversation(tools=[waits], **speaks(call_of("waits"), "so"))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conversation.generate, "wait")
             await begun.wait()  # this loop runs on
@@ -222,9 +212,8 @@ async def test_nothing_else_is_done_with_a_conversation_while_its_functions_are_
         await go_on.wait()
         return "done"
 
-    call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
     async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[waits], **speaks(call, "so"))
+        conversation = rt.conversation(tools=[waits], **speaks(call_of("waits"), "so"))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conversation.generate, "wait")
             await called.wait()
@@ -250,9 +239,8 @@ async def test_a_cancelled_call_leaves_the_conversation_as_it_was_and_can_be_mad
             await trio.sleep_forever()
         return "done"
 
-    call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
     async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[waits], **speaks(call, "so"))
+        conversation = rt.conversation(tools=[waits], **speaks(call_of("waits"), "so"))
         with scope:
             await conversation.generate("wait")
         assert scope.cancelled_caught
@@ -286,7 +274,7 @@ async def test_a_loaded_conversation_makes_the_calls_that_were_pending_with_the_
 
 
 async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -> None:
-    hour = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    hour = call_of("clock")
     async with runtime.open(*calling_pair()) as rt:
         prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
         completions = await rt.generate_many(prompts, tools=[weather], **speaks(OSLO))

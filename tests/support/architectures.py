@@ -77,6 +77,45 @@ _COMMON: dict[str, Any] = {
     "conv_bias": True,
     "conv_L_cache": 3,
     "use_conv_bias": True,
+    # Of a few.
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 16,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 1,
+    "logits_scaling": 1.0,
+    "attention_multiplier": 0.35,
+    "residual_multiplier": 1.0,
+    "moe_topk": 2,
+    "shared_intermediate_size": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 16,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_embd": 32,
+    "n_positions": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "layer_group_size": 2,
+    "zero_expert_num": 2,
+    "expert_ffn_hidden_size": 16,
+    "ffn_hidden_size": 48,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "num_dense_layers": 1,
+    "block_dim": 32,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "group_norm_size": 2,
+    "dim_model_base": 32,
+    "scale_depth": 1.4,
+    "scale_emb": 1.0,
+    "full_attention_interval": 2,
 }
 
 _YARN = {
@@ -99,11 +138,8 @@ class Architecture:
     """How to build the model of one mlx-lm module.
 
     Attributes:
-        kinds: the classes of its caches, sorted.
         args: arguments beyond `_COMMON`, or different from it.
-        seed: seed of its weights.
-        embedding: scale of its embeddings; smaller for an architecture that scales them up, so that its layers still
-            affect the next token.
+        embedding: scale of its embeddings; smaller where the model scales them up, or its layers would not matter.
         is_stepwise: whether one pass over several tokens gives other logits than one pass per token.
     """
 
@@ -128,12 +164,20 @@ ROTATING = "RotatingKVCache"
 CHUNKED = "ChunkedKVCache"
 ARRAYS = "ArraysCache"
 
+# Of full attention, without any arguments of their own.
+_PLAIN = [
+    "Klear", "bailing_moe", "deepseek", "deepseek_v3", "ernie4_5", "glm", "glm4_moe", "glm4_moe_lite", "helium",
+    "internlm2", "internlm3", "mimo", "minicpm", "mixtral", "olmoe", "phimoe", "qwen2", "qwen2_moe", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "starcoder2", "talkie", "telechat3", "youtu_llm",
+]  # fmt: skip
+
 ARCHITECTURES: dict[str, Architecture] = {
     # --- full attention
-    "Klear": _of(KV),
-    "afm7": _of(KV, hidden_dim=32, num_layers=3, num_kv_reuse_layers=1, num_heads=4, num_kv_heads=2),
+    **dict.fromkeys(_PLAIN, _of(KV)),
+    **dict.fromkeys(("dots1", "gemma", "glm4", "olmo2", "phi3"), _of(KV, seed=1)),
+    **dict.fromkeys(("exaone", "hunyuan_v1_dense", "qwen3"), _of(KV, seed=2)),
+    "afm7": _of(KV, hidden_dim=32, num_layers=3, num_kv_reuse_layers=1, num_kv_heads=2),
     "apertus": _of(KV, seed=28, embedding=0.2, post_norm=False, qk_norm=True),
-    "bailing_moe": _of(KV),
     "cohere": _of(KV, seed=5, logit_scale=1.0),
     "dbrx": _of(
         KV,
@@ -143,61 +187,36 @@ ARCHITECTURES: dict[str, Architecture] = {
         attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         ffn_config={"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 16},
     ),
-    "deepseek": _of(KV),
     "deepseek_v2": _of(KV, rope_scaling=_YARN),
-    "deepseek_v3": _of(KV),
-    "dots1": _of(KV, seed=1),
-    "ernie4_5": _of(KV),
     "ernie4_5_moe": _of(KV, seed=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=1, moe_num_shared_experts=1),
-    "exaone": _of(KV, seed=2, num_layers=2),
-    "gemma": _of(KV, seed=1),
     "gemma2": _of(KV, embedding=0.2, query_pre_attn_scalar=8.0),
-    "glm": _of(KV),
-    "glm4": _of(KV, seed=1),
-    "glm4_moe": _of(KV),
-    "glm4_moe_lite": _of(KV),
-    "gpt2": _of(KV, seed=3, n_ctx=512, n_embd=32, n_head=4, n_layer=2, n_positions=512),
-    "gpt_bigcode": _of(KV, n_embd=32, n_layer=2, n_inner=48, n_head=4, n_positions=512),
+    "gpt2": _of(KV, seed=3, n_ctx=512),
+    "gpt_bigcode": _of(KV, n_inner=48),
     "gpt_neox": _of(KV, seed=3, rotary_emb_base=10_000, rotary_pct=0.5),
-    "gptj": _of(KV, seed=7, n_embd=32, n_head=4, n_layer=2, n_positions=512, rotary_dim=4),
-    "granite": _of(
-        KV, logits_scaling=1.0, attention_multiplier=0.35, embedding_multiplier=1.0, residual_multiplier=1.0
-    ),
-    "granitemoe": _of(
-        KV, logits_scaling=1.0, attention_multiplier=0.35, embedding_multiplier=1.0, residual_multiplier=1.0
-    ),
-    "helium": _of(KV),
+    "gptj": _of(KV, seed=7, rotary_dim=4),
+    "granite": _of(KV, embedding_multiplier=1.0, residual_multiplier=1.0),
+    "granitemoe": _of(KV, embedding_multiplier=1.0, residual_multiplier=1.0),
     "hunyuan": _of(
         KV,
         seed=1,
-        moe_topk=2,
         num_shared_expert=1,
         use_mixed_mlp_moe=True,
         use_cla=True,
         cla_share_factor=2,
         rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
     ),
-    "hunyuan_v1_dense": _of(KV, seed=2),
-    "internlm2": _of(KV),
-    "internlm3": _of(KV),
     "kimi_k25": _of(KV, text_config=_text()),
     "kimi_vl": _of(KV, text_config=_text()),
-    "lille-130m": _of(KV, block_size=512, n_embd=64, n_head=4, n_kv_heads=2, n_layer=2),
+    "lille-130m": _of(KV, block_size=512, n_embd=64, n_kv_heads=2),
     "llama4_text": _of(KV, seed=1, intermediate_size_mlp=48, no_rope_layers=[1, 0]),
-    "mimo": _of(KV),
-    "minicpm": _of(KV, dim_model_base=32, scale_depth=1.4, scale_emb=1.0),
     "minicpm3": _of(
         KV,
         seed=3,
-        dim_model_base=32,
-        scale_depth=1.4,
-        scale_emb=1.0,
         rope_scaling={"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [1.5] * 4},
     ),
-    "minimax": _of(KV, shared_intermediate_size=16, rotary_dim=4),
+    "minimax": _of(KV, rotary_dim=4),
     "mistral3": _of(KV, text_config=_text(model_type="llama")),
     "mistral4": _of(KV, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.1}),
-    "mixtral": _of(KV),
     "nanbeige": _of(KV, num_loops=2),
     "nanochat": _of(KV, seed=32, embedding=0.2),
     "nemotron": _of(KV, hidden_act="relu2"),
@@ -210,8 +229,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
         ],
     ),
-    "olmo2": _of(KV, seed=1),
-    "olmoe": _of(KV),
     "openelm": _of(
         KV,
         seed=2,
@@ -223,7 +240,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         ffn_multipliers=[1.0, 1.5],
     ),
     "phi": _of(KV, seed=6),
-    "phi3": _of(KV, seed=1),
     "phi3small": _of(
         KV,
         seed=1,
@@ -238,66 +254,37 @@ ARCHITECTURES: dict[str, Architecture] = {
         blocksparse_num_local_blocks=2,
         blocksparse_vert_stride=2,
     ),
-    "phimoe": _of(KV),
-    "phixtral": _of(KV, num_vocab=VOCAB_SIZE, model_dim=32, num_heads=4, num_layers=2, rotary_dim=4),
+    "phixtral": _of(KV, num_vocab=VOCAB_SIZE, model_dim=32, rotary_dim=4),
     "pixtral": _of(KV, text_config=_text(model_type="llama")),
     "plamo": _of(KV, n_shared_head=2),
     "qwen": _of(KV, seed=1, kv_channels=8),
-    "qwen2": _of(KV),
-    "qwen2_moe": _of(KV),
     "qwen2_vl": _of(KV, text_config=_text(model_type="qwen2")),
-    "qwen3": _of(KV, seed=2),
-    "qwen3_moe": _of(KV),
     "qwen3_vl": _of(KV, seed=2, text_config=_text(model_type="qwen3")),
     "qwen3_vl_moe": _of(KV, text_config=_text(model_type="qwen3_moe")),
-    "seed_oss": _of(KV),
-    "smollm3": _of(KV),
-    "solar_open": _of(KV),
     "stablelm": _of(KV, use_qkv_bias=True),
-    "starcoder2": _of(KV),
-    "talkie": _of(KV),
-    "telechat3": _of(KV),
-    "youtu_llm": _of(KV),
     # --- full attention, and an index with keys of its own
-    "deepseek_v32": _of("CacheList(KVCache, KVCache)", index_head_dim=8, index_n_heads=2, index_topk=16),
+    "deepseek_v32": _of("CacheList(KVCache, KVCache)"),
     "glm_moe_dsa": _of(
         "CacheList(KVCache, KVCache)",
-        index_head_dim=8,
-        index_n_heads=2,
-        index_topk=16,
         topk_method="noaux_tc",
         scoring_func="sigmoid",
         rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"},
     ),
-    "longcat_flash": _of(
-        "CacheList(KVCache, KVCache)",
-        attention_method="MLA",
-        zero_expert_type="identity",
-        zero_expert_num=2,
-        ffn_hidden_size=48,
-        moe_topk=2,
-        expert_ffn_hidden_size=16,
-        num_layers=2,
-        mla_scale_q_lora=True,
-        mla_scale_kv_lora=True,
-    ),
+    "longcat_flash": _of("CacheList(KVCache, KVCache)", attention_method="MLA", zero_expert_type="identity"),
     "minimax_m3_vl": _of(
         "CacheList(KVCache)",
         "CacheList(KVCache, KVCache)",
         text_config=_text(
             num_hidden_layers=3,
             dense_intermediate_size=48,
-            shared_intermediate_size=16,
             mlp_layer_types=["dense", "sparse", "sparse"],
             layer_types=["full_attention", "sparse_attention", "sparse_attention"],
-            index_n_heads=2,
-            index_head_dim=8,
             index_block_size=4,
             index_topk_blocks=3,
         ),
     ),
     # --- sliding windows
-    "afmoe": _of(KV, ROTATING, seed=1, layer_types=_SLIDING_AND_FULL, num_dense_layers=1),
+    "afmoe": _of(KV, ROTATING, seed=1, layer_types=_SLIDING_AND_FULL),
     "cohere2": _of(KV, ROTATING, logit_scale=1.0, sliding_window_pattern=2),
     "exaone4": _of(KV, ROTATING, num_hidden_layers=3, sliding_window_pattern="LLG"),
     "exaone_moe": _of(KV, ROTATING, seed=1, layer_types=_SLIDING_AND_FULL, is_moe_layer=[False, True]),
@@ -317,13 +304,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         text_config=_text(
             model_type="gemma3n",
             num_hidden_layers=4,
-            num_kv_shared_layers=2,
-            vocab_size_per_layer_input=VOCAB_SIZE,
             rope_local_base_freq=1_000.0,
             final_logit_softcapping=30.0,
             layer_types=_SLIDING_AND_FULL * 2,
             activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
-            hidden_size_per_layer_input=8,
             altup_num_inputs=2,
             altup_coef_clip=120.0,
             altup_correct_scale=True,
@@ -332,29 +316,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     "gemma4": _of(
-        KV,
-        ROTATING,
-        text_config=_text(
-            model_type="gemma4_text",
-            num_hidden_layers=4,
-            num_kv_shared_layers=2,
-            sliding_window_pattern=2,
-            global_head_dim=16,
-            vocab_size_per_layer_input=VOCAB_SIZE,
-            hidden_size_per_layer_input=8,
-        ),
+        KV, ROTATING, text_config=_text(model_type="gemma4_text", num_hidden_layers=4, sliding_window_pattern=2)
     ),
-    "gemma4_text": _of(
-        KV,
-        ROTATING,
-        seed=1,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        sliding_window_pattern=2,
-        global_head_dim=16,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-        hidden_size_per_layer_input=8,
-    ),
+    "gemma4_text": _of(KV, ROTATING, seed=1, num_hidden_layers=4, sliding_window_pattern=2),
     "gpt_oss": _of(KV, ROTATING, rope_scaling=_YARN),
     "iquestloopcoder": _of(KV, ROTATING, loop_window_size=8),
     "laguna": _of(
@@ -436,18 +400,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         sliding_window_layers=[1],
         conv_window=2,
     ),
-    "bailing_hybrid": _of(ARRAYS, KV, num_hidden_layers=4, layer_group_size=2, group_norm_size=2),
-    "bailing_moe_linear": _of(ARRAYS, KV, seed=1, num_hidden_layers=4, layer_group_size=2, group_norm_size=2),
-    "bailing_moe_v3": _of(ARRAYS, KV, num_hidden_layers=4, layer_group_size=2, short_conv_kernel_size=4),
-    "falcon_h1": _of(
-        "CacheList(ArraysCache, KVCache)",
-        mamba_d_ssm=32,
-        mamba_n_heads=4,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        lm_head_multiplier=1.0,
-    ),
+    "bailing_hybrid": _of(ARRAYS, KV, num_hidden_layers=4),
+    "bailing_moe_linear": _of(ARRAYS, KV, seed=1, num_hidden_layers=4),
+    "bailing_moe_v3": _of(ARRAYS, KV, num_hidden_layers=4, short_conv_kernel_size=4),
+    "falcon_h1": _of("CacheList(ArraysCache, KVCache)", mamba_d_ssm=32, mamba_d_head=8, lm_head_multiplier=1.0),
     "gear": _of(
         ARRAYS,
         KV,
@@ -462,15 +418,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         seed=1,
         layer_types=["mamba", "attention"],
         embedding_multiplier=1.0,
-        attention_multiplier=0.35,
-        logits_scaling=1.0,
-        residual_multiplier=1.0,
-        shared_intermediate_size=16,
-        mamba_n_heads=4,
         mamba_d_head=16,
-        mamba_d_state=8,
-        mamba_d_conv=4,
-        mamba_n_groups=1,
         mamba_proj_bias=False,
         mamba_conv_bias=True,
     ),
@@ -483,8 +431,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         attn_layer_period=2,
         expert_layer_offset=1,
         expert_layer_period=2,
-        mamba_d_conv=4,
-        mamba_d_state=8,
         mamba_expand=2,
     ),
     "kimi_k3": _of(
@@ -502,48 +448,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_max_length=512,
         linear_attn_config={"kda_layers": [1], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4},
     ),
-    "lfm2": _of(
-        ARRAYS,
-        KV,
-        seed=2,
-        layer_types=["conv", "full_attention"],
-        block_dim=32,
-        block_multiple_of=8,
-        block_ffn_dim_multiplier=1.0,
-        block_auto_adjust_ff_dim=False,
-    ),
-    "lfm2-vl": _of(
-        ARRAYS,
-        KV,
-        seed=2,
-        text_config=_text(
-            model_type="lfm2",
-            layer_types=["conv", "full_attention"],
-            block_dim=32,
-            block_multiple_of=8,
-            block_ffn_dim_multiplier=1.0,
-            block_auto_adjust_ff_dim=False,
-        ),
-    ),
-    "lfm2_moe": _of(ARRAYS, KV, layer_types=["conv", "full_attention"], use_expert_bias=True, num_dense_layers=1),
+    "lfm2": _of(ARRAYS, KV, seed=2, layer_types=["conv", "full_attention"]),
+    "lfm2-vl": _of(ARRAYS, KV, seed=2, text_config=_text(model_type="lfm2", layer_types=["conv", "full_attention"])),
+    "lfm2_moe": _of(ARRAYS, KV, layer_types=["conv", "full_attention"], use_expert_bias=True),
     "longcat_flash_ngram": _of(
-        ARRAYS,
-        "CacheList(KVCache, KVCache)",
-        ffn_hidden_size=48,
-        moe_topk=2,
-        expert_ffn_hidden_size=16,
-        zero_expert_num=2,
-        num_layers=2,
-        mla_scale_q_lora=True,
-        mla_scale_kv_lora=True,
-        ngram_vocab_size_ratio=4,
-        emb_neighbor_num=3,
-        emb_split_num=2,
+        ARRAYS, "CacheList(KVCache, KVCache)", ngram_vocab_size_ratio=4, emb_neighbor_num=3, emb_split_num=2
     ),
     "mamba": _of(ARRAYS, intermediate_size=64, state_size=8, time_step_rank=2),
     "mamba2": _of(
         ARRAYS,
-        num_heads=4,
         head_dim=16,
         intermediate_size=64,
         state_size=8,
@@ -564,17 +477,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         moe_shared_expert_intermediate_size=16,
     ),
     "olmo_hybrid": _of(ARRAYS, KV, layer_types=_LINEAR_AND_FULL, linear_allow_neg_eigval=True),
-    "plamo2": _of(
-        ARRAYS,
-        KV,
-        seed=4,
-        hidden_size_per_head=8,
-        mamba_d_state=8,
-        mamba_num_heads=4,
-        mamba_step=2,
-    ),
-    "qwen3_5": _of(ARRAYS, KV, text_config=_text(full_attention_interval=2, num_experts=0)),
-    "qwen3_5_moe": _of(ARRAYS, KV, text_config=_text(full_attention_interval=2)),
+    "plamo2": _of(ARRAYS, KV, seed=4, hidden_size_per_head=8, mamba_num_heads=4, mamba_step=2),
+    "qwen3_5": _of(ARRAYS, KV, text_config=_text(num_experts=0)),
+    "qwen3_5_moe": _of(ARRAYS, KV, text_config=_text()),
     "prism_hadamard_qwen35": _of(
         ARRAYS,
         KV,
@@ -583,9 +488,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         tensor_namespace="mlx-lm-text",
         quantization={"bits": 2, "group_size": 128, "mode": "affine"},
         modules=[{"path": "model.layers.0.mlp.down_proj", "embedding": False, "dtype": "float16", "block": 0}],
-        text_config=_text(full_attention_interval=2, num_experts=0, intermediate_size=128),
+        text_config=_text(num_experts=0, intermediate_size=128),
     ),
-    "qwen3_next": _of(ARRAYS, KV, full_attention_interval=2),
+    "qwen3_next": _of(ARRAYS, KV),
     "recurrent_gemma": _of(
         ARRAYS,
         ROTATING,
@@ -608,8 +513,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         compress_ratios=(1, 4, 4),
         kv_source_layer_ids=(1, 2),
         index_source_layer_ids=(1, 2),
-        index_n_heads=2,
-        index_head_dim=8,
         index_topk=4,
         rms_norm_eps=1e-5,
     ),
@@ -675,7 +578,6 @@ def build(name: str, *, seed: int | None = None, **changes: Any) -> nn.Module:
 
 
 def kinds(model: nn.Module) -> tuple[str, ...]:
-    """The classes of a model's caches, sorted."""
     return tuple(sorted({_kind(layer) for layer in make_prompt_cache(model)}))
 
 
@@ -705,21 +607,14 @@ class Leaning(Wrapped):
 
 
 class PositionalModel(FeedsEach):
-    """A model that knows the token at each position, whatever the text before it.
+    """A model that knows the token at each position, whatever the text before it; beyond its end it repeats the last.
 
-    It stands for the other model where only one of a pair is under test: a drafter that is right as often as its text
-    is, or a target whose text a drafter cannot always guess. It can rewind to any length.
+    It stands for the other model where only one of a pair is under test, and can rewind to any length.
     """
 
     context_length = None
 
     def __init__(self, text: Sequence[int], vocab_size: int) -> None:
-        """Create a model.
-
-        Args:
-            text: the prompt and what follows it. Beyond its end, the model repeats the last token.
-            vocab_size: the width of its logits.
-        """
         self.text = tuple(text)
         self.vocab_size = vocab_size
 
@@ -728,8 +623,6 @@ class PositionalModel(FeedsEach):
 
 
 class PositionalSequence(CachedSequence):
-    """A sequence of a model that knows the text; its only state is a length."""
-
     def __init__(self, model: PositionalModel) -> None:
         self._model = model
         self._length = 0

@@ -48,13 +48,7 @@ POSTED = ("completions", "responses", "messages", "count_tokens", "tokenize")
 
 @attrs.define(slots=False)
 class Exchange:
-    """A request, and the response so far.
-
-    Attributes:
-        sent: the messages that the application has sent.
-        times: when it sent each, in simulated seconds.
-        over_at: when the application returned; None before.
-    """
+    """A request, and the response so far: its messages, and the simulated times at which each was sent."""
 
     scope: dict[str, Any]
     sent: list[Message] = attrs.Factory(list)
@@ -66,15 +60,12 @@ class Exchange:
     _changed: trio.Event = attrs.Factory(trio.Event)
 
     def give(self, body: bytes, *, more: bool = False) -> None:
-        """Send a part of the request body."""
         self._coming[0].send_nowait({"type": "http.request", "body": body, "more_body": more})
 
     def leave(self) -> None:
-        """Hang up."""
         self._coming[0].send_nowait({"type": "http.disconnect"})
 
     async def until(self, is_so: Callable[[Exchange], bool]) -> None:
-        """Wait until a condition holds for the response so far."""
         while not is_so(self):
             await self._changed.wait()
 
@@ -121,7 +112,6 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole response has come."""
         return bool(self.sent[1:]) and not self.sent[-1].get("more_body", False)
 
     @property
@@ -141,10 +131,7 @@ class Exchange:
     @property
     def events(self) -> list[Any]:
         """Data of the server-sent events so far, without [DONE]; asserts that nothing else was sent except comments."""
-        assert self.status == 200
-        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
-        text = self.body.decode()
-        assert re.fullmatch(r"(data: [^\n]+\n\n|: keep-alive\n\n)*", text)
+        text = self._stream_of(r"data: [^\n]+\n\n")
         return [
             json.loads(part.removeprefix("data: "))
             for part in text.split("\n\n")
@@ -154,27 +141,28 @@ class Exchange:
     @property
     def named_events(self) -> list[Any]:
         """Data of server-sent events that have names; asserts that each has its type for a name."""
-        assert self.status == 200
-        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
-        text = self.body.decode()
-        assert re.fullmatch(r"(event: [^\n]+\ndata: [^\n]+\n\n|: keep-alive\n\n)*", text)
+        text = self._stream_of(r"event: [^\n]+\ndata: [^\n]+\n\n")
         found = [(name, json.loads(data)) for name, data in re.findall(r"event: (.+)\ndata: (.+)\n\n", text)]
         assert [name for name, _ in found] == [data["type"] for _, data in found]
         return [data for _, data in found]
 
+    def _stream_of(self, event: str) -> str:
+        assert self.status == 200
+        assert self.headers["content-type"] == "text/event-stream; charset=utf-8"
+        text = self.body.decode()
+        assert re.fullmatch(rf"({event}|: keep-alive\n\n)*", text)
+        return text
+
     @property
     def is_done(self) -> bool:
-        """Whether [DONE] has come, at the end."""
         return self.body.endswith(b"data: [DONE]\n\n")
 
     @property
     def text(self) -> str:
-        """The text of the response, from one body or from chunks."""
         return self._joined("text", "content")
 
     @property
     def thought(self) -> str:
-        """The reasoning of the response, from one body or from chunks."""
         return self._joined("reasoning_content", "reasoning_content")
 
     def _joined(self, of_completion: str, of_chat: str) -> str:
@@ -199,12 +187,10 @@ async def exchange(
     """An exchange with an application; exit waits for its end.
 
     Args:
-        app: the application.
         path: path and query.
         method: by default POST for paths that generate or count, else GET.
         headers: headers besides Host; by default those of a JSON body for POST.
         body: serialized as JSON, bytes excepted. With None, a GET has an empty body; a POST's body is left to `give`.
-        address: address of the client.
     """
     method = method or ("POST" if path.endswith(POSTED) else "GET")
     given = {"host": "localhost:8000", **(JSON if headers is None and method == "POST" else headers or {})}
@@ -234,7 +220,6 @@ async def exchange(
 
 
 async def ask(app: Any, path: str, body: Any = None, **more: Any) -> Exchange:
-    """A whole exchange."""
     async with exchange(app, path, body=body, **more) as one:
         pass
     return one
@@ -314,10 +299,9 @@ class Letters:
 
 
 class Aside:
-    """A stand-in for worker threads in simulated time."""
+    """A stand-in for worker threads in simulated time, each of whose calls takes `seconds`."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        """Each call takes `seconds`."""
         self.seconds = seconds
 
     async def __call__(self, do: Callable[[], T], /, *, abandon_on_cancel: bool, limiter: trio.CapacityLimiter) -> T:
@@ -329,10 +313,9 @@ class Aside:
 
 
 class ScriptedCheck:
-    """A stand-in for the process that tries out grammars."""
+    """A stand-in for the process that tries out grammars; each check takes `seconds`."""
 
     def __init__(self, seconds: float = 0.0, outcome: Outcome = "done") -> None:
-        """Each check takes `seconds` and has this outcome."""
         self.seconds = seconds
         self.outcome = outcome
         self.num_at_once = 0
@@ -383,30 +366,18 @@ async def real_server(*pair: Any, **service: Any) -> AsyncIterator[tuple[Any, Ru
 
 @attrs.define
 class Served:
-    """A server in simulated time.
-
-    Attributes:
-        app: the application.
-        simulation: the runtime behind it.
-        tokenizer: the target's tokenizer.
-        timelines: the timelines that it keeps.
-    """
-
     app: Any
     simulation: Simulation
     tokenizer: Letters
     timelines: Timelines
 
     async def ask(self, path: str, body: Any = None, **more: Any) -> Exchange:
-        """See `ask`."""
         return await ask(self.app, path, body, **more)
 
     def exchange(self, path: str, body: Any = None, **more: Any) -> Any:
-        """See `exchange`."""
         return exchange(self.app, path, body=body, **more)
 
     async def outcomes(self) -> dict[str, float]:
-        """Number of requests by outcome."""
         found = await figures(self.app)
         return {label: n for (name, label), n in found.items() if name == "outrider_requests_total" and n}
 
@@ -429,17 +400,13 @@ async def served(
     settings: Mapping[str, Any] | None = None,
     **service: Any,
 ) -> AsyncIterator[Served]:
-    """A server over scripted models; needs an autojumping clock.
-
-    Asserts on exit what `simulated` asserts.
+    """A server over scripted models, for simulated time; asserts on exit what `simulated` asserts.
 
     Args:
         target, draft, copy_corpus, max_streams, price, schedule: see `simulated`.
-        tokenizer: the target's tokenizer.
         tokenising_s: seconds that the preparation of a prompt takes.
         max_waiting, limits, **service: see `Limits` and `Service`.
         small: name of the draft model.
-        check: tries out grammars.
         settings: of each request that has no others.
     """
     tokenizer, timelines = tokenizer or Letters(), Timelines()
@@ -455,16 +422,8 @@ async def served(
         copy_corpus=copy_corpus,
     ) as simulation:
         background = Aside(tokenising_s)
-        pool = pool_of(
-            simulation.runtime,
-            MODEL,
-            timelines,
-            draft_name=small,
-            check=check,
-            background=background,
-            settings=settings,
-        )
-        async with pool as models:
+        options: Any = {"draft_name": small, "check": check, "background": background, "settings": settings}
+        async with pool_of(simulation.runtime, MODEL, timelines, **options) as models:
             offered = Service(limits=attrs.evolve(limits or Limits(), max_waiting=max_waiting), **service)
             yield Served(application(models, offered, background=background), simulation, tokenizer, timelines)
 
@@ -490,9 +449,9 @@ def looping(history: Sequence[int]) -> Sequence[float]:
     return logits
 
 
-def saying(text: str, start: int) -> Script:
+def saying(text: str, start: int, letters: Letters | None = None) -> Script:
     """A script that says `text` and ends it, after a prompt of `start` tokens."""
-    said = Letters().encode(text + "\n")
+    said = (letters or Letters()).encode(text + "\n")
 
     def script(history: Sequence[int]) -> Sequence[float]:
         at = len(history) - start
@@ -526,8 +485,6 @@ def models(script: Script = looping) -> tuple[ScriptedModel, ScriptedModel]:
 
 
 def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedModel, **options: Any) -> None:
-    """Run a test with a server of its own."""
-
     async def main() -> None:
         async with served(*(pair or models()), **options) as server:
             await test(server)
@@ -536,7 +493,7 @@ def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedM
 
 
 def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a test of an async function whose argument `server` is a server of its own.
+    """Make a test of an async function whose argument `server` is a server of its own, see `served`.
 
     Args:
         pair: the models, or their scripts; by default `models()`. Each run of the test has models of its own.

@@ -26,13 +26,7 @@ PAUSE_S = 0.02
 
 @attrs.define
 class Waits:
-    """The longest waits of another client, in seconds.
-
-    Attributes:
-        health: for `/health`.
-        tokens: for two tokens.
-        num_refused: requests for two tokens that were refused.
-    """
+    """The longest waits of another client, in seconds, and how often it was refused two tokens."""
 
     health: float = 0.0
     tokens: float = 0.0
@@ -40,7 +34,7 @@ class Waits:
 
 
 def memory(server: Server) -> float:
-    """Resident memory of the server, in MB."""
+    """In MB."""
     status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="utf-8")
     found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None

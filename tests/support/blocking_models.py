@@ -31,19 +31,15 @@ class BlockingModel(Wrapped):
         self._num_passes_left = after
 
     def wait_blocked(self) -> None:
-        """Wait until a forward pass has been stopped."""
         self._is_blocked.wait()
 
     async def blocked_in_asyncio(self) -> None:
-        """Wait in asyncio until a forward pass has been stopped."""
         await until_in_asyncio(self._is_blocked.is_set)
 
     async def blocked_in_trio(self) -> None:
-        """Wait in trio until a forward pass has been stopped."""
         await trio.to_thread.run_sync(self.wait_blocked)
 
     def release(self) -> None:
-        """Let the stopped forward pass continue."""
         self._is_released.set()
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:

@@ -76,14 +76,7 @@ def find() -> str | None:
 
 
 def visit(page: str, script: str, scratch: Path, *, width: int = 1280) -> Any:
-    """Open a page in a browser, run a script in it, and return what the script returns.
-
-    Args:
-        page: HTML.
-        script: the body of a function; it may use what `AFTER` defines.
-        scratch: a directory for temporary files.
-        width: width of the window in CSS pixels.
-    """
+    """Open a page in a browser, and return what a script returns, a function's body that may use `AFTER`."""
     browser = find()
     assert browser is not None, f"no Chromium was found; install it, or say in {VARIABLE} where it is"
     file = scratch / "page.html"

@@ -57,10 +57,7 @@ def target(seed: int = 0) -> nn.Module:
 
 
 def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsProcessor:
-    """A logits processor that makes the model give these answers, turn by turn.
-
-    `lead` is the text with which the template begins each answer.
-    """
+    """Makes the model give these answers, turn by turn; `lead` is how the template begins each."""
     mark = of.convert_tokens_to_ids("<|assistant|>")
     lines = [of.encode(answer + "<|endoftext|>", add_special_tokens=False) for answer in answers]
     num_led = len(of.encode(lead, add_special_tokens=False))

@@ -6,5 +6,4 @@ import runtime
 
 
 def ids(completion: runtime.Completion) -> list[int]:
-    """The ids of a completion's tokens."""
     return [token.id for token in completion.tokens]

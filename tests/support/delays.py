@@ -8,9 +8,7 @@ from typing import Any
 
 import attrs
 from hypothesis import strategies as st
-from scripted import (
-    Price,
-)
+from scripted import Price
 
 from protocol.lookahead_policy import ChainPolicy
 

@@ -34,11 +34,7 @@ def _by_model(prices: dict[str, Any]) -> dict[str, Table]:
 
 
 def with_more_rows(table: Table) -> Table:
-    """A table whose last plateau ends where the measurements do.
-
-    A shared pass has more rows than were measured. From there on times rise in proportion to the rows: a device that
-    computes so many rows at once needs twice the time for twice as many.
-    """
+    """A table whose last plateau ends where the measurements do; beyond, times rise in proportion to the rows."""
     (_, time_before), (width, time) = table[-2:]
     return table if time > time_before else (*table, (2 * width, 2 * time))
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scipy.stats import chi2
-from scripted import (
-    Price,
-)
+from scripted import Price
 
 # Row i: probabilities after token i. The target never says 2 after 0, where the drafter likes it best. The drafter
 # never says 1 after 3, where the target likes it best.
@@ -52,10 +50,7 @@ def pooled_p_value(samples: Sequence[tuple[Mapping[Any, int], Mapping[Any, float
 
 
 def p_value(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> float:
-    """The p-value of Pearson's test; outcomes that are expected fewer than five times are pooled.
-
-    Asserts that no outcome with probability zero occurred.
-    """
+    """The p-value of Pearson's test; outcomes expected fewer than five times are pooled, and none is impossible."""
     impossible = [outcome for outcome in counts if probs.get(outcome, 0.0) == 0]
     assert impossible == []
     return pooled_p_value([(counts, probs)])

@@ -42,7 +42,7 @@ async def drafted(
 
     Args:
         is_elsewhere: whether the drafter is used as if it were in another process.
-        price: seconds that a job takes in simulated time, which needs an autojumping clock; None for real time.
+        price: of jobs in simulated time; None for real time.
     """
     events = options.setdefault("events", Events())
 
@@ -97,11 +97,7 @@ async def check_reuse(rt: Any, built: Any) -> None:
 async def fresh_proposals(
     folder: Path, built: Any, lookahead: int
 ) -> tuple[tuple[int, ...], list[tuple[int, tuple[int, ...]]]]:
-    """Stream a text at temperature 0.
-
-    Returns: the whole text, and what was proposed after a miss, when nothing that was drafted ahead is left: the
-        position of the first proposed token, and the tokens.
-    """
+    """Stream a text at temperature 0. Returns: all of it, and what was proposed after each miss, with its position."""
     seen: list[Event] = []
     events = Events()
     events.listen(seen.append)

@@ -45,15 +45,7 @@ async def elsewhere(
     max_batch: int = MAX_BATCH,
     traces: bool = True,
 ) -> AsyncIterator[tuple[LoadedElsewhere, RecordedLink, RecordedLink]]:
-    """A drafter for `running`, the runtime's end of the link, and the drafter's.
-
-    Args:
-        model: the drafter.
-        worker: makes its worker, given what to call with its events.
-        vocab_size: of the target.
-        make_policy, max_batch: see `DraftActor`.
-        traces: whether its decisions are events, too.
-    """
+    """A drafter for `running`, the runtime's end of the link, and the drafter's."""
     near, far = map(RecordedLink, socket.socketpair())
     end = DraftingEnd(far, trio.current_time)
     end.wants_instants = traces

@@ -45,7 +45,7 @@ MAX_PAUSE_S = 2
 
 
 def exact_copy(model: Path, where: Path) -> Path:
-    """A copy of a model in float32."""
+    """In float32."""
     shutil.copytree(model, where)
     weights = mx.load(str(model / "model.safetensors"))
     assert isinstance(weights, dict)
@@ -56,13 +56,7 @@ def exact_copy(model: Path, where: Path) -> Path:
 
 @attrs.define
 class Server:
-    """A server in a process of its own.
-
-    Attributes:
-        port: the port at which it listens.
-        process: the process.
-        said: the lines that it has written to stderr; the first contains its address.
-    """
+    """A server in a process of its own, and the lines that it has written to stderr; the first contains its address."""
 
     port: int
     process: trio.Process
@@ -94,11 +88,7 @@ class Server:
 
 @asynccontextmanager
 async def served(*arguments: str) -> AsyncIterator[Server]:
-    """A server of the demo pair in float32; see `serving`.
-
-    Args:
-        arguments: further arguments of `serve`.
-    """
+    """A server of the demo pair in float32; see `serving`."""
     with tempfile.TemporaryDirectory() as folder:
         pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
         models = ["--target", str(pair[0]), "--draft", str(pair[1])]
@@ -184,9 +174,7 @@ class Observations:
 
     Attributes:
         done: how often each plan was completed.
-        statuses: statuses of responses, counted.
         texts: finished texts, counted, by the number of the request.
-        problems: descriptions of what went wrong.
         samples: measurements of the server, two a second.
     """
 
@@ -198,8 +186,6 @@ class Observations:
 
 
 class _RetryLater(Exception):
-    """The server told the client to retry later."""
-
     def __init__(self, after_s: float) -> None:
         super().__init__()
         self.after_s = after_s
@@ -207,14 +193,7 @@ class _RetryLater(Exception):
 
 @attrs.define
 class Visitor:
-    """A client.
-
-    Attributes:
-        server, observed: shared by all clients.
-        dice: its own random numbers.
-        num_requests: number of different requests.
-        doing: a description of what it does at the moment.
-    """
+    """A client."""
 
     server: Server
     observed: Observations
@@ -345,15 +324,7 @@ class Visitor:
 
 
 async def storm(server: Server, *, seconds: float, num_clients: int, seed: int, num_requests: int) -> Observations:
-    """Run many clients on a server.
-
-    Args:
-        server: the server.
-        seconds: time during which new visits begin.
-        num_clients: number of concurrent clients.
-        seed: seed of all random choices.
-        num_requests: number of different requests.
-    """
+    """Run many clients on a server, whose visits begin during some seconds."""
     observed, began = Observations(), time.monotonic()
 
     async def come_and_go(number: int) -> None:

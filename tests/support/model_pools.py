@@ -38,7 +38,6 @@ def script_of(name: str) -> Callable[[Sequence[int]], Sequence[float]]:
 
 
 def text_of(name: str, num_tokens: int, prompt: str = PROMPT) -> str:
-    """What a model says."""
     letters, script = Letters(), script_of(name)
     text = letters.encode(prompt)
     for _ in range(num_tokens):
@@ -52,7 +51,6 @@ class ScriptedLoads:
     """Loads scripted models, and remembers it.
 
     Attributes:
-        load_s: seconds that a load takes.
         failing: names of models that cannot be loaded.
         fails: how the next models of a name fail; see `ScriptedModel`. One entry for each load; the others work.
         history: what happened, and to which model, in order.
@@ -68,12 +66,10 @@ class ScriptedLoads:
     extra_bytes: int = 0
 
     def used_bytes(self) -> int:
-        """Memory of the models."""
         return sum(spec.num_bytes for spec in self.in_memory) + self.extra_bytes
 
     @asynccontextmanager
     async def open(self, spec: ServedModel) -> AsyncIterator[LoadedModel]:
-        """See `runtime.server.models.pool.OpenModel`."""
         self.history.append(("load", spec.name))
         self.in_memory.append(spec)
         try:
@@ -102,32 +98,20 @@ class ScriptedLoads:
 
 @attrs.define
 class ServedModels:
-    """A server of several scripted models.
-
-    Attributes:
-        app: the application.
-        pool: its models.
-        loads: their loads.
-    """
-
     app: Any
     pool: ModelPool
     loads: ScriptedLoads
 
     async def complete(self, model: str | None, num_tokens: int = 4, **more: Any) -> Exchange:
-        """A whole completion."""
         return await ask(self.app, COMPLETIONS, self.body(model, num_tokens, **more))
 
     def completing(self, model: str, num_tokens: int = 4, **more: Any) -> Any:
-        """A completion, as `exchange` gives it."""
         return exchange(self.app, COMPLETIONS, body=self.body(model, num_tokens, **more))
 
     def body(self, model: str | None, num_tokens: int, **more: Any) -> dict[str, Any]:
-        """The body of a completion."""
         return {"prompt": PROMPT, "max_tokens": num_tokens, **({} if model is None else {"model": model}), **more}
 
     async def states(self) -> dict[str, str]:
-        """Which models are in memory."""
         report = (await ask(self.app, "/health")).json
         return {name: each["state"] for name, each in report["models"].items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
-from mlx_lm.models import deepseek_v3 as deepseek_v3_module
-from mlx_lm.models import gemma2 as gemma2_module
-from mlx_lm.models import gemma3_text as gemma3_text_module
-from mlx_lm.models import llama as llama_module
-from mlx_lm.models import mamba as mamba_module
-from mlx_lm.models import qwen3 as qwen3_module
 from mlx_lm.models.cache import KVCache
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -37,56 +32,31 @@ CLEAR_LEAD = 1e-4
 
 def llama(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention; one `KVCache` per layer."""
-    return draw_weights(llama_module.Model(llama_module.ModelArgs(**_sizes("llama", head_dim=16, **changes))), seed)
+    return _built("llama", seed, head_dim=16, **changes)
 
 
 def qwen3(seed: int = 0, **changes: Any) -> nn.Module:
     """Full attention with normalised queries and keys."""
-    sizes = _sizes("qwen3", head_dim=16, rope_theta=10_000.0, tie_word_embeddings=False, **changes)
-    return draw_weights(qwen3_module.Model(qwen3_module.ModelArgs(**sizes)), seed)
+    return _built("qwen3", seed, head_dim=16, rope_theta=10_000.0, tie_word_embeddings=False, **changes)
 
 
 def gemma2(seed: int = 0, **changes: Any) -> nn.Module:
     """Soft-capped logits; its configuration states no context length."""
-    sizes = _sizes("gemma2", head_dim=16, query_pre_attn_scalar=16.0, **changes)
-    del sizes["max_position_embeddings"]
-    return draw_weights(gemma2_module.Model(gemma2_module.ModelArgs(**sizes)), seed, embedding=0.1)
+    return _built("gemma2", seed, embedding=0.1, head_dim=16, query_pre_attn_scalar=16.0, **changes)
 
 
 def deepseek_v3(seed: int = 0, **changes: Any) -> nn.Module:
     """Latent attention, and a mixture of experts in the second layer."""
-    sizes = _sizes(
-        "deepseek_v3",
-        num_key_value_heads=2,
-        moe_intermediate_size=32,
-        n_shared_experts=1,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        **changes,
-    )
-    return draw_weights(deepseek_v3_module.Model(deepseek_v3_module.ModelArgs(**sizes)), seed)
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return _built("deepseek_v3", seed, **{"num_key_value_heads": 2, **ranks, **experts, **groups, **changes})
 
 
 def gemma3_text(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
     """Three layers with a sliding window of `window` tokens, in rotating caches, and one with full attention."""
-    sizes = _sizes(
-        "gemma3_text",
-        num_hidden_layers=4,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        sliding_window=window,
-        sliding_window_pattern=4,
-        **changes,
-    )
-    return draw_weights(gemma3_text_module.Model(gemma3_text_module.ModelArgs(**sizes)), seed)
+    sizes = {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window_pattern": 4}
+    return _built("gemma3_text", seed, sliding_window=window, **{**sizes, **changes})
 
 
 def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Module:
@@ -97,19 +67,26 @@ def sliding_llama(seed: int = 0, *, window: int = 16, **changes: Any) -> nn.Modu
 
 def mamba(seed: int = 0, **changes: Any) -> nn.Module:
     """A recurrent model: tokens cannot be removed from its cache."""
-    sizes: dict[str, Any] = {
-        "model_type": "mamba",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "state_size": 8,
-        "num_hidden_layers": 2,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_rank": 2,
-    }
-    return draw_weights(mamba_module.Model(mamba_module.ModelArgs(**sizes | changes)), seed)
+    sizes = {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 2}
+    return _built("mamba", seed, **{**sizes, **changes})
+
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _built(name: str, seed: int, *, embedding: float = 2.0, **sizes: Any) -> nn.Module:
+    module = import_module(f"mlx_lm.models.{name}")
+    args = module.ModelArgs.from_dict(_SIZES | {"model_type": name} | sizes)
+    return draw_weights(module.Model(args), seed, embedding=embedding)
 
 
 def near(model: nn.Module, *, noise: float, seed: int = 1) -> nn.Module:
@@ -193,10 +170,7 @@ def draw_weights(model: nn.Module, seed: int, *, embedding: float = 2.0) -> nn.M
 
 
 def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
-    """Save a model with a tokenizer, as `mlx_lm.load` reads it.
-
-    Its words are `word` with a number: w0, w1, …. No token ends the text.
-    """
+    """Save a model, as `mlx_lm.load` reads it, with a tokenizer of words w0, w1, … of which none ends the text."""
     where.mkdir()
     config = {name: value for name, value in vars(model.args).items() if value is not None}
     (where / "config.json").write_text(json.dumps(config))
@@ -208,7 +182,6 @@ def save(where: Path, model: nn.Module, *, word: str = "w") -> str:
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
-    """Random token ids."""
     return mx.random.randint(0, vocab_size, (length,), key=mx.random.key(1000 + seed)).tolist()
 
 
@@ -227,18 +200,3 @@ def assert_leads(logits: mx.array, clear_lead: float = CLEAR_LEAD) -> None:
     """Assert that the best token of (vocab_size,) logits leads by more than `clear_lead`."""
     second, first = mx.sort(mx.topk(logits.astype(mx.float32), 2)).tolist()
     assert first - second > clear_lead, "this text depends on rounding; take another seed"
-
-
-def _sizes(model_type: str, **changes: Any) -> dict[str, Any]:
-    sizes = {
-        "model_type": model_type,
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-    }
-    return sizes | changes

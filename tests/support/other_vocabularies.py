@@ -67,10 +67,7 @@ def byte_level(num_tokens: int = 4096) -> OtherVocabulary:
 
 @functools.cache
 def sentencepiece(num_tokens: int = 2500) -> OtherVocabulary:
-    """A tokenizer like those of SentencePiece: blanks in front of words, and tokens for bytes.
-
-    Its other tokens are those of the first of the demo pair that are whole characters.
-    """
+    """A tokenizer like SentencePiece's: tokens for bytes, and the demo pair's first ones that are whole characters."""
     names, all_merges = _demo()
     demo = Tokenizer.from_file(str(runtime.DEMO_TARGET / "tokenizer.json"))
     special = ["<unk>", "<s>", "</s>"]
@@ -103,7 +100,6 @@ def sentencepiece(num_tokens: int = 2500) -> OtherVocabulary:
 
 
 def _names_of_bytes() -> dict[int, str]:
-    """The names of the byte-level tokens of single bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

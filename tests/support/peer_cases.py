@@ -15,14 +15,7 @@ KEY = "s3cret"
 
 @attrs.frozen
 class Asked:
-    """One request of a case.
-
-    Attributes:
-        path: path, or how it follows from the responses to the requests before.
-        body: body, likewise; None for a GET.
-        headers: headers besides those of every request.
-        method: HTTP method; None for that of the body.
-    """
+    """One request of a case; its path and body may follow from the responses before. Without a body it is a GET."""
 
     path: str | Callable[[Sequence[Exchange]], str]
     body: Body | Callable[[Sequence[Exchange]], Body] = None
@@ -37,9 +30,6 @@ class Case:
     Attributes:
         peer: the server whose test it is.
         file: file of the test, below the folder of its peer's tests.
-        test: name of the test.
-        expects: what it expects.
-        asked: the requests, one after the other.
         holds: whether the responses are as expected; with `instead`, as they are meant to be here.
         instead: why the test is not meant to pass here, and what happens instead; None if it passes.
         key: the API key of the server, if it has one.

@@ -36,12 +36,6 @@ CASES = [
         lambda answers: answered(*answers) and answers[0].text == answers[1].text != "",
     ),
     of(
-        "test_handle_chat_completions",
-        "an id and choices",
-        [chat(max_tokens=10, **PENALISED)],
-        all_answered,
-    ),
-    of(
         "test_handle_chat_completions_with_content_fragments",
         "messages in parts are taken",
         [chat(*FRAGMENTS, **PENALISED)],
@@ -67,12 +61,6 @@ CASES = [
         "test_handle_completions_with_draft_model",
         "tokens in the usage, with a draft model",
         [Asked(COMPLETIONS, {"prompt": "Once upon a time", "max_tokens": 10, "temperature": 0.0, "top_p": 1.0})],
-        lambda answers: answers[0].json["usage"]["completion_tokens"] > 0,
-    ),
-    of(
-        "test_handle_chat_completions_with_draft_model",
-        "likewise for a chat",
-        [chat(max_tokens=10, temperature=0.0)],
         lambda answers: answers[0].json["usage"]["completion_tokens"] > 0,
     ),
     of(

@@ -118,7 +118,6 @@ async def cancelled_texts(target: nn.Module, draft: nn.Module | None, group: Any
 
 
 async def plain_texts(target: nn.Module, _: nn.Module, group: Any) -> dict[str, list[int]]:
-    """As `texts`, without a drafter."""
     return await texts(target, None, group)
 
 
@@ -149,10 +148,7 @@ def equal_texts(give: Give, cases: dict[str, tuple[str, ...]]) -> None:
 
 
 def equal_texts_drafted_elsewhere(give: Give, kind: str) -> None:
-    """Rank 0 gives the texts of one process, those drafted by the last rank, and how many tokens were accepted there.
-
-    The ranks between hold parts of the target.
-    """
+    """Rank 0 gives the texts of one process, those drafted by the last rank, and how many were accepted there."""
     wait_for_the_drafter()
     group = runtime.join_ranks()
     settings = SETTINGS
@@ -430,11 +426,9 @@ def serve(give: Give, *arguments: str) -> None:
 
 
 def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
-    """Each rank runs a command, and gives its exit status, its output and its errors. Something may go wrong on rank 1.
+    """Each rank runs a command, and gives its exit status, output and errors.
 
-    Args:
-        how: "ends" for a rank that ends while links are measured, "fails" for one that fails as the exchange of a pass
-            is, and "decodes" for one that fails in plain decoding.
+    Rank 1 may end while links are measured ("ends"), or fail in a pass ("fails") or in plain decoding ("decodes").
     """
     if os.environ["MLX_RANK"] == "1":
         if how == "ends":

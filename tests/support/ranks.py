@@ -43,12 +43,7 @@ def _start_server() -> None:
 
 
 class Rank:
-    """One rank's process.
-
-    Attributes:
-        process: the process.
-        errors: the file that has its standard error.
-    """
+    """One rank's process, and the file that has its standard error."""
 
     def __init__(self, process: Any, results: Connection, errors: Path) -> None:
         self.process, self._results, self.errors = process, results, errors
@@ -64,15 +59,13 @@ class Rank:
         return value
 
     def join(self) -> int:
-        """The exit code, once the process has ended."""
+        """The exit code."""
         self.process.join(LIMIT_S)
         assert self.process.exitcode is not None, "the process has not ended"
         return int(self.process.exitcode)
 
 
 class _Unexpected:
-    """An error that a program has not caught."""
-
     def __init__(self, error: str) -> None:
         self.error = error
 
@@ -85,7 +78,6 @@ def ranks(
 
     Args:
         program: a function of `rank_programs`, called with `give`, which sends a result to this process, and `args`.
-        size: number of ranks.
         start: whether a rank is started at once; `Rank.process.start()` starts it later.
     """
     _start_server()
@@ -126,7 +118,6 @@ def kernels_of(rank: int) -> Path:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nothing listens at."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -135,11 +126,7 @@ def free_ports(number: int) -> list[int]:
 
 
 def _run(
-    sending: Connection,
-    errors: Path,
-    environment: dict[str, str],
-    program: Program,
-    args: tuple[Any, ...],
+    sending: Connection, errors: Path, environment: dict[str, str], program: Program, args: tuple[Any, ...]
 ) -> None:
     os.environ.update(environment)
     with errors.open("wb", buffering=0) as file:

@@ -33,10 +33,8 @@ def request(
     """The bytes of a request.
 
     Args:
-        method, path: method and path.
         body: serialized as JSON, bytes excepted; None for no body.
         headers: headers besides those that are necessary.
-        version: version of HTTP.
         chunks: send the body in chunks of this many bytes; None for one piece with a Content-Length.
     """
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -53,21 +51,13 @@ def request(
 
 
 def chunked(data: bytes, size: int) -> bytes:
-    """A body in chunks, with the final chunk."""
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
 @attrs.frozen
 class Answer:
-    """A response, which may be incomplete.
-
-    Attributes:
-        status: status code.
-        headers: headers by name in lower case.
-        body: the body, without its transfer encoding.
-        is_whole: whether all of it came.
-    """
+    """A response, which may be incomplete; headers are in lower case, and the body is without transfer encoding."""
 
     status: int
     headers: Mapping[str, str]
@@ -207,7 +197,6 @@ async def connect(port: int, *, buffer_bytes: int | None = None) -> Client:
 
 
 async def ask(port: int, data: bytes) -> Answer:
-    """The response to one request on a connection of its own."""
     with await connect(port) as client:
         await client.send(data)
         answer = await client.answer()

@@ -12,10 +12,7 @@ from actors.persistence import saved_sequence
 
 
 def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel `scope` at the `step`-th point of a save or load at which that can matter, counted from 0.
-
-    The points are jobs of a model, calls in a thread, and checks for cancellation in that thread.
-    """
+    """Cancel `scope` at the `step`-th point of a save or load: jobs of a model, calls in a thread, checks in it."""
     count = -1
 
     def count_up() -> None:

@@ -44,7 +44,6 @@ class Person:
     """A person at a terminal.
 
     Attributes:
-        screen: the screen; `screen.display` has its rows.
         sent: all bytes that the program wrote.
         given: file descriptor of the program's side; this process holds it too, until `lets_go`.
     """
@@ -67,7 +66,6 @@ class Person:
             self.given = -1
 
     async def hangs_up(self) -> None:
-        """Close the window."""
         await self._seen.aclose()
 
     def resizes(self, columns: int, rows: int) -> None:
@@ -77,10 +75,7 @@ class Person:
         self._set_size(columns, rows)
 
     async def sees(self, wanted: str | Callable[[str], Any]) -> str:
-        """Read until a text is on the screen, or the screen satisfies a predicate.
-
-        Returns: the rows of the screen, without blanks at their ends.
-        """
+        """Read until a text is on the screen, or a predicate holds. Returns: the rows, without blanks at their ends."""
         is_there = (lambda shown: wanted in shown) if isinstance(wanted, str) else wanted
         while not is_there(self.shown):
             try:
@@ -107,7 +102,6 @@ class Person:
 
     @property
     def attributes(self) -> list[Any]:
-        """The termios attributes of the terminal."""
         return termios.tcgetattr(self.given)
 
     def coloured(self, colour: str) -> str:

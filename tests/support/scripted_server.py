@@ -28,14 +28,7 @@ Word = str | tuple[str, str]  # a text of the target's own; or (text, kind): "dr
 
 
 class Exchange:
-    """A completion request, and the response to it.
-
-    Attributes:
-        path: path of the request.
-        headers: headers of the request.
-        body: body of the request.
-        id: id of the completion.
-    """
+    """A completion request, and the response to it."""
 
     def __init__(self, handler: BaseHTTPRequestHandler, number: int) -> None:
         self.path = handler.path
@@ -49,7 +42,6 @@ class Exchange:
         self._counts = {"generated_tokens": 0, "proposed": 0, "accepted": 0}
 
     def wait_gone(self) -> None:
-        """Wait until the browser has hung up."""
         assert self._gone.wait(HANGS_S), "the browser never hung up"
 
     def hold(self) -> None:
@@ -67,26 +59,21 @@ class Exchange:
             self._handler.connection.sendall(data)
 
     def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
-        """Send the head of a streaming response."""
         head = ["HTTP/1.1 200 OK", f"Content-Type: {content_type}", "Transfer-Encoding: chunked", "Connection: close"]
         self.send("\r\n".join([*head, "", ""]).encode())
 
     def stream(self, data: bytes) -> None:
-        """Send a piece of the body."""
         self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     def event(self, data: Any) -> None:
-        """Send an event in the real server's format."""
         self.stream(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode())
 
     def refuse(self, status: int, message: str, **headers: str) -> None:
-        """Send an error response."""
         self.answer(
             status, json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}}), headers
         )
 
     def answer(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
-        """Send a whole response."""
         data = text.encode()
         lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}", "Content-Type: application/json"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in (headers or {}).items()]
@@ -104,10 +91,7 @@ class Exchange:
         """The data of the next chunk.
 
         Args:
-            words: words of the text.
-            finish_reason: given with the last words of the text.
-            spans: (actor, kind, begin, end); by default a verify and concurrent drafts, of `round_s`.
-            round_s: duration of the default round, in seconds.
+            spans: (actor, kind, begin, end); by default a verify and concurrent drafts, of `round_s` seconds.
             drafter: changes of the drafter's state: (time, state).
             statistics: figures that replace those that follow from the words.
         """
@@ -153,30 +137,20 @@ class Exchange:
         }
 
     def write(self, *words: Word, **more: Any) -> None:
-        """Send a chunk; see `chunk`."""
         self.event(self.chunk(*words, **more))
 
     def finish(self, reason: str = "stop") -> None:
-        """Send the end of the text, the usage, and the end of the stream."""
         self.write(finish_reason=reason)
         self.event({"id": self.id, "choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": self._told}})
         self.event("[DONE]")
         self.send(b"0\r\n\r\n")
 
     def cut(self) -> None:
-        """Break the connection."""
         self._handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 class ScriptedServer:
-    """A server that serves the page and hands completion requests to a test.
-
-    Attributes:
-        url: address of the server.
-        model: what `/v1/models` says of the model.
-        others: what it says of further models.
-        key: the API key that requests need, if any.
-    """
+    """A server that serves the page and hands completion requests to a test."""
 
     def __init__(self) -> None:
         self.model: dict[str, Any] = {"id": "tiny/target", "has_chat_template": False, "draft": "tiny/draft"}
@@ -202,7 +176,6 @@ class ScriptedServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
 
     def next(self) -> Exchange:
-        """The next completion request."""
         return self._exchanges.get(timeout=HANGS_S)
 
     @property

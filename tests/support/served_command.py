@@ -23,13 +23,7 @@ PROMPT = 'def quicksort(items):\n    """Sort a list in place."""\n'
 
 @attrs.define
 class Server:
-    """A server in a process of its own.
-
-    Attributes:
-        process: the process.
-        url: address of the server, with a slash at the end.
-        said: the lines that it has written to stderr.
-    """
+    """A server in a process of its own, its URL with a slash at the end, and the lines it has written to stderr."""
 
     process: subprocess.Popen[str]
     url: str
@@ -49,7 +43,6 @@ class Server:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Poll until a condition holds."""
     began = time.monotonic()
     while not is_so():
         assert time.monotonic() - began < HANGS_S

@@ -26,8 +26,6 @@ MIN_TOKENS, MIN_TOKENS_OF_ALL = 60, 240
 
 @attrs.frozen(order=True)
 class Cell:
-    """One device, number of streams and drafter."""
-
     device: str
     num_streams: int
     acceptance: float
@@ -35,13 +33,8 @@ class Cell:
 
     @property
     def scenario(self) -> Scenario:
-        """The device and the drafter."""
         return Scenario(
-            self.acceptance,
-            self.cost_ratio,
-            contention=CONTENTION,
-            draft_slope=0.1,
-            verify_table=DEVICES[self.device],
+            self.acceptance, self.cost_ratio, contention=CONTENTION, draft_slope=0.1, verify_table=DEVICES[self.device]
         )
 
     @property
@@ -72,13 +65,11 @@ class Ratios:
 
     @property
     def over_better(self) -> float:
-        """Over the faster of the two."""
         return min(self.over_plain, self.over_turns)
 
 
 @cache
 def ratios(cell: Cell) -> Ratios:
-    """The ratios of a cell, which are computed once."""
     return cell.ratios
 
 

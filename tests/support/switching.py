@@ -38,13 +38,7 @@ _LOAD_LINE = re.compile(r"outrider: (loading model \w+|model \w+ is unloaded|\S+
 
 @attrs.frozen
 class Models:
-    """Three models on disk, and what each says.
-
-    Attributes:
-        config: the file for `--config`.
-        memory_limit: bytes for two of them.
-        texts: by name and prompt.
-    """
+    """Three models on disk, for `--config`, the memory for two of them, and what each says to each prompt."""
 
     config: Path
     memory_limit: int
@@ -52,7 +46,6 @@ class Models:
 
 
 def save_models(folder: Path) -> Models:
-    """Save the models below a folder."""
     paths = {
         "llama": save(folder / "llama", llama(1, **SIZES)),
         "qwen3": save(folder / "qwen3", qwen3(2, **SIZES)),
@@ -77,14 +70,7 @@ def save_models(folder: Path) -> Models:
 
 @attrs.define
 class Observations:
-    """What the clients have seen.
-
-    Attributes:
-        done: how often each plan was completed.
-        problems: what went wrong.
-        resident_bytes: of the server, after each request.
-        memory_bytes: of MLX in the server, likewise.
-    """
+    """What the clients have seen, and the memory of the server and of MLX in it after each request."""
 
     done: Counter[str] = attrs.Factory(Counter)
     problems: list[str] = attrs.Factory(list)
@@ -94,7 +80,6 @@ class Observations:
 
 @asynccontextmanager
 async def served(models: Models) -> AsyncIterator[Server]:
-    """A server of the models."""
     async with serving("--config", str(models.config), "--memory-limit", str(models.memory_limit)) as server:
         yield server
 
@@ -102,15 +87,7 @@ async def served(models: Models) -> AsyncIterator[Server]:
 async def switch(
     server: Server, models: Models, *, num_clients: int, goes_on: Callable[[int], bool], seed: int
 ) -> Observations:
-    """Have clients ask for the models in turns.
-
-    Args:
-        server: the server.
-        models: its models.
-        num_clients: at once.
-        goes_on: whether a request is sent, by its number.
-        seed: of all random choices.
-    """
+    """Have clients ask for the models in turns; `goes_on` says by its number whether a request is sent."""
     observed, number = Observations(), 0
 
     async def come_and_go(client: int) -> None:
@@ -158,12 +135,11 @@ async def memory_bytes(server: Server) -> float:
 
 
 def num_loads(server: Server) -> int:
-    """How often the server has loaded a model."""
     return sum("loading model" in line for line in server.said)
 
 
 def complaints(server: Server) -> list[str]:
-    """What the server has said beside its log of requests and loads."""
+    """Beside the log of requests and loads."""
     return [line for line in server.complaints if not _LOAD_LINE.fullmatch(line)]
 
 

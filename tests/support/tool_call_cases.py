@@ -1,8 +1,9 @@
-"""Calls in every format that mlx-lm has a parser for: mlx-lm's own test strings, and some more."""
+"""Calls in every format that mlx-lm has a parser for, mlx-lm's own test strings among them."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,10 +40,54 @@ def call_format(name: str) -> CallFormat:
     return format
 
 
-FORMATS = [
-    "function_gemma", "gemma4", "glm47", "json_tools", "kimi_k2", "kimi_k3", "laguna", "longcat", "minicpm5",
-    "minimax_m2", "mistral", "muse_spark", "pythonic", "qwen3_coder",
-]  # fmt: skip
+# Of each format: the text before a call and after it; before an argument and after it, unless they are one JSON object;
+# between two of them, and around a string.
+_FORMS = {
+    "function_gemma": ("call:NAME{", "}", "KEY:", "", ",", "<escape>"),
+    "gemma4": ("call:NAME{", "}", "KEY:", "", ",", '<|"|>'),
+    "glm47": ("NAME\n", "", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "json_tools": ('\n{"name": "NAME", "arguments": ', "}\n"),
+    "kimi_k2": ("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "kimi_k3": (
+        *('<|open|>call tool="NAME" index="1"<|sep|>', "<|close|>call<|sep|>"),
+        *('<|open|>argument key="KEY" type="TYPE"<|sep|>', "<|close|>argument<|sep|>"),
+    ),
+    "laguna": ("NAME\n", "", "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "longcat": ("NAME\n", "", "<longcat_arg_key>KEY</longcat_arg_key>\n<longcat_arg_value>", "</longcat_arg_value>\n"),
+    "minicpm5": ('"NAME">', "", '<param name="KEY">', "</param>"),
+    "minimax_m2": ('\n<invoke name="NAME">\n', "</invoke>\n", '<parameter name="KEY">', "</parameter>\n"),
+    "mistral": ("NAME[ARGS]", ""),
+    "muse_spark": (
+        *('\n<atem:invoke name="NAME">\n', "</atem:invoke>\n"),
+        *('<atem:parameter name="KEY">', "</atem:parameter>\n"),
+    ),
+    "pythonic": ("[NAME(", ")]", "KEY=", "", ", ", '"'),
+    "qwen3_coder": ("\n<function=NAME>\n", "</function>\n", "<parameter=KEY>\n", "\n</parameter>\n"),
+}
+FORMATS = list(_FORMS)
+
+
+def call_in(format: str, name: str, arguments: dict[str, Any]) -> str:
+    """The text of a call in a format, without the markers of its block."""
+    begin, end, *of_arguments = (part.replace("NAME", name) for part in _FORMS[format])
+    if not of_arguments:
+        return begin + json.dumps(arguments) + end
+    before, after, between, quotation = (*of_arguments, "", "")[:4]
+    types: dict[type, str] = {str: "string", bool: "boolean"}
+    written = [
+        before.replace("KEY", key).replace("TYPE", types.get(type(value), "number"))
+        + (f"{quotation}{value}{quotation}" if isinstance(value, str) else json.dumps(value))
+        + after
+        for key, value in arguments.items()
+    ]
+    return begin + between.join(written) + end
+
+
+def block(format: str, body: str) -> str:
+    """A block of calls, with its markers."""
+    known = call_format(format)
+    return known.start + body + known.end
+
 
 _PRODUCT = ("multiply", {"a": 12234585, "b": 48838483920})
 _LONDON = ("get_current_temperature", {"location": "London"})
@@ -50,17 +95,9 @@ _K2 = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_ca
 
 # Format, the text of a block without its markers, and the calls in it.
 BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
-    ("function_gemma", "call:multiply{a:12234585,b:48838483920}", [_PRODUCT]),
-    ("gemma4", "call:multiply{a:12234585,b:48838483920}", [_PRODUCT]),
+    *((format, call_in(format, *call), [call]) for format in FORMATS for call in (_PRODUCT, _LONDON)),
     ("glm47", '{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}}', [_PRODUCT]),
     ("glm47", "multiply a=12234585 b=48838483920", [_PRODUCT]),
-    (
-        "laguna",
-        "multiply<arg_key>a</arg_key><arg_value>12234585</arg_value>"
-        "<arg_key>b</arg_key><arg_value>48838483920</arg_value>",
-        [_PRODUCT],
-    ),
-    ("json_tools", '{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}}', [_PRODUCT]),
     ("json_tools", '\n{"arguments": {"a": 12234585, "b": 48838483920}, "name": "multiply"}\n', [_PRODUCT]),
     ("json_tools", '{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}, "id": "x"}', [_PRODUCT]),
     (
@@ -68,49 +105,18 @@ BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
         '{"name": "search", "arguments": {"query": "</tool_call> \\"{["}}',
         [("search", {"query": '</tool_call> "{['})],
     ),
-    (
-        "minimax_m2",
-        '<invoke name="multiply">\n<parameter name="a">12234585</parameter>\n'
-        '<parameter name="b">48838483920</parameter>\n</invoke>',
-        [_PRODUCT],
-    ),
-    (
-        "qwen3_coder",
-        "<function=multiply>\n<parameter=a>\n12234585\n</parameter>\n<parameter=b>\n48838483920\n</parameter>\n</function>",
-        [_PRODUCT],
-    ),
-    (
-        "longcat",
-        "multiply<longcat_arg_key>a</longcat_arg_key>\n<longcat_arg_value>12234585</longcat_arg_value>\n"
-        "<longcat_arg_key>b</longcat_arg_key>\n<longcat_arg_value>48838483920</longcat_arg_value>",
-        [_PRODUCT],
-    ),
     ("longcat", '{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}}', [_PRODUCT]),
-    ("pythonic", "[multiply(a=12234585, b=48838483920)]", [_PRODUCT]),
     (
         "pythonic",
         '[multiply(a=12234585, b=48838483920), get_current_temperature(location="London")]',
         [_PRODUCT, _LONDON],
     ),
-    ("mistral", 'multiply[ARGS]{"a": 12234585, "b": 48838483920}', [_PRODUCT]),
     ("mistral", '[{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}}]', [_PRODUCT]),
     (
         "mistral",
         'multiply[ARGS]{"a": 12234585, "b": 48838483920}'
         '[TOOL_CALLS]get_current_temperature[ARGS]{"location": "London"}',
         [_PRODUCT, _LONDON],
-    ),
-    ("function_gemma", "call:get_current_temperature{location:<escape>London<escape>}", [_LONDON]),
-    ("gemma4", 'call:get_current_temperature{location:<|"|>London<|"|>}', [_LONDON]),
-    (
-        "glm47",
-        "get_current_temperature<arg_key>location</arg_key><arg_value>London</arg_value>",
-        [_LONDON],
-    ),
-    (
-        "minimax_m2",
-        '<invoke name="get_current_temperature">\n<parameter name="location">London</parameter>\n</invoke>',
-        [_LONDON],
     ),
     (
         "qwen3_coder",
@@ -134,7 +140,6 @@ BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
         'call:glob{pattern:<|"|>README*.md<|"|>}call:glob{pattern:<|"|>use {key: value}<|"|>}',
         [("glob", {"pattern": "README*.md"}), ("glob", {"pattern": "use {key: value}"})],
     ),
-    ("kimi_k2", _K2.format("multiply", 0, '{"a": 12234585, "b": 48838483920}'), [_PRODUCT]),
     (
         "kimi_k2",
         _K2.format("search", 0, '{"query": "weather"}') + _K2.format("read_file", 1, '{"path": "/tmp/test.txt"}'),
@@ -148,13 +153,6 @@ BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     ),
     (
         "kimi_k3",
-        '<|open|>call tool="get_current_temperature" index="1"<|sep|>'
-        '<|open|>argument key="location" type="string"<|sep|>'
-        "London<|close|>argument<|sep|><|close|>call<|sep|>",
-        [_LONDON],
-    ),
-    (
-        "kimi_k3",
         '<|open|>call tool="multiply" index="1"<|sep|><|open|>json type="object"<|sep|>'
         '{"a": 12234585, "b": 48838483920}<|close|>json<|sep|><|close|>call<|sep|>',
         [_PRODUCT],
@@ -162,12 +160,6 @@ BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     (
         "minicpm5",
         '"multiply"><param name="a">12234585</param><param name="b"><![CDATA[48838483920]]></param>',
-        [_PRODUCT],
-    ),
-    (
-        "muse_spark",
-        '\n<atem:invoke name="multiply">\n<atem:parameter name="a">12234585</atem:parameter>\n'
-        '<atem:parameter name="b">48838483920</atem:parameter>\n</atem:invoke>\n',
         [_PRODUCT],
     ),
 ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asgi import Letters, simulated_server, with_parameters_of
+from asgi import Letters, saying, simulated_server, with_parameters_of
 from mlx_lm.tool_parsers import json_tools
-from scripted import ScriptedModel, spike
+from scripted import ScriptedModel
 from tool_call_cases import tool
 
 USER = {"role": "user", "content": "weather"}
@@ -37,15 +37,10 @@ class ToolLetters(Letters):
 def serve_calls(test: Any, says: str, messages: Sequence[Any] = (USER,), **options: Any) -> None:
     """Run a test with a server whose model says a text to these messages."""
     tokenizer = ToolLetters(**options)
-    said = tokenizer.encode(says + "\n")
     start = len(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
     tokenizer.seen.clear()
     tokenizer.told.clear()
-
-    def script(history: Sequence[int]) -> Sequence[float]:
-        at = len(history) - start
-        return spike(said[at] if 0 <= at < len(said) else 0)
-
+    script = saying(says, start, tokenizer)
     simulated_server(test, ScriptedModel(script), ScriptedModel(script), tokenizer=tokenizer)
 
 

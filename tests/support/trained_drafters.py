@@ -36,6 +36,7 @@ _FAMILIES = {
     "mtp_deep": ("deepseek_v3_deep", "step3p5_deep"),
     "gemma4": ("gemma4_text", "gemma4"),
 }
+_LAYERS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 _MTP_CASES = Path(__file__).parents[1] / "trained" / "mtp"
 
 
@@ -80,14 +81,8 @@ def write_eagle3(
         "draft_vocab_size": vocab_size,
         "eagle_aux_hidden_state_layer_ids": [0, 1, len(target.layers)],
         "transformer_layer_config": {
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": 48,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 1,
-            "vocab_size": vocab_size,
-            "rms_norm_eps": 1e-5,
+            **_LAYERS,
+            **{"model_type": "llama", "hidden_size": hidden_size, "num_hidden_layers": 1, "vocab_size": vocab_size},
         },
     } | changes
     mx.random.seed(4)
@@ -121,14 +116,8 @@ def write_dflash(
         "block_size": BLOCK_SIZE,
         "draft_vocab_size": vocab_size,
         "transformer_layer_config": {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "intermediate_size": 48,
-            "rms_norm_eps": 1e-5,
+            **_LAYERS,
+            **{"hidden_size": hidden_size, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": vocab_size},
         },
     } | changes
     mx.random.seed(7)

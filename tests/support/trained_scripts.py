@@ -44,11 +44,7 @@ class TrainedSequence(ReadsFeatures, ScriptedSequence):
 
 
 class TrainedDraft(ScriptedModel):
-    """A drafter that reads hidden states.
-
-    Attributes:
-        stale_script: what it says.
-    """
+    """A drafter that reads hidden states."""
 
     kind = TrainedSequence
 

@@ -30,12 +30,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class Tab:
-    """A browser tab with the page.
-
-    Attributes:
-        page: playwright's page.
-        failed_requests: the browser's messages about failed requests; a test may expect some.
-    """
+    """A browser tab with the page, and the browser's messages about failed requests, some of which may be expected."""
 
     def __init__(self, context: BrowserContext, url: str) -> None:
         self.page: Page = context.new_page()
@@ -60,7 +55,6 @@ class Tab:
             self._wrong.append(f"asks another host: {request.url}")
 
     def check(self) -> None:
-        """Assert that nothing went wrong."""
         assert self._wrong == []
 
     # --- what the page shows ----------------------------------------------------------------------
@@ -69,7 +63,6 @@ class Tab:
         return self.page.locator(f"#{id}")
 
     def expect_state(self, state: str) -> None:
-        """Wait until the page is in this state."""
         expect(self["state"]).to_have_attribute("data-state", state)
 
     def expect_text(self, text: str) -> None:
@@ -77,7 +70,6 @@ class Tab:
         expect(self["text"]).to_have_js_property("innerText", text)
 
     def expect_failed(self, message: str) -> None:
-        """Wait until the page shows this error."""
         self.expect_state("failed")
         expect(self["problem-text"]).to_have_text(message)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,17 +21,11 @@ from runtime.generation.tool_calls.events import (
 
 _CLOSES = {"}": "{", "]": "["}
 # Of literals, numbers and whitespace; whether they are in the right order is the parser's to say.
-_OUTSIDE = re.compile(r"[ \t\r\n:,0-9a-zA-Z+.\-]+")
-_IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_OUTSIDE = frozenset(" \t\r\n:,+.-" + string.ascii_letters + string.digits)
 
 
 class JsonObject:
-    """Finds the end of a JSON object, by its brackets and strings alone.
-
-    Attributes:
-        is_broken: whether a character cannot be part of the object.
-        is_over: whether the object's last brace has come.
-    """
+    """Finds the end of a JSON object, by its brackets and strings alone; it is broken by what cannot be part of it."""
 
     def __init__(self) -> None:
         self.is_broken = self.is_over = False
@@ -43,34 +37,19 @@ class JsonObject:
 
         Returns: how many of its characters belong to the object: all, unless it is over or broken after them.
         """
-        at = 0
-        while at < len(text) and not self.is_over:
-            if self._is_in_string:
-                at = self._in_string(text, at)
-            elif (run := _OUTSIDE.match(text, at)) is not None and self._open:
-                at = run.end()
-            elif self._takes(text[at]):
-                at += 1
-            else:
+        for at, character in enumerate(text):
+            if self.is_over:
+                return at
+            if not self._takes(character):
                 self.is_broken = True
-            if self.is_broken:
-                break
-        return at
-
-    def _in_string(self, text: str, at: int) -> int:
-        if self._is_escaped:
-            self._is_escaped = False
-            return at + 1
-        if (run := _IN_STRING.match(text, at)) is not None:
-            return run.end()
-        if text[at] not in '"\\':
-            self.is_broken = True
-            return at
-        self._is_escaped = text[at] == "\\"
-        self._is_in_string = self._is_escaped
-        return at + 1
+                return at
+        return len(text)
 
     def _takes(self, character: str) -> bool:
+        if self._is_in_string:
+            is_escaped, self._is_escaped = self._is_escaped, character == "\\" and not self._is_escaped
+            self._is_in_string = is_escaped or character != '"'
+            return is_escaped or character >= " "
         if character in _CLOSES:
             if not self._open or self._open.pop() != _CLOSES[character]:
                 return False
@@ -80,7 +59,7 @@ class JsonObject:
             self._open.append(character)
             return len(self._open) > 1 or character == "{"
         self._is_in_string = character == '"'
-        return self._is_in_string and bool(self._open)
+        return bool(self._open) and (self._is_in_string or character in _OUTSIDE)
 
 
 # Within which a call's head must end for its arguments to be given as they come.
@@ -90,13 +69,12 @@ _MAX_HEAD_CHARS = 2048
 class AnswerReader:
     """Splits an answer that arrives in pieces into content, reasoning and calls.
 
-    The events depend on the text alone, but for the places at which texts are cut. Text that may become a marker is
-    withheld. Tags of the reasoning are left out, with the whitespace around the reasoning.
+    How the text is cut changes nothing but where texts are cut. Text that may become a marker is withheld. Tags of the
+    reasoning are left out, with the whitespace around the reasoning.
 
-    Calls come in blocks between markers. Where the format allows it, a call begins once its name is known, its
-    arguments come as they are written, and it ends once the parser has read the whole. Calls of other formats come
-    whole, at the end of their block. A malformed block is content. As for mlx-lm, a block also ends the reasoning.
-    Whitespace before a call, between calls and after the last one is not content.
+    Calls come in blocks between markers: as they are written where the format allows it, whole at the end of their
+    block otherwise. A malformed block is content. As for mlx-lm, a block also ends the reasoning. Whitespace before a
+    call, between calls and after the last one is not content.
     """
 
     def __init__(
@@ -108,16 +86,18 @@ class AnswerReader:
         tools: Sequence[Mapping[str, Any]] = (),
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """For one answer.
+        """Read one answer.
 
         Args:
-            tags: the opening and the closing tag of the reasoning, not empty; None where it is not told apart.
+            tags: of the reasoning, not empty; None where it is not told apart.
             is_thinking: whether the answer begins within the reasoning.
             format: of calls; None where they are not told apart.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
-        self._tags = tags
+        self._tags = tags or ("", "")
         self._format = format
+        self._start, self._end = ("", "") if format is None else (format.start, format.end)  # of a block
+        self._layout = None if format is None else format.layout
         self._tools = tools
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._num_calls = 0
@@ -152,12 +132,7 @@ class AnswerReader:
         return self._take_events()
 
     def finish(self, *, is_complete: bool) -> list[AnswerEvent]:
-        """The last events.
-
-        Args:
-            is_complete: whether the model has ended the text; False where it was cut off, by its length or otherwise. A
-                block that lacks only its end counts where the text is complete.
-        """
+        """The last events; a block that lacks only its end counts if the model has ended the text."""
         rest, self._unread = self._unread, ""
         if self._read == self._read_reasoning:
             self._give_reasoning(self._withheld())
@@ -165,8 +140,7 @@ class AnswerReader:
         elif self._read in (self._read_content, self._read_malformed):
             self._give_content(self._withheld())
         elif self._read == self._read_head:
-            assert self._format is not None
-            self._end_block(rest, "", is_readable=is_complete or not self._format.end)
+            self._end_block(rest, "", is_readable=is_complete or not self._end)
         elif self._read == self._read_tail and is_complete:
             self._end_call(rest, "")
             self._give_content(self._unread)
@@ -177,36 +151,32 @@ class AnswerReader:
         if self._follows_call:
             self._leave_out_space()
         if self._space or self._left_out:
-            self._events.append(TextPart(self._space, self._left_out + self._space))
-            self._space = self._left_out = ""
+            self._give_space()
         return self._take_events()
 
     # --- each state takes text from `_unread`, and returns whether there is more to do ------------------
 
     def _read_content(self) -> bool:
-        """Content, up to a marker that begins the reasoning or a block."""
         marker = self._pass_to_marker(self._give_content)
         if marker is None:
             return False
-        if self._format is not None and marker == self._format.start:
+        if marker == self._start:
             self._begin_block()
             return True
         if self._follows_call:
             self._leave_out_space()
         if self._space:
-            self._events.append(TextPart(self._space, self._left_out + self._space))
-            self._space = self._left_out = ""
+            self._give_space()
         self._pass_tag(marker)
         self._enter(self._read_reasoning)
         return True
 
     def _read_reasoning(self) -> bool:
-        """Reasoning, up to the tag that closes it or a marker that begins a block."""
         marker = self._pass_to_marker(self._give_reasoning)
         if marker is None:
             return False
         self._leave_out_space()
-        if self._format is not None and marker == self._format.start:
+        if marker == self._start:
             self._begin_block()
             return True
         self._pass_tag(marker)
@@ -215,11 +185,10 @@ class AnswerReader:
 
     def _read_head(self) -> bool:
         """A block before or between calls: up to the arguments of a call, or to the end of the block."""
-        assert self._format is not None
         num_tried, end = self._num_searched, self._end_of_block()
-        layout = self._format.layout
-        is_decided = layout is None or num_tried >= _MAX_HEAD_CHARS
-        head = None if is_decided or layout is None else layout.head.match(self._unread[:_MAX_HEAD_CHARS])
+        head = None
+        if self._layout is not None and num_tried < _MAX_HEAD_CHARS:
+            head = self._layout.head.match(self._unread[:_MAX_HEAD_CHARS])
         if head is not None and not 0 <= end < head.end():
             named = head.groupdict()
             self._unread = self._unread[head.end() :]
@@ -227,12 +196,11 @@ class AnswerReader:
             return True
         if end < 0:
             return False
-        body, self._unread = self._unread[:end], self._unread[end + len(self._format.end) :]
-        self._end_block(body, self._format.end, is_readable=True)
+        body, self._unread = self._unread[:end], self._unread[end + len(self._end) :]
+        self._end_block(body, self._end, is_readable=True)
         return True
 
     def _read_arguments(self) -> bool:
-        """The arguments of a call, up to their last brace."""
         num_chars = self._object.add(self._unread)
         taken, self._unread = self._unread[:num_chars], self._unread[num_chars:]
         if taken:
@@ -246,10 +214,8 @@ class AnswerReader:
         return self._object.is_over or self._object.is_broken
 
     def _read_tail(self) -> bool:
-        """The end of a call, after its arguments."""
-        assert self._format is not None
-        assert self._format.layout is not None
-        call_end, block_end = self._format.layout.end, self._format.end
+        assert self._layout is not None
+        call_end, block_end = self._layout.end, self._end
         if call_end == "":
             self._end_call("", "")
             return True
@@ -278,20 +244,18 @@ class AnswerReader:
 
     def _end_of_block(self) -> int:
         """The index of the block's end in `_unread`, -1 if it has not come. Resumes where the last search ended."""
-        assert self._format is not None
-        if not self._format.end:
+        if not self._end:
             self._num_searched = len(self._unread)
             return -1
-        end = self._unread.find(self._format.end, self._num_searched)
-        self._num_searched = max(0, len(self._unread) - len(self._format.end) + 1)
+        end = self._unread.find(self._end, self._num_searched)
+        self._num_searched = max(0, len(self._unread) - len(self._end) + 1)
         return end
 
     def _enter(self, state: Callable[[], bool]) -> None:
         self._read, self._num_searched = state, 0
-        opening, closing = self._tags or ("", "")
-        start, end = ("", "") if self._format is None else (self._format.start, self._format.end)
-        sought = {self._read_content: (start, opening), self._read_reasoning: (closing, start)}
-        markers = [marker for marker in sought.get(state, (end,)) if marker]
+        opening, closing = self._tags
+        sought = {self._read_content: (self._start, opening), self._read_reasoning: (closing, self._start)}
+        markers = [marker for marker in sought.get(state, (self._end,)) if marker]
         self._matcher = StopMatcher(markers) if markers else None
 
     def _pass_to_marker(self, give: Callable[[str], None]) -> str | None:
@@ -335,14 +299,17 @@ class AnswerReader:
         self._space = text[len(kept) :]
         return kept
 
+    def _give_space(self) -> None:
+        self._events.append(TextPart(self._space, self._left_out + self._space))
+        self._space = self._left_out = ""
+
     def _leave_out_space(self) -> None:
         self._left_out, self._space = self._left_out + self._space, ""
 
     # --- blocks and calls -------------------------------------------------------------------------
 
     def _begin_block(self) -> None:
-        assert self._format is not None
-        self._begin, self._space = self._space + self._format.start, ""
+        self._begin, self._space = self._space + self._start, ""
         self._has_calls, self._keeps_space = False, True
         self._enter(self._read_head)
 
@@ -358,8 +325,8 @@ class AnswerReader:
     def _end_call(self, tail: str, marker: str) -> None:
         """End a call whose arguments were given, if the parser reads the same call."""
         assert self._format is not None
-        assert self._format.layout is not None
-        call_end = self._format.layout.end
+        assert self._layout is not None
+        call_end = self._layout.end
         parsed = self._format.parse(self._head + self._arguments + tail + (call_end or ""), self._tools) or []
         given = checked_call({"name": self._call.name, "arguments": self._arguments}, ())
         if given is None or [(each.name, each.arguments) for each in parsed] != [(given.name, given.arguments)]:
@@ -375,8 +342,7 @@ class AnswerReader:
         """Give up a call that has begun; the rest of its block is content."""
         self._events.append(CallBroken(self._call.index, self._given))
         self._follows_call = False
-        assert self._format is not None
-        self._enter(self._read_malformed if self._format.end else self._read_content)
+        self._enter(self._read_malformed if self._end else self._read_content)
 
     def _end_block(self, body: str, end: str, *, is_readable: bool) -> None:
         """End a block whose `body` was not given: as whole calls, or as content if it is malformed."""

@@ -18,7 +18,7 @@ from runtime.generation.tool_calls.parser_process import ParserProcess
 
 @attrs.frozen
 class ParsedCall:
-    """A call that a parser has read: see `ToolCall`; the id is None where the model writes none."""
+    """A call that a parser has read; the id is None where the model writes none."""
 
     name: str
     arguments: str
@@ -30,8 +30,7 @@ class JsonLayout:
     """The layout of calls whose arguments are a JSON object, so that they can be given while they are written.
 
     Attributes:
-        head: matches the beginning of a call, up to the brace of its arguments. Its group "name" is the function's
-            name, in a JSON string where it begins with a quotation mark; "id", if it has one, the call's id.
+        head: the beginning of a call, up to the brace of its arguments, with the groups "name" and perhaps "id".
         end: the text that ends one call of several in a block; "" where the arguments' last brace ends it; None where
             a block has one call.
     """
@@ -64,10 +63,7 @@ _LAYOUTS = {
         ),
         end="<|tool_call_end|>",
     ),
-    "mistral": JsonLayout(
-        re.compile(r"(?:\s|\[TOOL_CALLS\])*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"),
-        end="",
-    ),
+    "mistral": JsonLayout(re.compile(r"(?:\s|\[TOOL_CALLS\])*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"), end=""),
 }
 
 
@@ -77,9 +73,8 @@ class CallFormat:
 
     Attributes:
         name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
-        start: the text that begins a block of calls.
-        end: the text that ends it; "" where the end of the answer does.
-        layout: of calls whose arguments can be given while they are written; None for other formats.
+        start, end: the markers around a block of calls; `end` is "" where the answer's end ends it.
+        layout: None where arguments can be given only with the whole call.
     """
 
     name: str
@@ -95,8 +90,7 @@ class CallFormat:
             text: of the block, without the markers.
             tools: of the request; some formats have the types of arguments only there.
 
-        Returns: at least one call; None where the text is malformed, or so long and sloppy that reading it takes too
-            long; see `ParserProcess`.
+        Returns: at least one call; None where the text is malformed, or reading it takes too long (`ParserProcess`).
         """
         # Third-party code, on whatever a model wrote.
         try:

@@ -1,8 +1,7 @@
 """Grammars that hold a model to its tools: to their schemas, in the layout of the model's own format of calls.
 
-The grammar has fixed text as it is, a special token where the tokenizer has one for it, and a grammar of its own for
-each JSON schema. Of a string that is written without quotation marks only `enum` and `const` are enforced, since the
-text ends where its end marker begins.
+Fixed text is a special token where the tokenizer has one for it, and each JSON schema has a grammar of its own. Of a
+string that is written without quotation marks only `enum` and `const` are enforced: it ends where its marker begins.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -31,15 +31,12 @@ class CallLayout:
     number; a NUL character may be a newline, or nothing, as in the several versions of a format.
 
     Attributes:
-        head: before the arguments.
-        tail: after them.
+        head, tail: around the arguments.
         key: before each argument; None where the arguments are one JSON object.
-        value_end: after each argument.
-        between_arguments: between two of them.
         values: how an argument is written: "json"; "text", where a string is text as it is, up to `value_end`, and
             everything else JSON; or a quotation mark for strings, everything else being JSON.
-        block: before the first and after the last call of a block.
-        between_calls: between two calls of one block; None where a block has one call, and further calls their own.
+        block: around the calls of a block.
+        between_calls: None where a block has one call, and further calls their own.
     """
 
     head: str
@@ -52,53 +49,37 @@ class CallLayout:
     between_calls: str | None = None
 
 
-_JSON_TOOLS = CallLayout('\n{"name": "{name}", "arguments": ', "}\n")
 _MISTRAL = CallLayout("{name}[ARGS]", "")
 _MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
 
+_in_text = partial(CallLayout, values="text")
 _LAYOUTS = {
-    "json_tools": _JSON_TOOLS,
+    "json_tools": CallLayout('\n{"name": "{name}", "arguments": ', "}\n"),
     "kimi_k2": CallLayout(
         "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         between_calls="",
     ),
-    "qwen3_coder": CallLayout(
-        "\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n", values="text"
+    "qwen3_coder": _in_text("\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n"),
+    "glm47": _in_text("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0"),
+    "longcat": _in_text(
+        "{name}\0", "", "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>", "</longcat_arg_value>\0"
     ),
-    "glm47": CallLayout("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0", values="text"),
-    "longcat": CallLayout(
-        "{name}\0",
-        "",
-        "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>",
-        "</longcat_arg_value>\0",
-        values="text",
-    ),
-    "minimax_m2": CallLayout(
-        '<invoke name="{name}">\n',
-        "</invoke>\n",
-        '<parameter name="{key}">',
-        "</parameter>\n",
-        values="text",
+    "minimax_m2": _in_text(
+        *('<invoke name="{name}">\n', "</invoke>\n", '<parameter name="{key}">', "</parameter>\n"),
         block=("\n", ""),
         between_calls="",
     ),
-    "minicpm5": CallLayout('"{name}">', "", '<param name="{key}">', "</param>", values="text"),
-    "muse_spark": CallLayout(
-        '<atem:invoke name="{name}">\n',
-        "</atem:invoke>\n",
-        '<atem:parameter name="{key}">',
-        "</atem:parameter>\n",
-        values="text",
+    "minicpm5": _in_text('"{name}">', "", '<param name="{key}">', "</param>"),
+    "muse_spark": _in_text(
+        *('<atem:invoke name="{name}">\n', "</atem:invoke>\n"),
+        *('<atem:parameter name="{key}">', "</atem:parameter>\n"),
         block=("\n", ""),
         between_calls="",
     ),
-    "kimi_k3": CallLayout(
-        '<|open|>call tool="{name}" index="{number}"<|sep|>',
-        "<|close|>call<|sep|>",
-        '<|open|>argument key="{key}" type="{type}"<|sep|>',
-        "<|close|>argument<|sep|>",
-        values="text",
+    "kimi_k3": _in_text(
+        *('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
+        *('<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
         between_calls="",
     ),
     "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
@@ -108,12 +89,9 @@ _LAYOUTS = {
 
 
 def call_layout(name: str, template: Any) -> CallLayout | None:
-    """The layout of a format.
+    """The layout of a format; None where it has none here, such as a parser of the user's own.
 
-    Args:
-        template: the tokenizer's chat template; two versions of Mistral's format differ in it.
-
-    Returns: None for a format that has no layout here, such as a parser of the user's own.
+    Two versions of Mistral's format differ in the tokenizer's chat template.
     """
     if name == "mistral":
         return _MISTRAL if isinstance(template, str) and "[ARGS]" in template else _MISTRAL_LIST
@@ -182,7 +160,6 @@ def _reasoning(writer: _Writer, tags: tuple[str, str] | None, *, is_thinking: bo
 
 
 def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, is_loose: bool) -> str:
-    """The rule of a call of one function."""
     parameters = {"type": "object"} if is_loose else {"type": "object", **function["parameters"]}
     head = writer.text(layout.head.replace("{name}", function["name"]))
     tail = writer.text(layout.tail)
@@ -203,7 +180,6 @@ def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, i
 
 
 def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str, Any], *, is_loose: bool) -> str:
-    """The rule of one argument: its name and its value."""
     assert layout.key is not None
     types = _types(schema)
     kind = "string" if "string" in types or not types else sorted(types)[0]
@@ -268,23 +244,18 @@ class _Writer:
         self._schemas: list[dict[str, Any]] = []
 
     def rule(self, body: str, options: str = "") -> str:
-        """Add a rule; returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
 
     def schema(self, schema: Mapping[str, Any] | bool) -> str:
-        """The JSON of a schema.
-
-        Raises: SettingsError: it cannot be followed.
-        """
+        """The JSON of a schema. Raises: SettingsError: it cannot be followed."""
         name = f"schema_{len(self._schemas)}"
         [grammar] = json.loads(grammar_of_schema(schema))["grammars"]
         self._schemas.append({**grammar, "name": name})
         return f"@{name}"
 
     def text(self, text: str) -> str:
-        """Fixed text, with the placeholders of layouts."""
         terms = []
         for part in _PLACEHOLDERS.split(text):
             terms += [_TERMS[part]] if part in _TERMS else self._terms(part)
@@ -299,7 +270,6 @@ class _Writer:
         return " ".join([self.rule(f"TEXT {first}", "[lazy]"), *rest])
 
     def grammar(self, start: str) -> str:
-        """The whole grammar."""
         lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]*/"]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._schemas]})
 

@@ -35,7 +35,7 @@ class ToolCall:
 
     @property
     def message_part(self) -> dict[str, Any]:
-        """The call as an entry of a message's "tool_calls", in OpenAI's form."""
+        """An entry of a message's "tool_calls", in OpenAI's form."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
     def __repr__(self) -> str:
@@ -60,14 +60,7 @@ class ReasoningPart:
 
 @attrs.frozen
 class CallBegan:
-    """A call whose name is known.
-
-    Attributes:
-        index: 0 for the first call of the answer; consecutive.
-        id: see `ToolCall`.
-        name: of the function.
-        source: the text of the call so far.
-    """
+    """A call whose name is known; `index` counts the calls of the answer from 0."""
 
     index: int
     id: str
@@ -97,8 +90,7 @@ class CallEnded:
 class CallBroken:
     """A call that has begun and turns out malformed, or is cut off.
 
-    Whoever can take back what was given shows `given`, the text of its events so far, as text. The rest of the call
-    comes as content.
+    Whoever can take it back shows `given`, the text of its events so far, as text; the rest of it comes as content.
     """
 
     index: int
@@ -111,13 +103,7 @@ AnswerEvent = TextPart | ReasoningPart | CallBegan | CallArguments | CallEnded |
 
 @attrs.define
 class Answer:
-    """An answer as far as its events have come, with malformed calls as text.
-
-    Attributes:
-        content: the text that is neither reasoning nor a call.
-        reasoning: the text of the reasoning.
-        calls: the complete calls, in order.
-    """
+    """An answer as far as its events have come, with malformed calls as content, and complete ones in `calls`."""
 
     content: str = ""
     reasoning: str = ""

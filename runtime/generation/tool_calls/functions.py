@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,14 @@ from protocol.errors import ConversationBusyError, SettingsError
 from protocol.reprs import shown
 from runtime.generation.tool_calls.events import ToolCall
 
+CallFunction = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Calls a function that is not async."""
+
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """A function as a tool in OpenAI's form, from its signature and its docstring.
 
-    Args:
-        function: each of its parameters has a type that JSON can have, and a line in the docstring's section "Args:".
+    Each parameter needs a type that JSON can have, and a line in the docstring's section "Args:".
 
     Raises: SettingsError: the function is not like that.
     """
@@ -40,22 +41,13 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class Functions:
-    """Functions that a model may call, by name.
-
-    Attributes:
-        listed: the functions.
-        schemas: of each, in OpenAI's form.
-    """
+    """Functions that a model may call, by name; `schemas` has them in OpenAI's form."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], *, may_be_async: bool = True) -> None:
-        """The functions of a conversation.
+        """Check the functions of a conversation.
 
-        Args:
-            functions: see `schema_of`; async ones are awaited.
-            may_be_async: whether the caller can await.
-
-        Raises: SettingsError: as `schema_of`; also where one is no function, two have one name, or the caller cannot
-            await one that is async.
+        Raises: SettingsError: as `schema_of`; also where one is no function, two have one name, or one is async and the
+            caller cannot await it.
         """
         if isinstance(functions, (str, bytes, Mapping)) or not isinstance(functions, Sequence):
             raise SettingsError(f"tools must be a list of functions, got {shown(functions)}")
@@ -72,7 +64,7 @@ class Functions:
             name = schema["function"]["name"]
             if name in self._functions:
                 raise SettingsError(f"two tools have the name {name!r}; give each its own")
-            if not may_be_async and is_async(function):
+            if not may_be_async and inspect.iscoroutinefunction(function):
                 raise SettingsError(f"the tool {name!r} is async, and nothing awaits it here; use runtime.aio.open")
             self._functions[name] = function
             self.schemas.append(schema)
@@ -80,34 +72,19 @@ class Functions:
     def __bool__(self) -> bool:
         return bool(self._functions)
 
-    def function_of(self, call: ToolCall) -> Callable[..., Any] | None:
-        """The function that a call names; None where there is none of that name."""
-        return self._functions.get(call.name)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call of the function returns an awaitable, as far as can be told before."""
-    return inspect.iscoroutinefunction(function)
-
-
-def result_text(result: Any) -> str:
-    """The text of a function's result for the model: a text as it is, everything else as JSON."""
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-
-
-def error_text(error: Exception) -> str:
-    """The text of an error for the model."""
-    return f"Error: {type(error).__name__}: {error}"
-
-
-def result_message(call: ToolCall, text: str) -> dict[str, Any]:
-    """The message with a call's result."""
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-
-
-def unknown_text(call: ToolCall) -> str:
-    """The text for the model if it calls an unknown function."""
-    return f"Error: there is no function {call.name!r}"
+    async def call(self, call: ToolCall, call_function: CallFunction) -> str:
+        """The text for the model of a call's result: a text as it is, all else as JSON, and errors as well."""
+        if (function := self._functions.get(call.name)) is None:
+            return f"Error: there is no function {call.name!r}"
+        # The user's code, with arguments that a model wrote.
+        try:
+            if inspect.iscoroutinefunction(function):
+                result = await function(**call.values)
+            else:
+                result = await call_function(partial(function, **call.values))
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except Exception as error:
+            return f"Error: {type(error).__name__}: {error}"
 
 
 # Rounds of calls in one turn, after which `generate` leaves an answer as it is, with its calls.
@@ -115,11 +92,7 @@ MAX_TOOL_ROUNDS = 8
 
 
 class FunctionCaller:
-    """Calls the functions of one conversation, for one answer at a time.
-
-    Attributes:
-        functions: that the model may call.
-    """
+    """Calls the functions of one conversation, for one answer at a time."""
 
     def __init__(self, functions: Functions) -> None:
         self.functions = functions
@@ -137,33 +110,14 @@ class FunctionCaller:
                 f"cannot {what} while the conversation's functions are being called; wait for them, or cancel the call"
             )
 
-    async def results(
-        self, calls: Sequence[ToolCall], call_function: Callable[[Callable[[], Any]], Awaitable[Any]]
-    ) -> list[dict[str, Any]]:
-        """Call functions, one after the other, and return the messages with their results.
-
-        Args:
-            call_function: calls a function that is not async; async ones are awaited here.
-        """
-        with self._calling():
-            return [result_message(call, await self._result_of(call, call_function)) for call in calls]
-
-    async def _result_of(self, call: ToolCall, call_function: Callable[[Callable[[], Any]], Awaitable[Any]]) -> str:
-        function = self.functions.function_of(call)
-        if function is None:
-            return unknown_text(call)
-        # The user's code, with arguments that a model wrote.
-        try:
-            if is_async(function):
-                return result_text(await function(**call.values))
-            return result_text(await call_function(partial(function, **call.values)))
-        except Exception as error:
-            return error_text(error)
-
-    @contextmanager
-    def _calling(self) -> Iterator[None]:
+    async def results(self, calls: Sequence[ToolCall], call_function: CallFunction) -> list[dict[str, Any]]:
+        """Call functions, one after the other, and return the messages with their results."""
+        messages = []
         self._is_calling = True
         try:
-            yield
+            for call in calls:
+                text = await self.functions.call(call, call_function)
+                messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         finally:
             self._is_calling = False
+        return messages

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: a copy.
+    """A copy of messages as chat templates take them.
 
-    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has the name of its function,
-    which some templates write.
+    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name.
     """
     names: dict[Any, Any] = {}
     given = []
@@ -34,12 +33,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reply_message(answer: ReasoningTracker, parts: Answer | None, *, has_template: bool) -> dict[str, Any]:
-    """The message of an answer.
-
-    Args:
-        parts: the answer, with calls told apart; None without tools.
-        has_template: whether a chat template writes the message; otherwise it is running text.
-    """
+    """The message of an answer; `parts` has its calls told apart, and is None without tools."""
     if parts is not None and parts.calls:
         reply: dict[str, Any] = {"role": "assistant", "content": parts.content}
         if parts.reasoning:

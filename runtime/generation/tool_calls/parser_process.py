@@ -1,12 +1,11 @@
 """mlx-lm's parsers of calls, run in a process that can be ended: for long blocks.
 
-The parsers search for calls with patterns that begin anew at each opening marker. On a text of many openings that are
-never closed, their time grows with the square of its length: minutes for 100,000 characters, in which no other stream
-would get a token, and nothing stops a search in a thread. So long blocks go to a process, which a timer of its own CPU
-time ends; the next long block starts another.
+On a text of many openings that are never closed, the time of their patterns grows with the square of its length:
+minutes for 100,000 characters, in which no other stream would get a token, and nothing stops a search in a thread. So
+long blocks go to a process, which a timer of its own CPU time ends; the next long block starts another.
 
-This file is also the program of that process. It reads a block as a line of JSON (name of the parser, text, tools) and
-writes what the parser has returned; it imports neither mlx nor the runtime. It ends with its stdin.
+This file is also the program of that process, which imports neither mlx nor the runtime. It reads blocks as lines of
+JSON (name of the parser, text, tools), writes what the parser has returned, and ends with its stdin.
 """
 
 from __future__ import annotations
@@ -42,12 +41,9 @@ class ParserProcess:
         self._lock = threading.Lock()
 
     def parse(self, name: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """What a parser returns for a block; None where it fails, or exceeds the limits of time and memory.
+        """What the parser `mlx_lm.tool_parsers.NAME` returns for a block without its markers.
 
-        Args:
-            name: of the module in `mlx_lm.tool_parsers`.
-            text: of the block, without its markers.
-            tools: of the request, in OpenAI's form.
+        None where it fails, or exceeds the limits of time and memory.
         """
         block = json.dumps([name, text, tools], default=_plain).encode()
         with self._lock:

@@ -61,7 +61,7 @@ class Tools:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether a grammar must hold the model to the functions: to a call, to a schema, or to one call."""
+        """Whether a grammar must hold the model to a call, to a schema, or to one call."""
         return self.must_call or not self.is_parallel or self.is_strict
 
     @property
@@ -112,18 +112,14 @@ def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def tools_of(
     listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool | None = None
 ) -> Tools | None:
-    """The tools of a request, checked.
+    """The tools of a request, checked; None where the model may call nothing.
 
     Args:
         listed: in OpenAI's form, or without the "type" around the function.
         choice: "none", "auto", "required" or a function's name.
-        is_parallel: see `Tools`. None for whether the model decides: one that must call, and may go on, often repeats
-            its call.
+        is_parallel: None for only with "auto": a model that must call, and may go on, often repeats its call.
 
-    Returns: None where the model may call nothing: the list is empty, or the choice is "none".
-
-    Raises: SettingsError: a tool is not of that form, two have one name, the choice names none of them, or they are too
-        many.
+    Raises: SettingsError: a tool is not of that form, two have one name, the choice names none, or they are too many.
     """
     if listed is not None and (isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, Sequence)):
         raise SettingsError(f"tools must be a list, got {shown(listed)}; put a single tool in a list")
@@ -153,11 +149,9 @@ def tools_of(
 
 
 def check_callable(tools: Tools, tokenizer: TokenizerWrapper | None) -> CallFormat | None:
-    """The format of the model's calls.
+    """The format of the model's calls; None where it has none: all of its text is content then, as for mlx-lm.
 
-    Returns: None where the model has none, and need not call anything: all of its text is content then, as for mlx-lm.
-
-    Raises: PromptError: the model has none, and the choice asks for a call.
+    Raises: PromptError: it has none, and the choice asks for a call.
     """
     format = call_format(tokenizer)
     if format is None and tools.must_call:
