@@ -57,6 +57,7 @@ class SelfTestReport:
         return self.device_report.as_json(self.secrets)
 
     def write(self, path: Path) -> None:
+        """Write the report for an issue; see `DeviceReport.write`."""
         self.device_report.write(path, "outrider selftest", self.sections(), self._speeds(), self.secrets)
 
     def _speeds(self) -> list[tuple[str, TextTable]]:
