@@ -17,7 +17,6 @@ import mlx.core as mx
 import pytest
 from our_threads import outrider_threads
 
-from actors import warm_up
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
 left_out: set[str] = set()
@@ -91,6 +90,8 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
 
     Returns: what the settings of the warm-up are otherwise.
     """
+    # Imports mlx-lm, for which the workers of `pytest -n` would wait if its controller did it.
+    from actors import warm_up
     from runtime.simulation import simulation
 
     short = {
@@ -110,6 +111,8 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
 @contextmanager
 def patched(constants: Mapping[str, Any]) -> Iterator[pytest.MonkeyPatch]:
     """Set constants of the warm-up."""
+    from actors import warm_up
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(warm_up, name, value)
