@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(variable, None)
     if hasattr(config, "workerinput"):
         config.stash[taken] = take_temporary_directory()
+    if config.option.markexpr != "not slow":  # its test is slow, and to import it takes a second
+        config.pluginmanager.import_plugin("schemathesis.pytest.plugin")
 
 
 def take_temporary_directory() -> TextIO:
