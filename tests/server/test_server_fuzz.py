@@ -40,10 +40,13 @@ def server() -> Iterator[Server]:
         yield one
 
 
-described = schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_key=False))
+# Making the cases takes 5 s: a fixture, so that only the worker that runs them makes them.
+@pytest.fixture(scope="module")
+def described() -> Any:
+    return schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_key=False))
 
 
-@described.parametrize()
+@schemathesis.pytest.from_fixture("described").parametrize()
 @settings(
     max_examples=8,
     derandomize=True,
