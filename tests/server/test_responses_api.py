@@ -21,7 +21,7 @@ from asgi import (
     watched_streams,
 )
 from assembled import assembled_response, text_of_response
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scripted import ScriptedModel
@@ -384,6 +384,7 @@ async def test_only_the_latest_responses_are_stored(server: Served) -> None:
     st.integers(0, 4),
     st.integers(0, 100),
 )
+@settings(deadline=None)
 def test_a_store_keeps_within_its_bounds_what_was_used_last(steps: Any, max_responses: int, max_bytes: int) -> None:
     store = ResponseStore(max_responses, max_bytes)
     kept: dict[str, StoredResponse] = {}  # the plain definition: in the order of use
