@@ -40,13 +40,10 @@ def server() -> Iterator[Server]:
         yield one
 
 
-# Making the cases takes 5 s: a fixture, so that only the worker that runs them makes them.
-@pytest.fixture(scope="module")
-def described() -> Any:
-    return schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_key=False))
+described = schemathesis.openapi.from_dict(description(OPERATIONS, MODEL, has_key=False))
 
 
-@schemathesis.pytest.from_fixture("described").parametrize()
+@described.parametrize()
 @settings(
     max_examples=8,
     derandomize=True,
