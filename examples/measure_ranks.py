@@ -143,13 +143,10 @@ def start_two() -> int:
         hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
         processes = []
         for rank in range(2):
-            kernels = Path(folder, f"rank-{rank}")
-            kernels.mkdir()
             environment = os.environ | {
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hostfile),
                 "OUTRIDER_CONTROL": f"127.0.0.1:{ports[2]}",
-                "TMPDIR": str(kernels),
             }
             processes.append(subprocess.Popen([sys.executable, *sys.argv], env=environment))
         return max(process.wait() for process in processes)

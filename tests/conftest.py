@@ -1,31 +1,25 @@
 """Setup of every test run."""
 
-import fcntl
 import gc
-import getpass
-import itertools
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import browser
 import mlx.core as mx
 import pytest
 from our_threads import outrider_threads
 
-from actors import warm_up
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
 left_out: set[str] = set()
-taken = pytest.StashKey[TextIO]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Restore Ctrl-C for this process and its children, and give each worker of `pytest -n` a temporary directory.
+    """Restore Ctrl-C for this process and its children, and set their environment.
 
     A shell starts background processes with SIGINT ignored. Python leaves it ignored, and children inherit that.
     """
@@ -39,30 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # `pytest -n`. Tests choose a width themselves.
     for variable in ("COLUMNS", "LINES"):
         os.environ.pop(variable, None)
-    if hasattr(config, "workerinput"):
-        config.stash[taken] = take_temporary_directory()
-
-
-def take_temporary_directory() -> TextIO:
-    """Lock a directory for temporary files, one of a numbered series. The next run reuses the kernels compiled there.
-
-    MLX compiles kernels for CPU into one directory. Two processes that compile the same kernel would load half-written
-    files.
-
-    Returns: the lock file, which must stay open as long as the directory is in use.
-    """
-    directories = Path(tempfile.gettempdir()) / f"outrider-tests-of-{getpass.getuser()}"
-    for number in itertools.count():
-        directory = directories / str(number)
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / "lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-        else:
-            os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-            return lock
+    if config.option.markexpr != "not slow":  # its test is slow, and to import it takes a second
+        config.pluginmanager.import_plugin("schemathesis.pytest.plugin")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -91,6 +63,8 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
 
     Returns: what the settings of the warm-up are otherwise.
     """
+    # Imports mlx-lm, for which the workers of `pytest -n` would wait if its controller did it.
+    from actors import warm_up
     from runtime.simulation import simulation
 
     short = {
@@ -110,6 +84,8 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
 @contextmanager
 def patched(constants: Mapping[str, Any]) -> Iterator[pytest.MonkeyPatch]:
     """Set constants of the warm-up."""
+    from actors import warm_up
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(warm_up, name, value)

@@ -68,7 +68,7 @@ async def num_feeds(actor: str, price: Any, lookahead: Any, num_tokens: int = 12
 
 
 @sweep("price", PRICES)
-@sweep("lookahead", [1, 2, 5, pytest.param("auto", marks=pytest.mark.slow)])
+@sweep("lookahead", [1, 5, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, "auto"))])
 def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: str) -> None:
     # A slow drafter rests once its price is known, and is then fed rarely.
     num_tokens = 48 if lookahead == "auto" else 12

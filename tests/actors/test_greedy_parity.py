@@ -201,7 +201,7 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
         assert drafter != "wrong" or statistics.rejected > 0
 
 
-@sweep("lookahead", [2, 3, 5, 8])
+@sweep("lookahead", [3, 8, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5))])
 async def test_a_sliding_window_target_whose_prompt_fills_the_window_already(lookahead: int) -> None:
     target = gemma3_text(window=8)
     prompt = prompt_of(40)

@@ -19,7 +19,7 @@ import rank_programs
 from command_line import HANGS_S, environment
 from doctor_reports import sections
 from models import llama, save
-from ranks import free_ports, kernels_of, ranks
+from ranks import free_ports, ranks
 from served_command import until
 
 import runtime
@@ -48,7 +48,7 @@ def test_generate_gives_the_text_of_one_process(tmp_path: Path, draft: list[str]
         subprocess.Popen(
             [*command, "--raw", "--draft", *draft],
             cwd=tmp_path,
-            env=environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile), "TMPDIR": str(kernels_of(rank))},
+            env=environment() | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hostfile)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from sweeps import sweep
 
 from protocol.acceptance import (
@@ -111,7 +111,7 @@ def assert_drawn_from(tokens: list[int] | np.ndarray, probs: list[float] | np.nd
     observed = np.bincount(np.asarray(tokens), minlength=len(expected))
     assert not observed[expected == 0].any(), "drawn although it has no probability"
     observed, expected = observed[expected > 0], expected[expected > 0]
-    test = stats.chisquare(observed, expected / expected.sum() * observed.sum())
+    test = scipy.stats.chisquare(observed, expected / expected.sum() * observed.sum())
     assert test.pvalue > SMALLEST_P_VALUE, (observed / observed.sum(), expected)
 
 
@@ -330,7 +330,7 @@ def test_acceptance_is_one_minus_the_total_variation():
     p, q = np.array(TARGET_ROWS[0]), np.array(DRAFT_ROWS[0])
     total_variation = np.abs(p - q).sum() / 2
     judged = [judgement.num_accepted for _, judgement in judge_fresh_draws([p], [q], seed=43, starts=range(1500))]
-    assert stats.binomtest(sum(judged), len(judged), 1 - total_variation).pvalue > SMALLEST_P_VALUE
+    assert scipy.stats.binomtest(sum(judged), len(judged), 1 - total_variation).pvalue > SMALLEST_P_VALUE
 
 
 def several_rounds(rule: Any, num_texts: int) -> tuple[list[int], list[float]]:
@@ -723,7 +723,7 @@ def test_coupled_choices_agree_at_least_as_often_as_the_bound_says(closeness):
         for probs in (p, q)
     )
     agreed = int((theirs == ours).sum())
-    assert stats.binomtest(agreed, 3000, bound, alternative="less").pvalue > SMALLEST_P_VALUE
+    assert scipy.stats.binomtest(agreed, 3000, bound, alternative="less").pvalue > SMALLEST_P_VALUE
 
 
 def test_equal_distributions_always_choose_alike():

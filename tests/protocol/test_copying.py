@@ -177,7 +177,7 @@ def texts(length: int) -> dict[str, list[int]]:
         "a period of seven": [i % 7 for i in range(length)],
         "two tokens at random": [dice.randrange(2) for _ in range(length)],
         "said twice": some[: length // 2] * 2,
-        "ever more of the same": [i for end in range(length) for i in range(end)][:length],
+        "ever more of the same": list(itertools.islice((i for end in itertools.count() for i in range(end)), length)),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.acceptance import distribution, likeliest_only
@@ -117,11 +117,13 @@ messages = st.one_of(
 
 
 @given(messages)
+@settings(deadline=None)
 def test_a_message_comes_back_from_its_bytes(message: Any) -> None:
     assert decode(encode(message)) == message
 
 
 @given(messages, st.data())
+@settings(deadline=None)
 def test_damaged_bytes_are_refused_or_another_sound_message(message: Any, data: st.DataObject) -> None:
     damaged = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -7,7 +7,7 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 from sweeps import sweep
 
 from protocol.randomness import Purpose, _mix, key_for
@@ -45,12 +45,12 @@ def test_numbers_are_spread_as_splitmix64_spreads_them():
 
 @sweep("purpose", list(Purpose))
 def test_numbers_over_positions_are_uniform(purpose):
-    assert stats.kstest(uniforms(6, purpose, range(1500)), "uniform").pvalue > SMALLEST_P_VALUE
+    assert scipy.stats.kstest(uniforms(6, purpose, range(1500)), "uniform").pvalue > SMALLEST_P_VALUE
 
 
 def assert_unrelated(one: np.ndarray, other: np.ndarray) -> None:
     table = np.histogram2d(one, other, bins=4, range=[[0, 1], [0, 1]])[0]
-    assert stats.chi2_contingency(table).pvalue > SMALLEST_P_VALUE
+    assert scipy.stats.chi2_contingency(table).pvalue > SMALLEST_P_VALUE
 
 
 @sweep(("one", "other"), list(itertools.combinations(Purpose, 2)))

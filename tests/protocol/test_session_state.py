@@ -717,6 +717,7 @@ TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=
     rest=st.none() | st.integers(1, 12),
     named=st.booleans(),
 )
+@settings(deadline=None)
 def test_a_token_of_the_targets_own_is_committed_as_by_a_verdict_on_nothing(tokens, bound, stops, rest, named):
     settings = Settings(stop_tokens=tuple(sorted(stops)) if named else ())
     about = opened(max_tokens=bound, stop_tokens=stops, drafted=rest is not None)

@@ -164,6 +164,7 @@ def test_a_target_whose_streams_take_turns_nearly_always_has_a_proposal_of_one(a
     assert in_turns.target_busy >= 0.9
 
 
+@pytest.mark.slow
 def test_nor_are_they_on_a_device_that_one_model_saturates_and_that_has_no_time_to_fill():
     # A single text says little when the two are even.
     ratios = []

@@ -26,7 +26,7 @@ from asgi import (
     watched_streams,
 )
 from assembled import body_of, text_of, text_of_message
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scripted import ScriptedModel, priced
@@ -626,6 +626,7 @@ async def test_only_the_latest_responses_are_stored(server: Served) -> None:
     st.integers(0, 4),
     st.integers(0, 100),
 )
+@settings(deadline=None)
 def test_a_store_keeps_within_its_bounds_what_was_used_last(steps: Any, max_responses: int, max_bytes: int) -> None:
     store = ResponseStore(max_responses, max_bytes)
     kept: dict[str, StoredResponse] = {}  # the plain definition: in the order of use

@@ -94,8 +94,6 @@ def ranks(
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hostfile),
                 "OUTRIDER_CONTROL": f"127.0.0.1:{ports[-1]}",
-                # Two ranks compile the same kernels at the same time, and would load each other's half-written files.
-                "TMPDIR": str(kernels_of(rank)),
             }
             process = _context.Process(target=_run, args=(sending, errors, environment, program, args), daemon=True)
             started.append(Rank(process, receiving, errors))
@@ -108,13 +106,6 @@ def ranks(
                 if each.process.pid is not None:
                     each.process.kill()
                     each.process.join()
-
-
-def kernels_of(rank: int) -> Path:
-    """The directory in which a rank keeps compiled kernels."""
-    folder = Path(tempfile.gettempdir()) / f"rank-{rank}"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def free_ports(number: int) -> list[int]:
