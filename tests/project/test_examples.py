@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run(name: str, *arguments: str) -> list[str]:
-    """The lines that an example prints."""
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an example as a program, in this process, which has imported everything, and returns the lines it prints."""
+
+    def run_one(name: str, *arguments: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        out, err = capfd.readouterr()
+        assert err == ""
+        return out.splitlines()
+
+    return run_one
+
+
+def run_process(name: str, *arguments: str) -> list[str]:
+    """The lines that an example prints in a process of its own."""
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / name, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"},
@@ -32,14 +51,14 @@ def run(name: str, *arguments: str) -> list[str]:
 
 @pytest.mark.slow
 def test_minimal_stream_continues_its_prompt():
-    said = "\n".join(run("minimal_stream.py"))
+    said = "\n".join(run_process("minimal_stream.py"))
     prompt = "def quicksort(items):"
     assert said.startswith(prompt)
     assert len(said) > len(prompt) + 20
 
 
 @pytest.mark.slow
-def test_cancelling_ends_four_generations_and_each_time_the_next_one_answers():
+def test_cancelling_ends_four_generations_and_each_time_the_next_one_answers(run: Run):
     said = run("cancelling.py")
     ended, answered = said[::2], said[1::2]
     patterns = [
@@ -56,7 +75,7 @@ def test_cancelling_ends_four_generations_and_each_time_the_next_one_answers():
 
 
 @pytest.mark.slow
-def test_several_streams_label_their_lines_and_add_up():
+def test_several_streams_label_their_lines_and_add_up(run: Run):
     said = run("several_streams.py")
     end = said.index("")
     lines = [line.partition(" | ") for line in said[:end]]
@@ -79,7 +98,7 @@ def test_several_streams_label_their_lines_and_add_up():
 
 
 @pytest.mark.slow
-def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with():
+def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with(run: Run):
     *fields, counts = run("json_output.py")
     written = {name.strip(): ast.literal_eval(value) for name, _, value in (line.partition(": ") for line in fields)}
     assert list(written) == ["name", "language", "lines", "imports"]
@@ -91,7 +110,7 @@ def test_json_output_prints_what_the_schema_asks_for_and_was_speculated_with():
 
 
 @pytest.mark.slow
-def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout():
+def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout(run: Run):
     said = run("asyncio_stream.py")
     shown = [line.partition(" | ") for line in said if " | " in line]
     assert {label.strip() for label, _, _ in shown} == {"stack", "sort"}
@@ -105,7 +124,7 @@ def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout()
 
 
 @pytest.mark.slow
-def test_first_of_three_has_a_winner_and_leaves_the_models_free():
+def test_first_of_three_has_a_winner_and_leaves_the_models_free(run: Run):
     *race, end = run("first_of_three.py")
     outcomes = [line for line in race if line.startswith("the answer of seed ")]
     assert len(outcomes) == 3
@@ -121,7 +140,7 @@ def test_first_of_three_has_a_winner_and_leaves_the_models_free():
 
 @pytest.mark.slow
 def test_measure_ranks_says_what_a_round_takes_beyond_its_pass():
-    _, one, several, end = run("measure_ranks.py", "--rounds", "5", "--repeats", "1", "--layers", "2")
+    _, one, several, end = run_process("measure_ranks.py", "--rounds", "5", "--repeats", "1", "--layers", "2")
     beyond = []
     for line, name in ((one, "one process"), (several, "2 ranks")):
         alone, in_pass, in_round, beyond_alone = map(float, line.removeprefix(name.rjust(14)).split())
@@ -135,5 +154,5 @@ def test_measure_ranks_says_what_a_round_takes_beyond_its_pass():
 
 @pytest.mark.parametrize("name", ["terminal.py", "trio_service.py"])
 def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(name):
-    said = "\n".join(run(name, "--help"))
+    said = "\n".join(run_process(name, "--help"))
     assert f"python examples/{name}" in said
