@@ -35,11 +35,17 @@ CALLER_CHECK_INTERVAL_S = 0.2
 class BridgeFuture(Protocol[T]):
     """A result that a caller waits for and the trio thread sets, such as an `asyncio.Future`."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the result was set."""
+        ...
 
-    def result(self) -> T: ...
+    def result(self) -> T:
+        """The result; only after `done`."""
+        ...
 
-    def set_result(self, result: T, /) -> None: ...
+    def set_result(self, result: T, /) -> None:
+        """Set the result; once."""
+        ...
 
 
 class TrioThread(ABC):

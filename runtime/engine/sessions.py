@@ -226,6 +226,7 @@ class Sessions:
         return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
 
     async def add_to_corpus(self, tokens: Sequence[int], owner: bytes) -> None:
+        """Add a text to the corpus, which must be there."""
         assert self.corpus is not None
         async with self._adding:
             for _ in self.corpus.add(tokens, owner):

@@ -77,25 +77,37 @@ class DraftedModel(Protocol):
     """What the loading of a drafter needs of its target; an `MLXModel` has it."""
 
     @property
-    def module(self) -> Module: ...
+    def module(self) -> Module:
+        """mlx-lm's model."""
+        ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """See `Model.vocab_size`."""
+        ...
 
-    def record_features(self, layer_ids: Sequence[int] | None) -> None: ...
+    def record_features(self, layer_ids: Sequence[int] | None) -> None:
+        """See `MLXModel.record_features`."""
+        ...
 
 
 class DraftedTarget(Protocol):
     """The same with what comes with the model, as in `Loaded`."""
 
     @property
-    def model(self) -> DraftedModel: ...
+    def model(self) -> DraftedModel:
+        """The model."""
+        ...
 
     @property
-    def tokenizer(self) -> TokenizerWrapper | None: ...
+    def tokenizer(self) -> TokenizerWrapper | None:
+        """Its tokenizer, if it has one."""
+        ...
 
     @property
-    def folder(self) -> Path | None: ...
+    def folder(self) -> Path | None:
+        """With its files, if it was loaded from one."""
+        ...
 
 
 def check_source(role: str, source: Any) -> Source:
