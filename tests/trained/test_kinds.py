@@ -314,8 +314,9 @@ async def test_a_text_may_go_on_from_an_earlier_one(kind: str, family: str, tmp_
     ],
 )
 async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
-    kind: str, family: str, tmp_path: Path
+    kind: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
     target = make(kind, tmp_path, family=family, vocab_size=SIZE)
     text, proposals = await fresh_proposals(tmp_path, target, lookahead=3)
     drafter = TrainedDrafter(tmp_path, target, target_vocab_size=SIZE)
