@@ -51,6 +51,7 @@ class LayerState:
 
     @property
     def is_quantized(self) -> bool:
+        """Whether keys and values are quantised."""
         return self.kind == QuantizedKVCache.__name__
 
 
