@@ -282,7 +282,8 @@ async def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their
         async with trio.open_nursery() as nursery:
             for index in range(1, len(PROMPTS)):
                 nursery.start_soon(read, index)
-            with trio.move_on_after(at):
+            with trio.move_on_after(at) as scope:
                 await read(0)
+        assert scope.cancelled_caught
         assert {index: found[index] for index in range(1, len(PROMPTS))} == dict(enumerate(EXPECTED[1:], start=1))
         assert simulation.runtime.statistics().draft_failures == 0
