@@ -253,15 +253,19 @@ def sync_never_closed(target, draft):
     threading.Thread(target=read, daemon=True).start()
 
 
-way, who, nth = sys.argv[1:]
-main, held = globals()[way], pair(who, globals()[nth]) if who else pair()
-if way.startswith("sync") or way in ("asyncio_never_left", "asyncio_in_a_daemon"):
-    main(*held)
-elif way.startswith("asyncio"):
-    runtime.aio.open  # asyncio's debug mode complains of what holds up its loop, and importing may
-    asyncio.run(main(*held))
-else:
-    trio.run(main, *held)
+def run(way, who, nth):
+    target, draft = pair(who, globals()[nth]) if who else pair()
+    main = globals()[way]
+    if way.startswith("sync") or way in ("asyncio_never_left", "asyncio_in_a_daemon"):
+        main(target, draft)
+    elif way.startswith("asyncio"):
+        runtime.aio.open  # asyncio's debug mode complains of what holds up its loop, and importing may
+        asyncio.run(main(target, draft))
+    else:
+        trio.run(main, target, draft)
+
+
+run(*sys.argv[1:])
 '''
 
 

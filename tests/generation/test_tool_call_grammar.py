@@ -94,7 +94,8 @@ class Writer:
 
 
 def held(listed: list[Any], choice: str = "auto", **options: Any) -> Tools:
-    tools = held(listed, choice, **options)
+    tools = tools_of(listed, choice, **options)
+    assert tools is not None
     return tools
 
 
