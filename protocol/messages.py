@@ -150,7 +150,7 @@ class Proposal:
         return self._part(slice(1, None), start=self.start + 1, num_stale=max(0, self.num_stale - 1))
 
     def _part(self, part: slice, **changes: Any) -> Proposal:
-        values = {name: getattr(self, name)[part] for name in ("tokens", "probs", "reach", "copied")}
+        values: dict[str, Any] = {name: getattr(self, name)[part] for name in ("tokens", "probs", "reach", "copied")}
         return attrs.evolve(self, **values, **changes)
 
 
