@@ -28,7 +28,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
-from protocol.auto_policy import AutoPolicy
+from protocol.auto_policy import MANY_TEXTS, AutoPolicy
 from protocol.backoff import SharingLimit
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
@@ -186,7 +186,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         # Texts that begin together: the target has not counted them yet.
         num_texts = min(len(self._sessions), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
-        return self.prices.num_texts > 1 or session.policy.should_rest()
+        return self.prices.num_texts >= MANY_TEXTS or session.policy.should_rest()
 
     def _reads_first(self, session: DraftSession) -> bool:
         """Whether drafting would pay, but much of the text must be read first, in a longer rest."""
@@ -489,7 +489,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _stays_for_copies(self, session: DraftSession) -> bool:
         # Passes of several texts without proposals are started ahead, which one text that may have some prevents.
-        if self.prices.num_texts > 1:
+        if self.prices.num_texts >= MANY_TEXTS:
             return session.has_worthwhile_copy(self.worker.clock())
         return session.num_idle_rounds <= MAX_IDLE_ROUNDS
 

@@ -14,7 +14,7 @@ from actors.drafters.drafter import (
     policy_by_settings,
 )
 from actors.session import Session
-from protocol.auto_policy import AutoPolicy
+from protocol.auto_policy import MANY_TEXTS, AutoPolicy
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Node
@@ -22,9 +22,6 @@ from protocol.messages import Due, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.trace import Event
-
-# So many texts wait for one another without much loss.
-FEW_TEXTS = 4
 
 
 class LookupSession(DrafterSession):
@@ -121,7 +118,7 @@ class LookupActor(Drafter[LookupSession]):
         """Propose the found tokens; or rest, if nothing has been found for a while."""
         nodes = session.worth_proposing(self._clock())
         # Sooner where more than a few texts share passes, since each of them waits.
-        max_idle_rounds = MAX_IDLE_ROUNDS * FEW_TEXTS // max(FEW_TEXTS, self.prices.num_texts)
+        max_idle_rounds = MAX_IDLE_ROUNDS * MANY_TEXTS // max(MANY_TEXTS, self.prices.num_texts)
         if not nodes and isinstance(session.policy, AutoPolicy) and session.num_idle_rounds >= max_idle_rounds:
             self._rest(session)
         elif session.state.phase is SessionPhase.PROPOSING:
