@@ -138,11 +138,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if session.rests_unread and not session.is_ready:
                 if not session.is_indexed:
                     return Need.READ
-                assert isinstance(session.policy, AutoPolicy)
-                session.policy.only_copies = True
-                session.copy()
-                self._say_ready(session)
-                self._rest(session)
+                self._rest_unread(session)
             if session.is_ready and self._is_left_alone(session):
                 return None
             return Need.OPEN if self._may_open(session) else None
@@ -159,7 +155,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready:
             if session.num_behind > MAX_BEHIND_WHEN_READY:
                 return Need.READ
-            self._get_ready(session)
+            if session.copies:
+                session.copy()
+            self._say_ready(session)
+            self._begin_turn(session)
         if sequence.length < len(session.cached_tokens):
             # A pass that it shared has failed.
             session.cached_tokens.rewind(sequence.length)
@@ -169,15 +168,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return Need.READ
         if self._is_left_alone(session):
             return None
-        if session.catches_up:
-            return Need.READ
-        if session.num_behind > MAX_UNREAD:
+        if session.catches_up or session.num_behind > MAX_UNREAD:
             return Need.READ
         session.node = self._next_expansion(session)
         return None if session.node is None else Need.DRAFT
 
     def _rests_unread(self, session: DraftSession) -> bool:
-        """Whether drafting does not pay when the text begins, so that its prompt need not be read.
+        """Whether a text begins with a rest, in which its prompt is not read: drafting does not pay, or so many texts
+        begin together that the drafter's reading would delay the first tokens of all.
 
         Features of the target come with the prompt, and are read as they come.
         """
@@ -187,6 +185,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         num_texts = min(len(self._sessions), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
         return self.prices.num_texts >= MANY_TEXTS or session.policy.should_rest()
+
+    def _rest_unread(self, session: DraftSession) -> None:
+        assert isinstance(session.policy, AutoPolicy)
+        session.policy.only_copies = True
+        session.copy()
+        self._say_ready(session)
+        self._rest(session)
 
     def _reads_first(self, session: DraftSession) -> bool:
         """Whether drafting would pay, but much of the text must be read first, in a longer rest."""
@@ -396,12 +401,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self.worker.watch()
 
     # --- turns and messages -----------------------------------------------------------------------
-
-    def _get_ready(self, session: DraftSession) -> None:
-        if session.copies:
-            session.copy()
-        self._say_ready(session)
-        self._begin_turn(session)
 
     def _say_ready(self, session: DraftSession) -> None:
         session.is_ready = True
