@@ -182,7 +182,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not isinstance(session.policy, AutoPolicy) or isinstance(self.model, TrainedDrafter):
             return False
         # Texts that begin together: the target has not counted them yet.
-        num_texts = min(len(self._sessions), self._steps.num_shared)
+        num_texts = min(sum(not each.has_left for each in self._sessions.values()), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
         return self.prices.num_texts >= MANY_TEXTS or session.policy.should_rest()
 

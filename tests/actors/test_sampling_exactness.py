@@ -242,7 +242,7 @@ def test_a_copy_that_decides_by_the_token_that_was_drawn_would_be_seen(monkeypat
     copy_at_a_fixed_lookahead(monkeypatch)
 
     async def sampled() -> float:
-        tokens = await sample(4 * NUM_SESSIONS, target(), drafter(), prompt=QUOTABLE, max_tokens=6, lookahead=3)
+        tokens = await sample(6 * NUM_SESSIONS, target(), drafter(), prompt=QUOTABLE, max_tokens=6, lookahead=3)
         return pooled_p_value(triples([PROMPT + ids(text) for text in tokens]))
 
     assert run(sampled) > SIGNIFICANCE

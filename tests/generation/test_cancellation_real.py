@@ -211,7 +211,7 @@ async def test_a_long_prefill_is_cut_short(actor: str) -> None:
     async with opened() as (rt, trigger):
         with trio.CancelScope() as scope:
             trigger.at((Span, actor, "prefill"), scope.cancel, nth=3)
-            async for _ in rt.stream(prompt_of(401), prefill_step_size=2):
+            async for _ in rt.stream(prompt_of(401), prefill_step_size=2, lookahead=2):
                 raise AssertionError("no token should come")
         assert scope.cancelled_caught
     assert 3 <= len(trigger.spans(actor, "prefill", session=0)) < 200
