@@ -57,20 +57,14 @@ class TargetQueue:
         """End it."""
         self._read_until_s = now_s
 
-    def has_read_since(self, moment_s: float) -> bool:
-        """Whether the target has read prompts at any time since a moment. A draft step beside that says nothing of what
-        one costs beside a pass.
-        """
-        return self._read_until_s > moment_s
-
     @property
     def is_busy(self) -> bool:
         """Whether the target has a pass to do."""
         return bool(self._running or self._waiting)
 
     def was_busy_since(self, moment_s: float) -> bool:
-        """Whether the target has had a pass to do at any time since a moment on the actors' clock."""
-        return self.is_busy or self._began_s > moment_s
+        """Whether the target has had a pass to do, or read prompts, at any time since a moment on the actors' clock."""
+        return self.is_busy or max(self._began_s, self._read_until_s) > moment_s
 
     def others_s(self, session: int) -> float:
         """Seconds for which the target has passes of other sessions to do after the session's own pass, >= 0.

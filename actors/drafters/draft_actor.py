@@ -350,7 +350,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Drafted():
                 # Asked at the end of the step, since a pass may have begun while the step waited or ran.
                 beside_target = part.overlaps_target or self._target_queue.was_busy_since(job.began)
-                if is_first and not self._target_queue.has_read_since(job.began):
+                if is_first:
                     self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
                 session.can_look_ahead = step.can_look_ahead
                 session.cached_tokens.follow(step.fed)

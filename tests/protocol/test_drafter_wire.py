@@ -161,7 +161,7 @@ def test_other_bytes_are_refused(data: bytes) -> None:
 def test_another_version_is_refused_by_name() -> None:
     line = json.loads(encode(LoadDrafter(VERSION, None, None, 80, {}, {})))
     line[1] = 99
-    with pytest.raises(ProtocolError, match=rf"speaks version 99 .* and this one version {VERSION}; install the same release"):
+    with pytest.raises(ProtocolError, match=rf"version 99 .* this one version {VERSION}; install the same release"):
         decode(json.dumps([*line, "a field of the future"]).encode())
 
 

@@ -202,9 +202,9 @@ def test_what_others_take_of_the_targets_time_is_no_reason_to_rest():
 
 def test_a_prompt_that_was_read_beside_a_draft_step_is_remembered():
     queue = TargetQueue()
-    assert not queue.has_read_since(0.0)
+    assert not queue.was_busy_since(0.0)
     queue.begin_reading()
-    assert queue.has_read_since(9.0)
+    assert queue.was_busy_since(9.0)
     queue.end_reading(10.0)
-    assert queue.has_read_since(9.0)
-    assert not queue.has_read_since(10.0)
+    assert queue.was_busy_since(9.0)
+    assert not queue.was_busy_since(10.0)
