@@ -30,10 +30,12 @@ REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 CATCH_UP_HORIZON = 100.0
 # A rest begins after this many proposals in a row with nothing in them.
 MAX_EMPTY_PROPOSALS = 8
-# From so many texts on, what one of them copies must bring so many times what it costs. It makes all of them wait, and
-# breaks the row of passes that are started ahead; but it brings only this text to its end sooner, after which passes
-# are hardly faster without it. With two texts, what they copy nearly always pays.
-MANY_TEXTS, MARGIN_OF_SHARED_COPIES = 4, 1.5
+# From so many texts on, what a drafter does for one of them is weighed against the wait of all.
+MANY_TEXTS = 4
+# What one of many texts copies must bring so many times what it costs. It makes all of them wait, and breaks the row of
+# passes that are started ahead; but it brings only this text to its end sooner, after which passes are hardly faster
+# without it. With two texts, what they copy nearly always pays.
+MARGIN_OF_SHARED_COPIES = 1.5
 # The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
 # later, in plainly decoded tokens.
 PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
@@ -205,9 +207,9 @@ class AutoPolicy:
 
     def _extra_s(self, length: int) -> float:
         extra_s = self.prices.verify_extra_s(length, only_copies=self.only_copies)
-        return (
-            extra_s * MARGIN_OF_SHARED_COPIES if self.only_copies and self.prices.num_texts >= MANY_TEXTS else extra_s
-        )
+        if self.only_copies and self.prices.num_texts >= MANY_TEXTS:
+            extra_s *= MARGIN_OF_SHARED_COPIES
+        return extra_s
 
     def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
         """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""

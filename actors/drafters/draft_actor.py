@@ -193,8 +193,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._say_ready(session)
         self._rest(session)
 
-    def _reads_first(self, session: DraftSession) -> bool:
-        """Whether drafting would pay, but much of the text must be read first, in a longer rest."""
+    def _rests_on(self, session: DraftSession) -> bool:
+        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text is to be read first."""
+        if session.policy.should_rest_on(session.num_behind):
+            return True
         session.catches_up = session.num_behind > MAX_UNREAD
         return session.catches_up
 
@@ -544,12 +546,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if is_near_end:
                 if session.has_worthwhile_copy(self.worker.clock()):
                     session.only_copies, session.num_idle_rounds = True, 0
-                elif session.policy.should_rest_on(session.num_behind) or self._reads_first(session):
+                elif self._rests_on(session):
                     self._rest(session)
         elif session.only_copies:
             session.num_uncounted += 1
             if session.state.round % self.rest_rounds == 0:
-                session.only_copies = session.policy.should_rest_on(session.num_behind) or self._reads_first(session)
+                session.only_copies = self._rests_on(session)
         else:
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
