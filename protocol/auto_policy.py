@@ -32,10 +32,6 @@ CATCH_UP_HORIZON = 100.0
 MAX_EMPTY_PROPOSALS = 8
 # From so many texts on, what a drafter does for one of them is weighed against the wait of all.
 MANY_TEXTS = 4
-# What one of many texts copies must bring so many times what it costs. It makes all of them wait, and breaks the row of
-# passes that are started ahead; but it brings only this text to its end sooner, after which passes are hardly faster
-# without it. With two texts, what they copy nearly always pays.
-MARGIN_OF_SHARED_COPIES = 1.5
 # The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
 # later, in plainly decoded tokens.
 PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
@@ -96,7 +92,8 @@ class AutoPolicy:
             return chain[: max(UNPRICED_LOOKAHEAD, num_drafted)]
         num_ready = self._num_worthwhile(chain)
         gain = sum([node.reach for node in chain[:num_ready]])
-        gain -= self.prices.rate * self._extra_s(num_ready)
+        if num_ready > 0:
+            gain -= self.prices.rate * self.prices.extra_seconds(only_copies=self.only_copies)(num_ready)
         _, gain_by_drafting = self._best_end(view)
         return None if gain_by_drafting > max(0.0, gain) else chain[:num_ready]
 
@@ -119,12 +116,15 @@ class AutoPolicy:
         assumed to be as likely as tokens are on average, but for a copy that goes on, which was not drawn. So a token
         that makes a pass much dearer is proposed if the tokens after it may cost little.
         """
+        if not chain:
+            return 0
         costs = [0.0]  # of proposals of each length, in tokens
+        rate, extra_s = self.prices.rate, self.prices.extra_seconds(only_copies=self.only_copies)
         for length, node in enumerate(chain, 1):
             expected, reach, longer, goes_on = 0.0, node.reach, length, _is_copied(node)
             while True:
                 if longer == len(costs):
-                    costs.append(self.prices.rate * self._extra_s(longer))
+                    costs.append(rate * extra_s(longer))
                 expected += reach
                 if expected > costs[longer] - costs[length - 1]:
                     break
@@ -192,24 +192,18 @@ class AutoPolicy:
             reaches: of the drafted tokens, falling; no more of them are asked for once none can gain anything.
         """
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
+        extra_s = self.prices.extra_seconds(only_copies=self.only_copies)
         for length, reach in enumerate(reaches, 1):
             expected += reach
-            gain = expected - rate * self._extra_s(length)
+            gain = expected - rate * extra_s(length)
             if gain > best_gain:
                 best_length, best_gain = length, gain
             # If the next ones were as likely as this one, some number of them would have to be worth its price.
             if all(
-                expected + more * reach - rate * self.prices.verify_extra_s(length + more) <= best_gain
-                for more in (1, 2, 4, 8, 16, 32)
+                expected + more * reach - rate * extra_s(length + more) <= best_gain for more in (1, 2, 4, 8, 16, 32)
             ):
                 break
         return best_length, best_gain
-
-    def _extra_s(self, length: int) -> float:
-        extra_s = self.prices.verify_extra_s(length, only_copies=self.only_copies)
-        if self.only_copies and self.prices.num_texts >= MANY_TEXTS:
-            extra_s *= MARGIN_OF_SHARED_COPIES
-        return extra_s
 
     def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
         """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""

@@ -36,7 +36,7 @@ from protocol.trace import Event
 from protocol.wire import MALFORMED, pack, unpack, whole
 
 # Both ends must speak the same version.
-VERSION = 4
+VERSION = 5
 # Tokens that a drafted one is drawn from under the rejection rule. The target needs all of the distribution, since the
 # recovered token comes from what it leaves of the target's.
 MAX_DRAWN_FROM = 1024

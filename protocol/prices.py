@@ -89,7 +89,6 @@ class Measurement:
         number: of tokens that the step fed, rows of the pass, texts of its round, or tokens that the round committed.
         seconds: that it took.
         ended_s: when it ended, on the clock of this process.
-        pass_s: the part of a plain round that the pass took.
         beside_target: whether the target worked beside the draft step.
     """
 
@@ -97,7 +96,6 @@ class Measurement:
     number: int = 0
     seconds: float = 0.0
     ended_s: float = 0.0
-    pass_s: float = 0.0
     beside_target: bool = False
 
 
@@ -125,14 +123,12 @@ class Prices:
         draft_alone: seconds of a draft step while the target waits, by rows.
         draft_slowdown: by what factor a draft step takes longer while the target works.
         plain_decode_s: seconds of a token decoded without a drafter by a text alone, the trip through the event loop
-            included.
+            included, but not what a pass that is started ahead hides of it.
         num_texts: how many texts could share a target's pass now, >= 1.
         num_copying: how many texts have something to copy now.
         gap_s: seconds before a pass over proposals of which all are copied. Without proposals there is no gap, since
             the next pass is started ahead.
         drafts_together: whether texts share the drafter's passes, too.
-        plain_overhead: by what factor rounds of several texts without drafts take longer than their passes, because of
-            the trip through the event loop.
         hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
         core_hold_s: seconds after a draft step in which the target still has only its share of the cores; 0 where the
             models do not share cores.
@@ -147,12 +143,13 @@ class Prices:
     num_copying: int = 0
     gap_s: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     drafts_together: bool = False
-    plain_overhead: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     core_hold_s: float = 0.0
     tell: Callable[[Measurement], None] | None = None
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
+    # Likewise seconds of a round of several texts, by how many they are.
+    _plain_rounds_s: dict[int, Mean] = attrs.field(factory=dict)
     _num_rounds: int = 0  # speculative ones
     # Tokens and seconds of speculative rounds, weighted alike, by the order of magnitude of the number of texts.
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
@@ -188,20 +185,19 @@ class Prices:
         self._tell(Measurement("gap", seconds=seconds))
         self.gap_s.observe(seconds)
 
-    def observe_plain_round(self, seconds: float, pass_s: float, *, num_texts: int = 1) -> None:
-        """Add a round without a drafter.
+    def observe_plain_round(self, seconds: float, *, num_texts: int = 1) -> None:
+        """Add a round without drafts.
 
         Args:
-            seconds: from the last verdict to its own, over the texts of its pass.
-            pass_s: the part of it that the pass took.
-            num_texts: that shared the pass, none of which had drafted tokens.
+            seconds: from the last verdict to its own.
+            num_texts: that shared its pass.
         """
-        self._tell(Measurement("plain", num_texts, seconds, pass_s=pass_s))
+        self._tell(Measurement("plain", num_texts, seconds))
         if num_texts == 1:
             self.plain_decode_s.observe(seconds)
-        elif pass_s > 0:
-            # A drafter beside the pass makes both longer.
-            self.plain_overhead.observe(min(seconds / pass_s, MAX_SURPRISE))
+            return
+        known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
+        known.observe(min(seconds, MAX_SURPRISE * known.value) if known.is_known else seconds)
 
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""
@@ -233,7 +229,7 @@ class Prices:
             case "gap":
                 self.observe_gap(seconds)
             case "plain":
-                self.observe_plain_round(seconds, measured.pass_s, num_texts=number)
+                self.observe_plain_round(seconds, num_texts=number)
             case "round":
                 self.observe_round(number, seconds)
             case "rate":
@@ -245,6 +241,8 @@ class Prices:
             yield Measurement("verify", rows, seconds)
         if self.plain_decode_s.is_known:
             yield Measurement("plain", 1, self.plain_decode_s.value)
+        for num_texts, known in self._plain_rounds_s.items():
+            yield Measurement("plain", num_texts, known.value)
 
     @property
     def acceptance(self) -> float:
@@ -263,6 +261,7 @@ class Prices:
         """Forget what the target's passes cost, before anything refers to their price."""
         self.verify = PassPrice()
         self.plain_decode_s = Mean(memory=50.0)
+        self._plain_rounds_s.clear()
         self._unpriced_passes.clear()
 
     def forget_drafter(self) -> None:
@@ -302,22 +301,31 @@ class Prices:
         alone_s = self.draft_alone(width)
         return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
-    def verify_extra_s(self, num_drafted: float, than: float = 0.0, *, only_copies: bool = False) -> float:
-        """Seconds that drafted tokens add to a pass, for each of the texts that have some.
+    def verify_extra_s(self, num_drafted: float, than: float = 0.0) -> float:
+        """Seconds that drafted tokens add to a pass, for each of the texts that share it.
 
         Args:
             num_drafted: by which they make the pass wider for all texts that share it, >= 0.
             than: the same without these tokens, in [0, num_drafted].
+        """
+        num_texts = self.num_texts
+        return (self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))) / num_texts
+
+    def extra_seconds(self, *, only_copies: bool) -> Callable[[float], float]:
+        """Seconds that a proposal of some length, > 0, adds to a pass, for each of the texts that have one.
+
+        Args:
             only_copies: whether only texts with something to copy have some, and not all that share the pass. Without
                 them, it would be started ahead.
         """
-        num_texts = num_drafting = self.num_texts
-        gap_s = 0.0
+        verify, num_texts = self.verify, self.num_texts
+        num_drafting, without_s = num_texts, verify(num_texts)
         if only_copies:
             num_drafting = min(num_texts, max(1, self.num_copying))
-            gap_s = self.gap_s.value if num_drafted > than == 0.0 else 0.0
-        width_s = self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))
-        return (width_s + gap_s) / num_drafting
+            # With several texts, the pass after this one is not started ahead either.
+            restart_s = max(0.0, without_s - self.plain_round_s) if num_texts > 1 else 0.0
+            without_s = self.plain_round_s - self.gap_s.value - restart_s
+        return lambda num_drafted: max(0.0, verify(num_texts * (1 + num_drafted)) - without_s) / num_drafting
 
     def draft_share_s(self, width: int, *, beside_target: bool) -> float:
         """A text's share of a draft step over `width` tokens of each text that shares it, in seconds."""
@@ -327,12 +335,25 @@ class Prices:
     @property
     def plain_rate(self) -> float:
         """Tokens per second of all texts without a drafter."""
+        return self.num_texts / self.plain_round_s if self.plain_round_s > 0 else 0.0
+
+    @property
+    def plain_round_s(self) -> float:
+        """Seconds of a round of all texts without drafts; 0 before any pass was measured."""
         num_texts = self.num_texts
-        if num_texts == 1:
-            seconds = self.plain_decode_s.value if self.plain_decode_s.is_known else self.verify(1)
-        else:
-            seconds = self.verify(num_texts) / num_texts * (self.plain_overhead.value or 1.0)
-        return 1.0 / seconds if seconds > 0 else 0.0
+        if (exact := self._plain_rounds_s.get(num_texts)) is not None and num_texts > 1:
+            return exact.value
+        pass_s = self.verify(num_texts)
+        known = (
+            {1: self.plain_decode_s, **self._plain_rounds_s} if self.plain_decode_s.is_known else self._plain_rounds_s
+        )
+        if not known:
+            return pass_s
+        nearest = min(known, key=lambda number: max(number, num_texts) / min(number, num_texts))
+        if nearest == num_texts:
+            return known[nearest].value
+        nearest_pass_s = self.verify(nearest)
+        return known[nearest].value * (pass_s / nearest_pass_s if nearest_pass_s > 0 else 1.0)
 
     @property
     def speculative_rate(self) -> float:

@@ -176,7 +176,9 @@ class DrafterSession(ActorSession):
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
-            self.count_copying(bool(self._copied) and self._copied[0].confidence >= LIKELY)
+            # One that rests takes part in no pass over proposals.
+            is_awake = self.state.phase is not SessionPhase.RESTING
+            self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         else:
             self._copied = list(guesses)
         if before or self._copied:

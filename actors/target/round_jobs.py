@@ -300,9 +300,7 @@ class RoundJobs:
             ended_s, busy_s = last
             # Without the time that went into other jobs.
             idle_s = max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
-            pass_s = job.seconds if is_typical else self._prices.verify(num_rows)
-            seconds = (job.seconds + idle_s) / num_texts
-            self._prices.observe_plain_round(seconds, pass_s / num_texts, num_texts=num_texts)
+            self._prices.observe_plain_round(job.seconds + idle_s, num_texts=num_texts)
 
     def _commit_own(self, session: TargetSession, result: PlainResult, token: int) -> bool:
         """Commit a token of the target's own. Returns: whether another may follow in the same way at once."""
@@ -395,7 +393,6 @@ class RoundJobs:
             session.last_pass_s = plain_s / num_parts + (added_s if part.proposal.tokens else 0.0)
             session.drafting_share = num_drafting / num_parts
             session.pass_rounds, session.pass_rows = num_parts, num_rows
-            session.pass_s = job.seconds
             session.ended_s, session.last_ready = job.ended, part.ready
             session.has_shared = session.has_shared or num_parts > 1
             if part.error is None:
@@ -423,9 +420,9 @@ class RoundJobs:
         if commit.round > 0:  # the first round waits for the drafter's prefill
             if proposal is not None:
                 self._prices.observe_round(len(commit.tokens), round_s)
-            elif session.was_plain:
+            elif session.was_plain and session.pass_rounds == session.pass_rows == 1:
                 # The first plain round after a proposal cannot be a pass ahead, and its cost cannot be avoided.
-                self._price_plain_round(session, round_s)
+                self._prices.observe_plain_round(round_s)
         session.was_plain = proposal is None
         self.begin_round(session)
 
@@ -434,12 +431,6 @@ class RoundJobs:
         idle_s = max(0.0, self._worker.clock() - session.round_began_s - busy_s)
         # So is the time between, in which plain decoding would be a pass ahead.
         return session.last_pass_s + idle_s / (len(self.texts) * (session.drafting_share or 1.0))
-
-    def _price_plain_round(self, session: TargetSession, round_s: float) -> None:
-        # If another text of the pass had drafted tokens, the pass says nothing about plain decoding.
-        if session.pass_rows == session.pass_rounds:
-            num_texts = session.pass_rounds
-            self._prices.observe_plain_round(round_s, session.pass_s / num_texts, num_texts=num_texts)
 
     # --- failures ---------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class TargetSession(ActorSession):
         round_began_s, busy_before_s: when the round began, and what the worker had worked by then, in seconds.
         last_pass_s: its share of the seconds of the last pass.
         drafting_share: of the texts in that pass, how many had drafted tokens; in [0, 1].
-        pass_s, pass_rounds, pass_rows: of the last pass that others could share: its seconds, rounds and rows.
+        pass_rounds, pass_rows: of the last pass that others could share.
         ended_s: when the last shared pass ended, until the next round is ready.
         last_ready: the round that had a part in it.
         turnaround_s: mean time from the end of a pass until the next round is ready.
@@ -133,7 +133,7 @@ class TargetSession(ActorSession):
         self.decodes_alone = False
         self.untold: tuple[int, ...] = ()
         self.round_began_s = self.busy_before_s = 0.0
-        self.last_pass_s = self.pass_s = 0.0
+        self.last_pass_s = 0.0
         self.drafting_share = 0.0
         self.pass_rounds = self.pass_rows = 0
         self.ended_s: float | None = None

@@ -358,22 +358,44 @@ def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_g
     assert prices.one_group_pays(4, 2) == is_one
 
 
-def test_what_few_texts_copy_bears_all_of_the_width_and_the_gap_before_the_pass() -> None:
+def test_what_few_texts_copy_bears_all_of_the_width_and_what_plain_passes_would_have_saved() -> None:
     prices = Prices(num_texts=8)
     for rows in (1, 8, 16, 32) * 8:
         prices.verify.observe(rows, 0.0, 1.0 + 0.1 * (rows - 1))
-    assert prices.verify_extra_s(1) == pytest.approx(0.1)
-    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx(0.8)
+
+    def extra_s() -> float:
+        return prices.extra_seconds(only_copies=True)(1)
+
+    assert prices.verify_extra_s(1) == prices.extra_seconds(only_copies=False)(1) == pytest.approx(0.1)
+    assert extra_s() == pytest.approx(0.8)
     prices.num_copying = 4
-    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx(0.2)
+    assert extra_s() == pytest.approx(0.2)
     for _ in range(30):
         prices.observe_gap(0.4)
-    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx(0.3)
-    assert prices.verify_extra_s(2, than=1, only_copies=True) == pytest.approx(0.2)
-    assert prices.verify_extra_s(0, only_copies=True) == 0.0
+    assert extra_s() == pytest.approx(0.3)
+    for _ in range(30):
+        prices.observe_plain_round(1.5, num_texts=8)  # a pass that is not started ahead takes 1.7
+    assert extra_s() == pytest.approx(0.4)  # neither this one nor the next is
     assert prices.verify_extra_s(1) == pytest.approx(0.1)
     prices.num_copying = 20  # some of them wait for another pass
-    assert prices.verify_extra_s(1, only_copies=True) == pytest.approx((0.8 + 0.4) / 8)
+    assert extra_s() == pytest.approx(1.6 / 8)
+
+
+def test_plain_rounds_of_other_numbers_of_texts_are_priced_like_the_nearest_that_was_seen() -> None:
+    prices = Prices()
+    for rows in (1, 4, 16) * 8:
+        prices.verify.observe(rows, 0.0, 1.0 + 0.1 * (rows - 1))
+    prices.num_texts = 4
+    assert prices.plain_rate == pytest.approx(4 / 1.3)
+    prices.observe_plain_round(0.5)
+    assert prices.plain_rate == pytest.approx(4 / (1.3 / 2))
+    prices.observe_plain_round(1.25, num_texts=16)
+    assert prices.plain_rate == pytest.approx(4 / (1.3 / 2))
+    prices.num_texts = 9
+    assert prices.plain_rate == pytest.approx(9 / (1.8 / 2))
+    prices.observe_plain_round(1.0, num_texts=9)
+    prices.observe_plain_round(99.0, num_texts=9)  # the machine did something else
+    assert prices.plain_rate == pytest.approx(9 / 2.0)
 
 
 def test_the_speculative_rate_of_many_texts_says_nothing_of_one() -> None:
