@@ -490,7 +490,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _stays_for_copies(self, session: DraftSession) -> bool:
         # Passes of several texts without proposals are started ahead, which one text that may have some prevents.
-        if self.prices.num_texts >= MANY_TEXTS:
+        if self.prices.num_texts > 1:
             return session.has_worthwhile_copy(self.worker.clock())
         return session.num_idle_rounds <= MAX_IDLE_ROUNDS
 

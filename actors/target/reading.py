@@ -21,6 +21,9 @@ from protocol.trace import Share
 # A prompt that was begun is read to its end before others if it takes at most so many further chunks: only prompts that
 # were not begun can be read together.
 MAX_CHUNKS_IN_A_ROW = 4
+# After prompts that were read together, others are read at once if they have at most this share of their tokens. Each
+# of them would cost all texts a pass without it, and another one's turn to join the others.
+MAX_MORE = 0.25
 
 
 class Reading:
@@ -61,8 +64,9 @@ class Reading:
         """The sessions whose prompts somebody still wants to be read."""
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
-    async def run_pass(self) -> Sequence[TargetSession]:
-        """Read a chunk of the first prompt that is wanted, or that prompt whole together with others of like length.
+    async def run(self) -> Sequence[TargetSession]:
+        """Read a chunk of the first prompt that is wanted, or that prompt whole together with others of like length;
+        and after several such prompts also others, if they are short beside them.
 
         An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
         alone.
@@ -70,16 +74,28 @@ class Reading:
         Returns: the sessions whose prompts were read. What is left of one is read behind the others, if it is long.
         """
         chosen = self._chosen()
+        num_more = MAX_MORE * _num_to_read(chosen)
+        await self._run_pass(chosen)
+        read = list(chosen)
+        while len(read) > 1 and self.wanted and not any(session.reads_alone for session in chosen):
+            chosen = self._chosen()
+            num_more -= _num_to_read(chosen)
+            if num_more < 0:
+                break
+            await self._run_pass(chosen)
+            read += chosen
+        return read
+
+    async def _run_pass(self, chosen: Sequence[TargetSession]) -> None:
         for session in chosen:
             del self.prompts[session]
         if len(chosen) > 1:
             await self._read_whole(chosen)
-            return chosen
+            return
         (session,) = chosen
         await self._read_chunk(session)
         if _is_auto(session) and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
             self.prompts = {session: None, **self.prompts}
-        return chosen
 
     def _chosen(self) -> list[TargetSession]:
         first, *others = self.wanted
@@ -136,6 +152,10 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Seq
 def _can_share(session: TargetSession) -> bool:
     assert session.sequence is not None
     return not session.reads_alone and can_read_together(session.sequence, session.shared.opened)
+
+
+def _num_to_read(sessions: Sequence[TargetSession]) -> int:
+    return sum(session.num_to_read for session in sessions)
 
 
 def _is_auto(session: TargetSession) -> bool:

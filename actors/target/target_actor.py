@@ -272,7 +272,7 @@ class TargetActor(ModelActor[TargetSession]):
     async def _read_prompts(self) -> None:
         self._target_queue.begin_reading()
         try:
-            for session in await self._reading.run_pass():
+            for session in await self._reading.run():
                 self._look_at(session)
         finally:
             self._target_queue.end_reading(self.worker.clock())

@@ -55,9 +55,8 @@ shares = st.floats(0, 1)
 measurements = st.lists(
     st.builds(
         Measurement,
-        st.sampled_from(["draft", "verify", "plain", "round", "rate"]),
+        st.sampled_from(["draft", "verify", "gap", "plain", "round", "rate"]),
         ids,
-        seconds,
         seconds,
         seconds,
         st.booleans(),
