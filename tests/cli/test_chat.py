@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,39 +86,40 @@ async def at_a_terminal(*arguments: str, shows: str = "> ", status: int = 0) -> 
 # --- pipes ----------------------------------------------------------------------------------------
 
 
-async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless: str) -> None:
+def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(
+    endless: str, capfd: Any, monkeypatch: Any
+) -> None:
     # Whatever a line ends with; and two slashes say one to the model.
-    ended = await piped("--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
-    said = await answers(endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
+    ended = piped(capfd, monkeypatch, "--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
+    said = trio.run(answers, endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
     assert ended == (0, "".join(f"{answer}\n" for answer in said), "")
     assert len(set(said)) == 5
 
 
-@pytest.mark.slow
-async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless: str) -> None:
+def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(
+    endless: str, capfd: Any, monkeypatch: Any
+) -> None:
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
-    status, out, err = await piped(*models, "--max-tokens", "12", "--stats", lines="w1 w2\nw3\n")
-    assert (status, out) == (
-        0,
-        "".join(f"{answer}\n" for answer in await answers(endless, "w1 w2", "w3", num_tokens=12)),
-    )
+    asked = [*models, "--max-tokens", "12", "--stats"]
+    status, out, err = piped(capfd, monkeypatch, *asked, lines="w1 w2\nw3\n")
+    said = trio.run(partial(answers, endless, "w1 w2", "w3", num_tokens=12))
+    assert (status, out) == (0, "".join(f"{answer}\n" for answer in said))
     assert err.count("tokens per round  4.00 in 3 rounds") == 2
     first, second = (line for line in err.splitlines() if line.startswith("tokens   "))
     assert "12 after a prompt of 2" in first
     assert "cached" in second
 
 
-@pytest.mark.slow
-async def test_a_reset_forgets_what_was_said(endless: str) -> None:
-    _, out, err = await piped("--target", endless, *MAX, lines="w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n")
+def test_a_reset_forgets_what_was_said(endless: str, capfd: Any, monkeypatch: Any) -> None:
+    lines = "w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n"
+    _, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines=lines)
     first, second, again = out.splitlines()
     assert first == again != second
     assert err == "outrider: forgotten; the conversation begins anew\n"
 
 
-@pytest.mark.slow
-async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> None:
-    status, out, err = await piped("--target", endless, *MAX, lines="/help\n")
+def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, monkeypatch: Any) -> None:
+    status, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="/help\n")
     assert (status, out) == (0, "")
     assert all(name in err for name in chat_command.COMMANDS)
     # How several lines are typed.
@@ -125,16 +127,18 @@ async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> Non
     assert "goes on in the next line" in err
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("line", "complaint"),
     [
         ("/nope", "there is no command '/nope'"),
-        pytest.param("/reset all", "/reset stands alone", marks=pytest.mark.slow),
-        pytest.param("w1 " * 32, "the target's context of 32", marks=pytest.mark.slow),
+        ("/reset all", "/reset stands alone"),
+        ("w1 " * 32, "the target's context of 32"),
     ],
 )
-async def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(line: str, complaint: str, short: str) -> None:
-    status, out, err = await piped("--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
+def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(
+    line: str, complaint: str, short: str, capfd: Any, monkeypatch: Any
+) -> None:
+    status, out, err = piped(capfd, monkeypatch, "--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
     assert (status, out.count("\n")) == (2, 1)
     assert complaint in err
     assert err.count("\n") == 1
