@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import shutil
@@ -19,12 +20,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from command_line import HANGS_S, ROOT, environment
+from command_line import HANGS_S, ROOT, environment, ran
 from served_command import KEY, MODEL, PROMPT, Server, serving, until
 from sweeps import sweep
 
 import runtime
 from runtime.cli import main as cli
+from runtime.cli import serve_command
+from runtime.terminal.display import print_message
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
@@ -351,9 +354,20 @@ sys.exit(cli.main(sys.argv[1:]))
     assert "stopping" not in server.said  # nothing more can end well
 
 
-def test_a_known_drafter_is_named_at_the_start() -> None:
-    with serving("--target", str(runtime.DEMO_TARGET)) as server:
-        assert server.said[0].startswith(f"outrider: target decodes without a drafter; {runtime.DEMO_TRAINED_DRAFT} (")
+def test_a_known_drafter_is_named_at_the_start_and_a_signal_ends_an_idle_server(monkeypatch: Any, capfd: Any) -> None:
+    def print_and_stop(message: str) -> None:
+        print_message(message)
+        if " is served at" in message:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(serve_command, "print_message", print_and_stop)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    out, err = ran(capfd, "serve", "--port", "0", "--target", str(runtime.DEMO_TARGET))
+    named, served, ended = err.splitlines()
+    assert out == ""
+    assert named.startswith(f"outrider: target decodes without a drafter; {runtime.DEMO_TRAINED_DRAFT} (")
+    assert " is served at http://127.0.0.1:" in served
+    assert ended == "outrider: the server has ended"
 
 
 # --- before it begins -----------------------------------------------------------------------------
