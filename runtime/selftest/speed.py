@@ -122,7 +122,7 @@ def python(subject: Subject) -> Finding:
     models = [small_model("llama", 0, num_hidden_layers=layers) for layers in NUMBERS_OF_LAYERS]
     building = [time_passes(MLXModel(model, CacheOptions()), (1,)).building[1].median or 0.0 for model in models]
     per_layer = (building[-1] - building[0]) / (NUMBERS_OF_LAYERS[-1] - NUMBERS_OF_LAYERS[0])
-    plan = OverheadPlan(streams=(1, 16), max_tokens=max(16, subject.max_tokens // 2), repeats=2)
+    plan = OverheadPlan(streams=(1, NUMBERS_OF_STREAMS[-1]), max_tokens=max(16, subject.max_tokens // 2), repeats=2)
     rows = trio.run(Overhead(plan).measure).rows
     return Finding(
         "passed",
