@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from command_line import save_model
 from models import llama, near, save
@@ -15,6 +14,9 @@ from served_command import KEY, PROMPT, Server, serving
 import runtime
 import runtime.engine.opening
 import runtime.server.models.loaded_model
+
+if TYPE_CHECKING:
+    import openai
 
 
 @pytest.fixture(scope="session")
