@@ -162,18 +162,16 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
 
 @pytest.mark.slow
 async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str) -> None:
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        async with outrider(
-            "chat", "--target", endless, "--max-tokens", "none", stdin=-1, stdout=-1, stderr=-1
-        ) as process:
-            await process.stdin.send_all(b"w1 w2\nw3\n")
-            first = (await process.stdout.receive_some()).decode()
-            process.send_signal(number)
-            out = first + await read_all(process.stdout)
-            assert await read_all(process.stderr) == ""
-        assert process.returncode == status
-        assert out.startswith("w")
-        assert "\n" not in out[:-1]
+    arguments = ["chat", "--target", endless, "--max-tokens", "none"]
+    async with outrider(*arguments, stdin=-1, stdout=-1, stderr=-1) as process:
+        await process.stdin.send_all(b"w1 w2\nw3\n")
+        first = (await process.stdout.receive_some()).decode()
+        process.send_signal(signal.SIGINT)
+        out = first + await read_all(process.stdout)
+        assert await read_all(process.stderr) == ""
+    assert process.returncode == 130
+    assert out.startswith("w")
+    assert "\n" not in out[:-1]
 
 
 # --- at a terminal --------------------------------------------------------------------------------
@@ -191,19 +189,13 @@ async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless:
 
 
 @pytest.mark.slow
-async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.enters("/hepl\x7f\x7flp", "stops an answer, which stays in the conversation")
-        await person.enters("\x1b[A", "stops an answer, which stays in the conversation")
-        await person.types("/exit\r")
-
-
-@pytest.mark.slow
-async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
+async def test_lines_can_be_edited_and_had_again_and_several_are_one_turn_pasted_or_typed(endless: str) -> None:
     # A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
     async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.enters("/hepl\x7f\x7flp", "stops an answer, which stays in the conversation")
+        await person.enters("\x1b[A", "stops an answer, which stays in the conversation")
         await person.enters(f"\x1b[200~{pasted}\x1b[201~", said[0])
         for keys in ('"""w4 \\\r', "/exit\r"):
             await person.types(keys)
@@ -245,17 +237,6 @@ def test_where_a_text_of_several_lines_begins_and_ends(
 
 
 @pytest.mark.slow
-async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.types('"""w1\r')
-        await person.sees(". ")
-        person.interrupts()
-        await person.enters("", chat_command.HOW_TO_LEAVE)
-        await person.enters("w2", *await answers(endless, "w2"))
-        await person.types("\x04")
-
-
-@pytest.mark.slow
 async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:
     async with at_a_terminal("--target", endless, "--max-tokens", "none", "--stats") as person:
         await person.types("w1 w2\r")
@@ -278,8 +259,13 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
 
 
 @pytest.mark.slow
-async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endless: str) -> None:
+async def test_ctrl_c_at_the_prompt_drops_all_lines_of_a_text_and_a_second_one_leaves(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX, status=130) as person:
+        await person.types('"""w1\r')
+        await person.sees(". ")
+        person.interrupts()
+        await person.enters("", chat_command.HOW_TO_LEAVE)
+        await person.enters("w2", *await answers(endless, "w2"))
         await person.types("/nope")
         await person.sees("/nope")
         person.interrupts()

@@ -93,10 +93,10 @@ def test_speculation_gains_more_where_links_are_slow_to_begin() -> None:
 @pytest.mark.slow
 def test_numbers_of_ranks_are_compared_as_each_is_alone() -> None:
     scenario = Scenario(0.8, 0.1, sharding=ROUND)
-    both = compare_ranks(scenario, [1, 4], 60, [3])
+    both = compare_ranks(scenario, [1, 4], 20, [3])
     assert [row.ranks for row in both.rows] == [1, 4]
-    assert both.rows[1] == compare_ranks(scenario, [4], 60, [3]).rows[0]
-    assert both.comparisons[1] == compare(scenario, 60, [3])
+    assert both.rows[1] == compare_ranks(scenario, [4], 20, [3]).rows[0]
+    assert both.comparisons[1] == compare(scenario, 20, [3])
     assert both.rows[0].pass_ms == 100.0
     assert both.comparisons[0].rows[0].speed == 1.0
 

@@ -220,7 +220,7 @@ def test_contention_costs_speed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kappa", [0.0, 0.5])
 def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
     # With these round numbers, times would be sums of powers of two, and jobs would often end at the same moment, if
     # the simulator did not prevent that.
@@ -228,7 +228,7 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
     results = set()
     for dice in range(3):
         trio._core._run._r.seed(dice)
-        result = run_simulation(scenario, num_tokens=150)
+        result = run_simulation(scenario, num_tokens=100)
         results.add((result.seconds, attrs.evolve(result.statistics, peak_memory=0)))
     assert len(results) == 1
 
