@@ -102,7 +102,15 @@ def test_a_check_passes_here(check: Callable[[Subject], Finding]) -> None:
 def test_speeds_are_measured(
     check: Callable[[Subject], Finding], names: set[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(speed, "NUMBERS_OF_STREAMS", (1, 3))
+    less = {
+        "NUMBERS_OF_STREAMS": (1, 3),
+        "NUM_REPEATS": 1,
+        "NUM_TURNS": 1,
+        "WIDTHS": (1, 4),
+        "NUMBERS_OF_TEXTS": (1, 2),
+    }
+    for name, value in less.items():
+        monkeypatch.setattr(speed, name, value)
     target, draft = (save(tmp_path / name, llama(seed)) for seed, name in enumerate(("target", "draft")))
     finding = check(Subject(target=target, draft=draft, seconds=1.0, max_tokens=16, shape="tiny", is_quick=True))
     assert finding.status == "passed"
@@ -118,6 +126,7 @@ def test_a_cpu_is_spared_the_shape_of_a_real_pair() -> None:
 
 def test_what_python_takes_of_a_pass_is_measured_by_layers(monkeypatch: Patch) -> None:
     monkeypatch.setattr(speed, "NUMBERS_OF_STREAMS", (3,))
+    monkeypatch.setattr(speed, "NUM_REPEATS", 1)
     monkeypatch.setattr(speed, "NUMBERS_OF_LAYERS", (1, 8))
     figures = speed.python(TINY).figures
     few, many = figures["building_s"].values()
