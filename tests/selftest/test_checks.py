@@ -47,7 +47,7 @@ class TinySubject(Subject):
         return [tuple(1 + i % 60 for i in range(length)) for length in (9, 23)]
 
 
-TINY = TinySubject(seconds=1.0, max_tokens=16)
+TINY = TinySubject(seconds=0.3, max_tokens=16)
 
 CHECKS = [
     exactness.greedy_equality,
@@ -77,6 +77,14 @@ def memory_is_refused(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(stability, "memory_can_be_refused", lambda: True)
     monkeypatch.setattr(stability, "with_too_much_memory", refuse)
+
+
+@pytest.fixture(autouse=True)
+def less(monkeypatch: Patch) -> None:
+    """Fewer openings, streams and texts, which are enough here."""
+    monkeypatch.setattr(stability, "NUM_OPENINGS", 3)
+    monkeypatch.setattr(stability, "NUM_FIRST_STREAMS", 6)
+    monkeypatch.setattr(exactness, "ROW_LENGTHS", (5, 12, 21))
 
 
 def test_on_a_cpu_nobody_asks_for_too_much_memory(monkeypatch: Patch) -> None:
@@ -309,8 +317,8 @@ def test_a_check_fails_on_a_runtime_that_is_broken(
 ) -> None:
     with monkeypatch.context() as patch:
         # Less is enough to see it.
-        patch.setattr(exactness, "ROW_FAMILIES", ("llama",))
-        patch.setattr(stability, "NUM_OPENINGS", 3)
+        for families in ("FAMILIES", "ROW_FAMILIES"):
+            patch.setattr(exactness, families, ("llama",))
         break_it(patch)
         finding = check(TINY)
     assert finding.status == "failed", finding
