@@ -367,7 +367,7 @@ async def test_a_pipe_gets_what_is_said_and_not_what_is_thought(capfd: Any) -> N
 async def test_a_terminal_shows_what_is_thought_dimmed(monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     output = Output()
-    output._is_terminal = True
+    output.is_terminal = True
     await shown(output)
     out, _ = capfd.readouterr()
     dimmed, _, rest = out.rpartition("\x1b[22m")
