@@ -12,10 +12,10 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
-from runtime.doctor.agreement import NUM_TOKENS, agreement
+from runtime.doctor.agreement import BEGINNINGS, NUM_TOKENS, agreement
 from runtime.doctor.report import ExaminedDrafter, examine, report
 from runtime.measuring.figures import spread
-from runtime.measuring.pass_times import Passes
+from runtime.measuring.pass_times import Passes, time_passes
 
 PASSES = Passes({1: spread([0.001, 0.002, 0.004]), 3: spread([0.004, 0.005, 0.007])})
 
@@ -50,7 +50,9 @@ def test_what_it_reads_is_said(layers, said):
 
 
 @pytest.mark.slow
-async def test_the_bundled_trained_drafter():
+async def test_the_bundled_trained_drafter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("runtime.doctor.report.BEGINNINGS", BEGINNINGS[:1])
+    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", 2)
     diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
     found = diagnosis.draft
     assert isinstance(found, ExaminedDrafter)

@@ -260,7 +260,8 @@ async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedMo
     return len(events)
 
 
-@sweep(("kind", "lookahead"), [("model", 2), ("ngram", "auto"), ("model", "auto")])
+@sweep("lookahead", [2, "auto"])
+@sweep("kind", ["model", "ngram"])
 @sweep("every", [31, pytest.param(7, marks=pytest.mark.slow)])
 def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
     every: int, kind: str, lookahead: Any
