@@ -1,7 +1,6 @@
 """Measurements of what this device is best set to: overlap, prices, buffer sizes, and the GIL.
 
-They pass if they can be made; what they found is in their figures. Each is a function of a `Subject`, called in a
-process of its own, on a machine that should have nothing else to do.
+They pass if they can be made, on a machine that should have nothing else to do; what they found is in their figures.
 """
 
 from __future__ import annotations

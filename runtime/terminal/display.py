@@ -81,12 +81,6 @@ class Output:
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._is_in_line = False
 
-    @property
-    def _is_shown_with_stderr(self) -> bool:
-        if self.is_terminal or self._fd == -1 or sys.stderr is None:
-            return self.is_terminal
-        return os.path.samestat(os.fstat(self._fd), os.fstat(sys.stderr.fileno()))
-
     def echo(self, prompt: str) -> None:
         """Write the prompt, dimmed, if stdout is a terminal."""
         if self.is_terminal:
@@ -123,7 +117,10 @@ class Output:
 
     def end_line(self) -> None:
         """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line."""
-        if self._is_in_line and self._is_shown_with_stderr:
+        is_shown_with_stderr = self.is_terminal
+        if not self.is_terminal and self._fd != -1 and sys.stderr is not None:
+            is_shown_with_stderr = os.path.samestat(os.fstat(self._fd), os.fstat(sys.stderr.fileno()))
+        if self._is_in_line and is_shown_with_stderr:
             self.write_now("\n")
 
     def end_answer(self) -> None:
