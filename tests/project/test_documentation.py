@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import mlx.core as mx
 import pytest
 import trio
 from calling_models import calling_pair, calling_tokenizer
@@ -121,7 +120,6 @@ def having(language: str, marker: str) -> Any:
             pytest.param(blocks, id=named(page), marks=[pytest.mark.slow] if runs_long and named(page) in LONG else [])
             for page, blocks in found.items()
         ],
-        indirect=True,
     )
 
 
@@ -131,21 +129,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_buffers: No
     monkeypatch.chdir(tmp_path)
     schema = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}}}
     (tmp_path / "schema.json").write_text(json.dumps(schema | {"required": ["size"], "additionalProperties": False}))
-
-
-@pytest.fixture(scope="module")
-def small_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demo pair with a layer each: what it writes makes no sense, which takes less time."""
-    pair = {}
-    for name, whole in (("DEMO_TARGET", runtime.DEMO_TARGET), ("DEMO_DRAFT", runtime.DEMO_DRAFT)):
-        pair[name] = folder = tmp_path_factory.mktemp("pair") / whole.name
-        shutil.copytree(whole, folder)
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-        weights = mx.load(str(folder / "model.safetensors"))
-        kept = {key: weight for key, weight in weights.items() if not re.search(r"layers\.[1-9]", key)}
-        mx.save_safetensors(str(folder / "model.safetensors"), kept)
-    return pair
 
 
 # --- every block is run ---------------------------------------------------------------------------
@@ -191,16 +174,6 @@ async def run_fragments(blocks: list[Block], rt: Any) -> None:
         awaitable = eval(code, names)
         if code.co_flags & inspect.CO_COROUTINE:
             await awaitable
-
-
-@pytest.fixture
-def blocks(request: pytest.FixtureRequest, small_pair: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> list[Block]:
-    """The blocks of a page, which run with the small pair where nothing was trained for the whole one."""
-    found: list[Block] = request.param
-    if found[0].page.stem != "trained-drafters":
-        for name, folder in small_pair.items():
-            monkeypatch.setattr(runtime, name, folder)
-    return found
 
 
 @having("python", "")
@@ -371,12 +344,9 @@ def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: p
 
 
 @pytest.mark.slow
-def test_blocks_that_ask_the_server_are_answered(
-    small_pair: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_that_ask_the_server_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block for block in BLOCKS if block.marker == "run: server"]
-    models = ("--target", str(small_pair["DEMO_TARGET"]), "--draft", str(small_pair["DEMO_DRAFT"]))
-    with serving(*models) as server:
+    with serving() as server:
         for block in blocks:
             assert ADDRESS in block.source
             source = block.source.replace(ADDRESS, server.url)

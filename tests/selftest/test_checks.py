@@ -47,7 +47,7 @@ class TinySubject(Subject):
         return [tuple(1 + i % 60 for i in range(length)) for length in (9, 23)]
 
 
-TINY = TinySubject(seconds=0.3, max_tokens=16)
+TINY = TinySubject(seconds=1.0, max_tokens=16)
 
 CHECKS = [
     exactness.greedy_equality,
@@ -81,9 +81,8 @@ def memory_is_refused(monkeypatch: Patch) -> None:
 
 @pytest.fixture(autouse=True)
 def less(monkeypatch: Patch) -> None:
-    """Fewer openings, streams and texts, which are enough here."""
+    """Fewer openings and texts, which are enough here."""
     monkeypatch.setattr(stability, "NUM_OPENINGS", 3)
-    monkeypatch.setattr(stability, "NUM_FIRST_STREAMS", 6)
     monkeypatch.setattr(exactness, "ROW_LENGTHS", (5, 12, 21))
 
 
