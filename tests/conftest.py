@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # On CUDA and on Apple's M5, float32 is TF32 otherwise, and greedy texts are compared token for token.
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
-    # Many tests start processes, each of which would compile this project again.
+    # Many tests start processes, each of which would compile this project again, as each run would compile the tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Without a terminal, importing readline exports COLUMNS=80 and LINES=24 to child processes, such as the workers of
     # `pytest -n`. Tests choose a width themselves.
     for variable in ("COLUMNS", "LINES"):

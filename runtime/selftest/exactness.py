@@ -1,7 +1,4 @@
-"""Checks of what a text is: the target's own in float32, the same for the same seed, and free of what is no number.
-
-Each is a function of a `Subject`, called in a process of its own.
-"""
+"""Checks of what a text is: the target's own in float32, the same for the same seed, and free of what is no number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Measurements of what this device is best set to: overlap, prices, buffer sizes, and the GIL.
 
-They pass if they can be made; what they found is in their figures. Each is a function of a `Subject`, called in a
-process of its own, on a machine that should have nothing else to do.
+They pass if they can be made, on a machine that should have nothing else to do; what they found is in their figures.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ SHAPE_ACCEPTANCE = 0.75
 # In seconds; Python's default is the first.
 SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
 NUM_TURNS = 3
+NUM_REPEATS = 2  # of benchmarks
 # Of `mx.device_info`, which has different fields on each backend.
 DEVICE_FIELDS = (
     "device_name",
@@ -122,7 +122,9 @@ def python(subject: Subject) -> Finding:
     models = [small_model("llama", 0, num_hidden_layers=layers) for layers in NUMBERS_OF_LAYERS]
     building = [time_passes(MLXModel(model, CacheOptions()), (1,)).building[1].median or 0.0 for model in models]
     per_layer = (building[-1] - building[0]) / (NUMBERS_OF_LAYERS[-1] - NUMBERS_OF_LAYERS[0])
-    plan = OverheadPlan(streams=(1, 16), max_tokens=max(16, subject.max_tokens // 2), repeats=2)
+    plan = OverheadPlan(
+        streams=(1, NUMBERS_OF_STREAMS[-1]), max_tokens=max(16, subject.max_tokens // 2), repeats=NUM_REPEATS
+    )
     rows = trio.run(Overhead(plan).measure).rows
     return Finding(
         "passed",
@@ -139,7 +141,7 @@ def many_streams(subject: Subject) -> Finding:
     """Tokens per second of several streams at once, against mlx-lm's `BatchGenerator`."""
     plan = StreamsPlan(
         max_tokens=max(32, subject.max_tokens // 2),
-        repeats=2,
+        repeats=NUM_REPEATS,
         cooldown=subject.cooldown,
         streams=NUMBERS_OF_STREAMS,
         kinds=("at once",),
@@ -195,7 +197,7 @@ def speeds(subject: Subject) -> Finding:
 
 def _plan(subject: Subject, **given: Any) -> OneStreamPlan:
     rest = subject.cooldown
-    return OneStreamPlan(repeats=2, cooldown=rest, num_draft_tokens=(2, 4), lookaheads=(0, "auto"), **given)
+    return OneStreamPlan(repeats=NUM_REPEATS, cooldown=rest, num_draft_tokens=(2, 4), lookaheads=(0, "auto"), **given)
 
 
 def _figures(result: Record) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Checks of how things end: streams, cancellations, threads, failures, and the memory that is left.
-
-Each is a function of a `Subject`, called in a process of its own: that the process crashes or hangs is a finding, too.
-"""
+"""Checks of how things end: streams, cancellations, threads, failures, and the memory that is left."""
 
 from __future__ import annotations
 

@@ -1,23 +1,22 @@
-"""The models under test, and how much time a check has."""
+"""The models under test, and how much time a check has. Nothing here imports mlx before it is needed."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import attrs
-import mlx.core as mx
-from mlx.nn.layers.base import Module
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.memory import recommended_working_set
-from actors.mlx.model import load
-from protocol.trace import Actor
-from runtime.bench.small_models import weights_of
-from runtime.engine.runtime import Runtime
-from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
-from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
+
+if TYPE_CHECKING:
+    from mlx.nn.layers.base import Module
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from protocol.trace import Actor
+    from runtime.engine.runtime import Runtime
+    from runtime.generation.token_stream import Completion
 
 
 @attrs.frozen
@@ -44,12 +43,21 @@ class Subject:
 
     def load(self, role: Actor) -> tuple[Module, TokenizerWrapper]:
         """Load a model on this thread."""
+        import mlx.core as mx
+
+        from actors.mlx.model import load
+
         model, tokenizer = load(self.target if role == "target" else self.draft)
         mx.eval(model)
         return model, tokenizer
 
     def load_in_float32(self) -> tuple[tuple[Module, TokenizerWrapper], tuple[Module, TokenizerWrapper]] | None:
         """Load target and draft model, cast to float32; None if that is more than the device recommends to use."""
+        import mlx.core as mx
+
+        from actors.mlx.memory import recommended_working_set
+        from runtime.bench.small_models import weights_of
+
         pair = self.load("target"), self.load("draft")
         limit = recommended_working_set()
         sizes = [weight.size for model, _ in pair for _, weight in weights_of(model)]
@@ -77,6 +85,8 @@ async def running_pair(
 
     It keeps no prefixes: the memory that they take would hide what is lost.
     """
+    from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
+
     async with AsyncExitStack() as stack:
         loaded = await load_models(stack, target, {ONLY_DRAFT: draft})
         stack.enter_context(loaded.evaluating_layers())

@@ -78,28 +78,17 @@ class Output:
         # Python has None for a stdout that was closed when the process started.
         self._fd = -1 if sys.stdout is None else sys.stdout.fileno()
         self._encoding = "utf-8" if sys.stdout is None else sys.stdout.encoding
-        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._is_in_line = False
-
-    @property
-    def _is_shown_with_stderr(self) -> bool:
-        if self._is_terminal or self._fd == -1 or sys.stderr is None:
-            return self._is_terminal
-        return os.path.samestat(os.fstat(self._fd), os.fstat(sys.stderr.fileno()))
 
     def echo(self, prompt: str) -> None:
         """Write the prompt, dimmed, if stdout is a terminal."""
-        if self._is_terminal:
+        if self.is_terminal:
             from rich.console import Console
             from rich.text import Text
 
             Console(file=sys.stdout).print(Text(prompt, style="dim"), end="", soft_wrap=True)
             self._is_in_line = True
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether stdout is a terminal."""
-        return self._is_terminal
 
     async def write(self, text: str, *, dimmed: bool = False) -> None:
         """Write a piece of the text, perhaps dimmed if stdout is a terminal and NO_COLOR is not set.
@@ -108,12 +97,12 @@ class Output:
         """
         if text:
             self._is_in_line = False
-            shown = f"\x1b[2m{text}\x1b[22m" if dimmed and self._is_terminal and "NO_COLOR" not in os.environ else text
+            shown = f"\x1b[2m{text}\x1b[22m" if dimmed and self.is_terminal and "NO_COLOR" not in os.environ else text
             # On a thread, so that a reader that has stopped reading does not block the handling of signals.
             try:
                 await trio.to_thread.run_sync(self.write_now, shown, abandon_on_cancel=True)
             except trio.Cancelled:
-                self._is_in_line = self._is_terminal  # how much was written is not known
+                self._is_in_line = self.is_terminal  # how much was written is not known
                 raise
             self._is_in_line = not text.endswith("\n")
 
@@ -128,7 +117,10 @@ class Output:
 
     def end_line(self) -> None:
         """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line."""
-        if self._is_in_line and self._is_shown_with_stderr:
+        is_shown_with_stderr = self.is_terminal
+        if not self.is_terminal and self._fd != -1 and sys.stderr is not None:
+            is_shown_with_stderr = os.path.samestat(os.fstat(self._fd), os.fstat(sys.stderr.fileno()))
+        if self._is_in_line and is_shown_with_stderr:
             self.write_now("\n")
 
     def end_answer(self) -> None:

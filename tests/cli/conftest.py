@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 from command_line import save_model
 from models import llama, near, save
@@ -13,6 +12,11 @@ from served_caller import serving_caller
 from served_command import KEY, PROMPT, Server, serving
 
 import runtime
+import runtime.engine.opening
+import runtime.server.models.loaded_model
+
+if TYPE_CHECKING:
+    import openai
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +63,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A target and a drafter as `mlx_lm.load` finds them."""
     where, target = tmp_path_factory.mktemp("models"), llama()
     return save(where / "target", target), save(where / "draft", near(target, noise=0.02))
+
+
+class OpenedError(runtime.OutriderError):
+    """Raised instead of opening a runtime."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command would open a runtime with: target, draft and options; opening it raises `OpenedError`."""
+    given: dict[str, Any] = {}
+
+    def open(target: Any, draft: Any, **options: Any) -> Any:
+        given.update(options, target=target, draft=draft)
+        raise OpenedError
+
+    monkeypatch.setattr(runtime.engine.opening, "open", open)
+    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
+    return given

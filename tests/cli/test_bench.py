@@ -6,7 +6,6 @@ No speed is asserted: speeds of tiny models mean nothing.
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ import pytest
 import trio
 from command_line import json_of, ran, refusal
 from interrupts import Interrupted
-from models import Padded, greedy, llama, mamba, near, save
+from models import Padded, greedy, llama, mamba, near
 from our_threads import outrider_threads
 from sweeps import sweep
 
@@ -46,7 +45,7 @@ from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
 from runtime.measuring import loaded_models
 from runtime.measuring.figures import Record
-from runtime.measuring.loaded_models import EventSwitch, LoadedModels
+from runtime.measuring.loaded_models import Circumstances, EventSwitch, LoadedModels
 from runtime.measuring.timing import (
     take_until_cancelled,
 )
@@ -203,6 +202,7 @@ def test_who_cannot_run_holds_up_nobody():
     result = measured.result()
     assert result.is_complete
     assert by_name(result)["mlx-lm speculative 2"].failure == "no cache to trim"
+    assert list(failures(result)) == ["mlx-lm speculative 2 cannot run: no cache to trim"]
     assert by_name(result)["outrider lookahead auto"].vs_plain == 40 / 7.5
     assert result.best_speculative is None
     assert [row.vs_best_speculative for row in result.rows] == [None, None, None]
@@ -211,10 +211,19 @@ def test_who_cannot_run_holds_up_nobody():
 # --- real models ----------------------------------------------------------------------------------
 
 
-async def test_everyone_runs_and_writes_plain_decodings_text(pair):
+async def test_everyone_runs_and_writes_plain_decodings_text(pair, monkeypatch):
+    opened = []
+
+    def running(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return real(*arguments, **options)
+
+    real = loaded_models.running
+    monkeypatch.setattr(loaded_models, "running", running)
     target, draft = pair
     measured = OneStream(small())
     result = await measured.measure((target, None), (draft, None))
+    assert len(opened) == 3  # each of ours has a runtime of its own for the whole benchmark
     assert [row.name for row in result.rows] == [contender.name for contender in measured.plan.contenders]
     assert (result.is_complete, result.repeats_done) == (True, 2)
     assert result.dtypes == {"target": ("float32",), "draft": ("float32",)}
@@ -230,7 +239,7 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair):
         if row.engine == "outrider":
             assert row.limit > 0
             assert 0 < row.of_limit <= 1
-            assert row.estimates.keys() == attrs.fields_dict(type(estimates_of(runtime.Statistics))).keys()
+            assert row.estimates.keys() == attrs.fields_dict(runtime.Estimates).keys()
         else:
             assert (row.hit_rate, row.target_busy, row.limit, row.estimates) == (None, None, None, None)
     rows = by_name(result)
@@ -240,12 +249,6 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair):
     assert rows["mlx-lm plain"].acceptance is rows["outrider lookahead 0"].acceptance is None
     for name in ("mlx-lm speculative 3", "outrider lookahead 2"):
         assert 0 < rows[name].acceptance <= 1
-
-
-def estimates_of(_: Any) -> Any:
-    from protocol.prices import Prices
-
-    return Prices().estimates()
 
 
 async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
@@ -306,8 +309,8 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
             seen.setdefault(name, set()).update(calls[since:])
         name, since = next((n for n in names if f": {n} (" in what), ""), len(calls)
 
-    # Outrider runs before mlx-lm and between its runs, with a drafter far ahead.
-    plan = small(num_draft_tokens=(2,), lookaheads=(8, 0), repeats=3)
+    # Outrider runs before mlx-lm and between its runs, with a drafter far ahead: the second turn is reversed.
+    plan = small(num_draft_tokens=(2,), lookaheads=(8, 0), repeats=1)
     names = [contender.name for contender in plan.contenders]
     kinds = [type(layer) for layer in target.layers]
     drafter = Watched(near(target, noise=0.1), "draft")
@@ -353,30 +356,16 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
     assert log == ["ended", "returned"]
 
 
-async def test_each_of_ours_has_a_runtime_of_its_own_for_the_whole_benchmark(pair, monkeypatch):
-    opened = []
-
-    def running(*arguments: Any, **options: Any) -> Any:
-        opened.append(arguments)
-        return real(*arguments, **options)
-
-    real = loaded_models.running
-    monkeypatch.setattr(loaded_models, "running", running)
-    target, draft = pair
-    await OneStream(small()).measure((target, None), (draft, None))
-    assert len(opened) == 3
-
-
 async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on():
     target = mamba()
-    result = await OneStream(small()).measure((target, None), (near(target, noise=0.02), None))
+    result = await OneStream(small(repeats=1)).measure((target, None), (near(target, noise=0.02), None))
     rows = by_name(result)
     for k in (1, 3):
         row = rows[f"mlx-lm speculative {k}"]
         assert "trimmable" in str(row.failure)
         assert (row.median, row.num_texts) == (None, 0)
     assert result.is_complete
-    assert rows["outrider lookahead 2"].same_texts == 4
+    assert rows["outrider lookahead 2"].same_texts == 2
 
 
 async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread():
@@ -415,13 +404,14 @@ async def test_models_that_are_there_already_are_not_cast(pair):
 
 async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
     target, draft = pair
-    result = await OneStream(small(repeats=1)).measure((target, None), (Padded(draft, 3), None))
+    plan = small(repeats=1, num_draft_tokens=(), lookaheads=(2,))
+    result = await OneStream(plan).measure((target, None), (Padded(draft, 3), None))
     assert by_name(result)["outrider lookahead 2"].same_texts == 2
 
 
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
-    measured = OneStream(small(repeats=5))
+    measured = OneStream(small(repeats=5, num_draft_tokens=(1,), lookaheads=(2,)))
     with trio.CancelScope() as scope:
 
         def look(what: str) -> None:
@@ -472,9 +462,22 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
 
 
 def arguments(saved: tuple[str, str], *more: str) -> list[str]:
-    small = ["--prompt", "w1 w2 w3", "--max-tokens", "16", "--repeats", "2"]
+    small = ["--prompt", "w1 w2 w3", "--max-tokens", "16", "--repeats", "1"]
     who = ["--num-draft-tokens", "1,3", "--lookahead", "0,2,auto"]
     return ["bench", "--target", saved[0], "--draft", saved[1], *small, *who, *more]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the command measure nothing: each run of a contender takes a second."""
+
+    async def measure(self: OneStream, target: str, drafts: list[str], **_: Any) -> None:
+        self.about = Circumstances(target, drafts[0], tuple(drafts), {"target": ("float32",), "draft": ("float32",)})
+        for repeat in range(self.plan.repeats):
+            self.contest.turns[repeat, 0] = {each: a_run(1.0) for each in self.contest.contenders}
+        self.closing = a_run(1.0)
+
+    monkeypatch.setattr(OneStream, "measure", measure)
 
 
 def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monkeypatch):
@@ -484,7 +487,7 @@ def test_the_table_has_everyone_and_what_it_was_measured_on(saved, capsys, monke
     for contender in small().contenders:
         assert contender.name in out
     assert "1 of 16 tokens, temperature 0" in out
-    assert "2 of 2" in out
+    assert "1 of 1" in out
     assert "measured by outrider lookahead auto" in out
     assert "contention" in out
     if sys.platform == "linux":
@@ -507,13 +510,13 @@ def test_json_has_all_that_was_measured(saved, capsys):
             "target_busy tokens_per_round vs_best_speculative vs_plain"
         )
         assert row["vs_plain"] == row["median"] / said["rows"][0]["median"]
-        assert (row["same_texts"], row["num_texts"]) == (2, 2)
-    assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 2, saved[0])
+        assert (row["same_texts"], row["num_texts"]) == (1, 1)
+    assert (said["is_complete"], said["repeats_done"], said["target"]) == (True, 1, saved[0])
 
 
 def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
-    assert cli.main(arguments(saved, "--repeats", "1", "--report", str(tmp_path / "mine.md"))) == 0
+    assert cli.main(arguments(saved, "--report", str(tmp_path / "mine.md"))) == 0
     said, page = json.loads((tmp_path / "mine.json").read_text()), (tmp_path / "mine.md").read_text()
     assert [row["name"] for row in said["results"]["rows"]] == [contender.name for contender in small().contenders]
     assert (said["kind"], said["results"]["target"]) == ("bench", "<path>")
@@ -527,15 +530,14 @@ def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_pa
 
 
 def test_a_dtype_is_what_is_measured_in(saved, capsys):
-    assert json_of(capsys, *arguments(saved, "--json", "--dtype", "bfloat16", "--repeats", "1"))["dtypes"] == {
-        "target": ["bfloat16"],
-        "draft": ["bfloat16"],
-    }
+    asked = arguments(saved, "--json", "--dtype", "bfloat16", "--num-draft-tokens", "none", "--lookahead", "2")
+    assert json_of(capsys, *asked)["dtypes"] == {"target": ["bfloat16"], "draft": ["bfloat16"]}
 
 
+@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("name", ["speeds.svg", "speeds.png"])
 def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, capsys):
-    assert "mlx-lm plain" in ran(capsys, *arguments(saved, "--repeats", "1", "--plot", str(tmp_path / name))).out
+    assert "mlx-lm plain" in ran(capsys, *arguments(saved, "--plot", str(tmp_path / name))).out
     drawn = (tmp_path / name).read_bytes()
     if name.endswith("png"):
         assert drawn.startswith(b"\x89PNG")
@@ -543,14 +545,7 @@ def test_a_plot_is_drawn_in_the_format_that_its_name_has(name, saved, tmp_path, 
         assert b"<svg" in drawn
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(saved, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    out, err = ran(capsys, *arguments(saved, "--plot", str(tmp_path / "speeds.svg")), status=2)
-    assert out == ""
-    assert err == ('outrider: error: --plot needs matplotlib, which is not installed; pip install "outrider[plot]"\n')
-
-
+@pytest.mark.usefixtures("fake")
 def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
     real = builtins.__import__
 
@@ -559,7 +554,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", guarded)
-    assert "mlx-lm plain" in ran(capsys, *arguments(saved, "--repeats", "1")).out
+    assert "mlx-lm plain" in ran(capsys, *arguments(saved)).out
 
 
 @sweep(
@@ -674,13 +669,16 @@ def test_a_file_without_prompts_is_refused(name, content, complaint, tmp_path):
 def test_a_signal_ends_it_and_what_was_measured_is_shown(number, status, saved, monkeypatch, capsys):
     monkeypatch.setattr(bench_command, "Display", type("_", (Interrupted,), {"at": "repeat 2 of 9", "number": number}))
     monkeypatch.setenv("COLUMNS", "200")
-    out, err = ran(capsys, *arguments(saved, "--repeats", "9"), status=status)
-    assert err == ""
-    assert "1 of 9, the last perhaps in part: it was interrupted" in out
-    assert "outrider lookahead auto" in out
+    asked = arguments(saved, "--repeats", "9", "--num-draft-tokens", "1", "--lookahead", "auto")
+    if number == signal.SIGINT:
+        out, err = ran(capsys, *asked, status=status)
+        assert err == ""
+        assert "1 of 9, the last perhaps in part: it was interrupted" in out
+        assert "outrider lookahead auto" in out
+    else:
+        said = json_of(capsys, *asked, "--json", status=status)
+        assert (said["repeats"], said["repeats_done"], said["is_complete"]) == (9, 1, False)
     assert not outrider_threads()
-    said = json_of(capsys, *arguments(saved, "--repeats", "9", "--json"), status=status)
-    assert (said["repeats"], said["repeats_done"], said["is_complete"]) == (9, 1, False)
 
 
 def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsys):
@@ -688,6 +686,7 @@ def test_a_signal_before_anything_was_measured_says_so(saved, monkeypatch, capsy
     assert ran(capsys, *arguments(saved), status=130) == ("", "outrider: nothing was measured yet\n")
 
 
+@pytest.mark.usefixtures("fake")
 def test_a_signal_that_comes_when_all_is_measured_interrupts_nothing(saved, monkeypatch, capsys):
     measure = OneStream.measure
 
@@ -717,7 +716,7 @@ def test_a_model_that_computes_alone_has_all_cores_unless_the_user_decides(saved
         said: dict[str, str] = json.loads(done.stdout)["machine"]
         return said
 
-    asked = arguments(saved, "--json", "--repeats", "1", "--blas", "openblas")
+    asked = arguments(saved, "--json", "--blas", "openblas", "--num-draft-tokens", "none", "--lookahead", "2")
     cores = runtime.loading.blas.num_usable_cores()
     shared = machine()
     assert shared["linear algebra"].startswith("OpenBLAS")
@@ -726,11 +725,3 @@ def test_a_model_that_computes_alone_has_all_cores_unless_the_user_decides(saved
     decided = machine(OPENBLAS_NUM_THREADS="1")
     assert decided["linear algebra"].endswith(", 1 thread)")
     assert "BLAS threads" not in decided
-
-
-def test_who_cannot_run_is_said_to(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    target = mamba()
-    where = save(tmp_path / "target", target), save(tmp_path / "draft", near(target, noise=0.02))
-    out = ran(capsys, *arguments(where, "--repeats", "1")).out
-    assert "mlx-lm speculative 1 cannot run: Speculative decoding requires a trimmable prompt cache" in out

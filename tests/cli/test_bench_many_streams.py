@@ -138,9 +138,9 @@ def test_more_streams_than_prompts_are_compared_with_the_prompts_again():
 
 async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     target, draft = pair
-    measured = ManyStreams(small(streams=(1, 4), lookaheads=("auto", 2)))
+    measured = ManyStreams(small(streams=(1, 4), lookaheads=("auto", 2), repeats=1))
     result = await measured.measure((target, None), (draft, None))
-    assert (result.is_complete, result.repeats_done, result.streams) == (True, 2, (1, 4))
+    assert (result.is_complete, result.repeats_done, result.streams) == (True, 1, (1, 4))
     alone = [tuple(greedy(target, prompt, 16)) for prompt in PROMPTS]
     assert measured.alone == alone
     for (_, streams), turn in measured.contest.turns.items():
@@ -149,7 +149,7 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
             # The fourth stream begins with the first prompt again.
             assert group.texts == (*alone, alone[0])[:streams], way
     for row in result.rows:
-        assert (row.same_texts, row.num_texts, row.failure) == (2 * row.streams, 2 * row.streams, None)
+        assert (row.same_texts, row.num_texts, row.failure) == (row.streams, row.streams, None)
         assert None not in (row.median, row.first_token, row.longest_wait)
         if row.kind == "batched":
             assert (row.target_busy, row.tokens_per_round) == (None, None)
@@ -185,10 +185,10 @@ async def test_a_target_whose_caches_mlx_lm_cannot_batch_is_noted_and_the_others
         raise ValueError("no cache to merge")
 
     monkeypatch.setattr(runtime.bench.contenders, "BatchGenerator", refuse)
-    result = await ManyStreams(small()).measure((target, None), (draft, None))
+    result = await ManyStreams(small(repeats=1)).measure((target, None), (draft, None))
     assert result.is_complete
     assert [row.failure for row in result.rows if row.kind == "batched"] == ["no cache to merge"] * 2
-    assert {row.same_texts for row in result.rows if row.streams == 3 and row.kind != "batched"} == {6}
+    assert {row.same_texts for row in result.rows if row.streams == 3 and row.kind != "batched"} == {3}
 
 
 async def test_streams_of_a_recurrent_target_are_measured_too():
@@ -218,7 +218,7 @@ async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair)
 
 
 def arguments(saved: tuple[str, str], *more: str) -> list[str]:
-    small = ["--streams", "1,2", "--prompt", "w1 w2 w3", "--prompt", "w4 w5", "--max-tokens", "16", "--repeats", "2"]
+    small = ["--streams", "1,2", "--prompt", "w1 w2 w3", "--prompt", "w4 w5", "--max-tokens", "16", "--repeats", "1"]
     return ["bench", "--target", saved[0], "--draft", saved[1], *small, *more]
 
 
@@ -229,7 +229,7 @@ def test_the_table_has_every_way_for_every_number_of_streams(saved, tmp_path, ca
     for way in ("one by one", "in turns", "at once", "BatchGenerator"):
         assert sum(way in line and " ms" in line for line in out.splitlines()) == 2
     assert "each of 16 tokens, temperature 0" in out
-    assert "2 of 2" in out
+    assert "1 of 1" in out
     assert b"<svg" in (tmp_path / "streams.svg").read_bytes()
 
 
@@ -247,7 +247,7 @@ def test_json_has_all_that_was_measured(saved, capsys):
             "median name num_texts peak_bytes proposal rows_per_pass same_texts speeds streams target_busy "
             "tokens_per_round vs_batched vs_in_turns vs_one_after_another"
         )
-        assert row["same_texts"] == row["num_texts"] == 2 * row["streams"]
+        assert row["same_texts"] == row["num_texts"] == row["streams"]
 
 
 @sweep(

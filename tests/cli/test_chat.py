@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,39 +86,40 @@ async def at_a_terminal(*arguments: str, shows: str = "> ", status: int = 0) -> 
 # --- pipes ----------------------------------------------------------------------------------------
 
 
-async def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(endless: str) -> None:
+def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(
+    endless: str, capfd: Any, monkeypatch: Any
+) -> None:
     # Whatever a line ends with; and two slashes say one to the model.
-    ended = await piped("--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
-    said = await answers(endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
+    ended = piped(capfd, monkeypatch, "--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
+    said = trio.run(answers, endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
     assert ended == (0, "".join(f"{answer}\n" for answer in said), "")
     assert len(set(said)) == 5
 
 
-@pytest.mark.slow
-async def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(endless: str) -> None:
+def test_a_drafter_and_settings_change_nothing_but_what_they_are_for(
+    endless: str, capfd: Any, monkeypatch: Any
+) -> None:
     models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
-    status, out, err = await piped(*models, "--max-tokens", "12", "--stats", lines="w1 w2\nw3\n")
-    assert (status, out) == (
-        0,
-        "".join(f"{answer}\n" for answer in await answers(endless, "w1 w2", "w3", num_tokens=12)),
-    )
+    asked = [*models, "--max-tokens", "12", "--stats"]
+    status, out, err = piped(capfd, monkeypatch, *asked, lines="w1 w2\nw3\n")
+    said = trio.run(partial(answers, endless, "w1 w2", "w3", num_tokens=12))
+    assert (status, out) == (0, "".join(f"{answer}\n" for answer in said))
     assert err.count("tokens per round  4.00 in 3 rounds") == 2
     first, second = (line for line in err.splitlines() if line.startswith("tokens   "))
     assert "12 after a prompt of 2" in first
     assert "cached" in second
 
 
-@pytest.mark.slow
-async def test_a_reset_forgets_what_was_said(endless: str) -> None:
-    _, out, err = await piped("--target", endless, *MAX, lines="w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n")
+def test_a_reset_forgets_what_was_said(endless: str, capfd: Any, monkeypatch: Any) -> None:
+    lines = "w1 w2\nw3\n/reset\nw1 w2\n/exit\nw1 w2\n"
+    _, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines=lines)
     first, second, again = out.splitlines()
     assert first == again != second
     assert err == "outrider: forgotten; the conversation begins anew\n"
 
 
-@pytest.mark.slow
-async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> None:
-    status, out, err = await piped("--target", endless, *MAX, lines="/help\n")
+def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, monkeypatch: Any) -> None:
+    status, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="/help\n")
     assert (status, out) == (0, "")
     assert all(name in err for name in chat_command.COMMANDS)
     # How several lines are typed.
@@ -125,16 +127,18 @@ async def test_help_is_for_whoever_types_and_not_for_stdout(endless: str) -> Non
     assert "goes on in the next line" in err
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("line", "complaint"),
     [
         ("/nope", "there is no command '/nope'"),
-        pytest.param("/reset all", "/reset stands alone", marks=pytest.mark.slow),
-        pytest.param("w1 " * 32, "the target's context of 32", marks=pytest.mark.slow),
+        ("/reset all", "/reset stands alone"),
+        ("w1 " * 32, "the target's context of 32"),
     ],
 )
-async def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(line: str, complaint: str, short: str) -> None:
-    status, out, err = await piped("--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
+def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(
+    line: str, complaint: str, short: str, capfd: Any, monkeypatch: Any
+) -> None:
+    status, out, err = piped(capfd, monkeypatch, "--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
     assert (status, out.count("\n")) == (2, 1)
     assert complaint in err
     assert err.count("\n") == 1
@@ -158,18 +162,16 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
 
 @pytest.mark.slow
 async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str) -> None:
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        async with outrider(
-            "chat", "--target", endless, "--max-tokens", "none", stdin=-1, stdout=-1, stderr=-1
-        ) as process:
-            await process.stdin.send_all(b"w1 w2\nw3\n")
-            first = (await process.stdout.receive_some()).decode()
-            process.send_signal(number)
-            out = first + await read_all(process.stdout)
-            assert await read_all(process.stderr) == ""
-        assert process.returncode == status
-        assert out.startswith("w")
-        assert "\n" not in out[:-1]
+    arguments = ["chat", "--target", endless, "--max-tokens", "none"]
+    async with outrider(*arguments, stdin=-1, stdout=-1, stderr=-1) as process:
+        await process.stdin.send_all(b"w1 w2\nw3\n")
+        first = (await process.stdout.receive_some()).decode()
+        process.send_signal(signal.SIGINT)
+        out = first + await read_all(process.stdout)
+        assert await read_all(process.stderr) == ""
+    assert process.returncode == 130
+    assert out.startswith("w")
+    assert "\n" not in out[:-1]
 
 
 # --- at a terminal --------------------------------------------------------------------------------
@@ -187,19 +189,13 @@ async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless:
 
 
 @pytest.mark.slow
-async def test_lines_can_be_edited_and_had_again(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.enters("/hepl\x7f\x7flp", "stops an answer, which stays in the conversation")
-        await person.enters("\x1b[A", "stops an answer, which stays in the conversation")
-        await person.types("/exit\r")
-
-
-@pytest.mark.slow
-async def test_several_lines_are_one_turn_pasted_or_typed(endless: str) -> None:
+async def test_lines_can_be_edited_and_had_again_and_several_are_one_turn_pasted_or_typed(endless: str) -> None:
     # A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
     async with at_a_terminal("--target", endless, *MAX) as person:
+        await person.enters("/hepl\x7f\x7flp", "stops an answer, which stays in the conversation")
+        await person.enters("\x1b[A", "stops an answer, which stays in the conversation")
         await person.enters(f"\x1b[200~{pasted}\x1b[201~", said[0])
         for keys in ('"""w4 \\\r', "/exit\r"):
             await person.types(keys)
@@ -241,17 +237,6 @@ def test_where_a_text_of_several_lines_begins_and_ends(
 
 
 @pytest.mark.slow
-async def test_ctrl_c_drops_all_lines_of_a_text(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        await person.types('"""w1\r')
-        await person.sees(". ")
-        person.interrupts()
-        await person.enters("", chat_command.HOW_TO_LEAVE)
-        await person.enters("w2", *await answers(endless, "w2"))
-        await person.types("\x04")
-
-
-@pytest.mark.slow
 async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> None:
     async with at_a_terminal("--target", endless, "--max-tokens", "none", "--stats") as person:
         await person.types("w1 w2\r")
@@ -274,8 +259,13 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
 
 
 @pytest.mark.slow
-async def test_ctrl_c_at_the_prompt_drops_the_line_and_a_second_one_leaves(endless: str) -> None:
+async def test_ctrl_c_at_the_prompt_drops_all_lines_of_a_text_and_a_second_one_leaves(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX, status=130) as person:
+        await person.types('"""w1\r')
+        await person.sees(". ")
+        person.interrupts()
+        await person.enters("", chat_command.HOW_TO_LEAVE)
+        await person.enters("w2", *await answers(endless, "w2"))
         await person.types("/nope")
         await person.sees("/nope")
         person.interrupts()
@@ -377,7 +367,7 @@ async def test_a_pipe_gets_what_is_said_and_not_what_is_thought(capfd: Any) -> N
 async def test_a_terminal_shows_what_is_thought_dimmed(monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     output = Output()
-    output._is_terminal = True
+    output.is_terminal = True
     await shown(output)
     out, _ = capfd.readouterr()
     dimmed, _, rest = out.rpartition("\x1b[22m")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import io
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from command_line import broken_weights, json_of, outrider, ran, read_all, refusal, save_model, terminal
+from command_line import at_a_terminal, broken_weights, json_of, outrider, ran, read_all, refusal, save_model
 from sweeps import sweep
 
 import runtime
@@ -34,22 +34,12 @@ from runtime.terminal.statistics_table import print_statistics, rows_of
 PROMPT = "w1 w2 w3"
 
 
-async def read_until(stream: Any, wanted: str) -> str:
-    """Read up to and including a text."""
-    parts = bytearray()
-    while wanted.encode() not in parts:
-        part = await stream.receive_some()
-        assert part, f"{wanted!r} never came, but {bytes(parts)!r}"
-        parts += part
-    return parts.decode()
-
-
 def run_here(capture: Any, *arguments: str, status: int = 0) -> Any:
     return ran(capture, "generate", *arguments, status=status)
 
 
-def json_here(capture: Any, *arguments: str) -> Any:
-    return json_of(capture, "generate", *arguments)
+def json_here(capture: Any, *arguments: str, status: int = 0) -> Any:
+    return json_of(capture, "generate", *arguments, status=status)
 
 
 def refused_here(capture: Any, *arguments: str, status: int = 2) -> str:
@@ -70,14 +60,9 @@ def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, ca
     assert len(expected.split()) == 20
 
 
-@pytest.mark.slow
-async def test_the_demo_pair_is_the_default():
+def test_the_demo_pair_is_the_default(capfd):
     # With a fixed lookahead, because "auto" may let the drafter rest on a busy machine.
-    arguments = ["--max-tokens", "12", "--lookahead", "2", "--json"]
-    async with outrider("generate", "def quicksort(items):", *arguments, stdout=-1, stderr=-1) as p:
-        said = json.loads(await read_all(p.stdout))
-        assert await read_all(p.stderr) == ""
-    assert p.returncode == 0
+    said = json_here(capfd, "def quicksort(items):", "--max-tokens", "12", "--lookahead", "2", "--json")
     assert said["statistics"]["generated_tokens"] == 12
     assert said["statistics"]["proposed"] > 0
     assert said["text"]
@@ -238,16 +223,10 @@ def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-async def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless):
-    arguments = ["generate", "-", "--target", endless, "--max-tokens", "5", "--json"]
-    async with outrider(*arguments, stdin=-1, stdout=-1, stderr=-1) as process:
-        await process.stdin.send_all(f"{PROMPT}\n\nw4 w5\n".encode())
-        await process.stdin.aclose()
-        said = json.loads(await read_all(process.stdout))
-        assert await read_all(process.stderr) == ""
-    assert process.returncode == 0
-    assert said["text"] == await text_of(endless, f"{PROMPT} w4 w5", 5)
+def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{PROMPT}\n\nw4 w5\n"))
+    said = json_here(capfd, "-", "--target", endless, "--max-tokens", "5", "--json")
+    assert said["text"] == trio.run(text_of, endless, f"{PROMPT} w4 w5", 5)
     assert said["statistics"]["prompt_tokens"] == 5
 
 
@@ -309,12 +288,13 @@ def test_stats_end_with_a_table_on_stderr(endless, capfd):
     assert not any(line.endswith(" ") for line in err.splitlines())
 
 
-@pytest.mark.slow
-async def test_statistics_begin_a_line_where_the_text_goes_to_the_same_pipe(endless):
-    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "5", "--stats"]
-    expected = await text_of(endless, PROMPT, 5)
-    async with outrider(*arguments, stdout=-1, stderr=subprocess.STDOUT) as process:
-        assert (await read_all(process.stdout)).startswith(f"{expected}\ntokens ")
+def test_statistics_begin_a_line_where_the_text_goes_to_the_same_file(endless, tmp_path, monkeypatch, capfd):
+    expected = trio.run(text_of, endless, PROMPT, 5)
+    with (tmp_path / "out").open("a") as out:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, out)
+        run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5", "--stats")
+    assert (tmp_path / "out").read_text().startswith(f"{expected}\ntokens ")
 
 
 def statistics(**changes: Any) -> runtime.Statistics:
@@ -498,7 +478,7 @@ def test_a_stdout_that_takes_nothing_is_an_error(endless, monkeypatch, capfd):
     for arguments in ([], ["--json"]):
         with Path(os.devnull).open() as read_only:
             monkeypatch.setattr(sys, "stdout", read_only)
-            found = run_here(capfd, PROMPT, "--target", endless, *arguments, status=1)
+            found = run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "2", *arguments, status=1)
         assert found.err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
     monkeypatch.setattr(sys, "stdout", None)
     found = run_here(capfd, PROMPT, "--target", endless, status=1)
@@ -563,18 +543,17 @@ def test_version(monkeypatch, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_printed(sent, status, endless):
+async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_printed(endless):
     arguments = ["generate", PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "none", "--stats"]
     async with outrider(*arguments, stdout=-1, stderr=-1) as process:
         # The text is streamed: it has no end.
         first = await process.stdout.receive_some()
         assert first.startswith(b"w")
-        process.send_signal(sent)
+        process.send_signal(signal.SIGTERM)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read_all, process.stdout)
             err = await read_all(process.stderr)
-    assert process.returncode == status
+    assert process.returncode == 143
     assert "Traceback" not in err
     assert err.startswith("tokens ")
     assert "peak memory" in err
@@ -593,8 +572,18 @@ class Interrupted(runtime.terminal.display.Display):
             signal.raise_signal(self.number)
 
 
-@sweep("kind", ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"])
-@sweep(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SIGNALS = itertools.cycle([(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+@sweep(
+    ("kind", "number", "status"),
+    [
+        (kind, *each)
+        for kind, each in zip(
+            ["load", "open", "prefill", "draft", "proposal", "verify", "verdict", "hit"], SIGNALS, strict=False
+        )
+    ],
+)
 def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, endless, monkeypatch, capfd):
     monkeypatch.setattr(generate_command, "Display", type("_", (Interrupted,), {"kind": kind, "number": number}))
     # Not "auto", which may let so slow a drafter rest as long as the machine is busy.
@@ -635,27 +624,23 @@ def test_a_signal_while_the_prompt_is_typed_ends_it(monkeypatch, capfd):
     assert run_here(capfd, "-", status=130) == ("", "")
 
 
-async def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tmp_path):
-    # A load that blocks until the test closes the other side, and then fails.
+def test_a_signal_during_a_load_is_acknowledged_and_wins_over_a_failure(tmp_path, monkeypatch, capfd):
+    # A load that blocks until a person closes the other side, and then fails.
     model = save_model(tmp_path / "model", context=32)
     broken_weights(model)
     os.mkfifo(model / "generation_config.json")
-    async with terminal() as (screen, stderr):
-        arguments = ["generate", PROMPT, "--target", str(model), "--json", "--stats"]
-        async with outrider(*arguments, stdout=-1, stderr=stderr) as process:
-            os.close(stderr)
-            other_side = await trio.to_thread.run_sync(
-                os.open, model / "generation_config.json", os.O_WRONLY, abandon_on_cancel=True
-            )
-            assert "loading model" in await read_until(screen, "loading model")
-            process.send_signal(signal.SIGINT)
-            await read_until(screen, "stopping once the models are loaded")
-            os.close(other_side)
-            rest = await read_all(screen)
-            said = json.loads(await read_all(process.stdout))
-    assert process.returncode == 130
-    assert "error" not in rest
-    assert "Traceback" not in rest
+    with at_a_terminal(monkeypatch, "stderr") as screen:
+
+        def person() -> None:
+            with os.fdopen(os.open(model / "generation_config.json", os.O_WRONLY)):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                screen.wait_for("stopping once the models are loaded")
+
+        threading.Thread(target=person, daemon=True).start()
+        said = json_here(capfd, PROMPT, "--target", str(model), "--json", "--stats", status=130)
+    assert "loading model" in screen.text
+    assert "error" not in screen.text
+    assert "Traceback" not in screen.text
     assert (said["text"], said["tokens"], said["interrupted"]) == ("", [], True)
     assert said["finish_reason"] is said["stop_reason"] is said["statistics"] is None
 
@@ -683,27 +668,30 @@ async def test_a_second_signal_ends_the_process_at_once_unless_it_is_an_echo(aut
 
 
 @pytest.mark.slow
-@sweep("arguments", [("--max-tokens", "none"), ("--max-tokens", "3", "--json")])
-async def test_a_reader_that_leaves_ends_it_quietly(arguments, endless):
-    async with outrider("generate", PROMPT, "--target", endless, *arguments, stdout=-1, stderr=-1) as process:
-        if "--json" not in arguments:
-            assert await process.stdout.receive_some(10)
+async def test_a_reader_that_leaves_ends_it_quietly(endless):
+    arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "none"]
+    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+        assert await process.stdout.receive_some(10)
         await process.stdout.aclose()
         assert await read_all(process.stderr) == ""
     assert process.returncode == 141
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("buffering", [{}, {"PYTHONUNBUFFERED": "1"}])
-async def test_no_command_complains_of_a_reader_that_has_left(buffering, endless, monkeypatch):
+@sweep(
+    ("arguments", "is_buffered"),
+    [(["doctor"], True), (["--version"], True), (["--version"], False), (["--help"], True), (["doctor", "-h"], False)],
+)
+async def test_no_command_complains_of_a_reader_that_has_left(arguments, is_buffered, endless, monkeypatch):
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    for name, value in buffering.items():
-        monkeypatch.setenv(name, value)
-    for arguments in (["doctor", endless], ["--version"], ["--help"], ["doctor", "--help"]):
-        async with outrider(*arguments, stdout=-1, stderr=-1) as process:
-            await process.stdout.aclose()
-            assert await read_all(process.stderr) == ""
-        assert process.returncode == 141, arguments
+    if not is_buffered:
+        monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    if arguments == ["doctor"]:
+        arguments = ["doctor", endless]
+    async with outrider(*arguments, stdout=-1, stderr=-1) as process:
+        await process.stdout.aclose()
+        assert await read_all(process.stderr) == ""
+    assert process.returncode == 141
 
 
 async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_heard(monkeypatch):
@@ -733,38 +721,28 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
 # --- terminals ------------------------------------------------------------------------------------
 
 
-async def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_line(endless):
-    expected = await text_of(endless, PROMPT, 5)
-    async with terminal() as (screen, stdout):
-        arguments = ["generate", PROMPT, "--target", endless, "--max-tokens", "5"]
-        async with outrider(*arguments, stdout=stdout, stderr=-1) as process:
-            os.close(stdout)
-            shown = await read_all(screen)
-            assert await read_all(process.stderr) == ""
-    assert process.returncode == 0
-    assert shown == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
+def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_line(endless, monkeypatch, capfd):
+    expected = trio.run(text_of, endless, PROMPT, 5)
+    with at_a_terminal(monkeypatch, "stdout") as screen:
+        assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == ("", "")
+    assert screen.text == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
 
 
-@pytest.mark.slow
-async def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endless):
-    expected = await text_of(endless, "w1 " * 5000, 5)
-    async with terminal() as (screen, stderr):
-        sizes = ["--max-tokens", "5", "--prefill-step-size", "2048"]
-        arguments = ["generate", "w1 " * 5000, "--target", endless, *sizes, "--stats"]
-        async with outrider(*arguments, stdout=-1, stderr=stderr) as process:
-            os.close(stderr)
-            shown = await read_all(screen)
-            assert await read_all(process.stdout) == expected
-    assert process.returncode == 0
+def test_a_terminal_on_stderr_shows_progress_and_the_pipe_stays_clean(endless, monkeypatch, capfd):
+    expected = trio.run(text_of, endless, "w1 " * 1200, 5)
+    sizes = ["--max-tokens", "5", "--prefill-step-size", "512"]
+    with at_a_terminal(monkeypatch, "stderr") as screen:
+        assert run_here(capfd, "w1 " * 1200, "--target", endless, *sizes, "--stats").out == expected
+    shown = screen.text
     assert "loading endless" in shown
-    for done in ("0", "2,048", "4,096", "4,999"):
-        assert f"{done} of 4,999 tokens" in shown
+    for done in ("0", "512", "1,024", "1,199"):
+        assert f"{done} of 1,199 tokens" in shown
     # When the table comes, the progress line is erased and the cursor is shown again.
     moving, _, table = shown.rpartition("\x1b[2K")
-    assert "4,999" in moving
-    assert "4,999" not in table
+    assert "1,199" in moving
+    assert "1,199" not in table
     assert moving.count("\x1b[?25l") == moving.count("\x1b[?25h") > 0
-    assert "5 after a prompt of 5,000" in table
+    assert "5 after a prompt of 1,200" in table
 
 
 def test_a_display_shows_nothing_where_stderr_is_no_terminal(capfd):

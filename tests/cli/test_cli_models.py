@@ -14,8 +14,6 @@ from command_line import ran, save_model
 from sweeps import sweep
 
 import runtime
-import runtime.engine.opening
-import runtime.server.models.loaded_model
 from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
@@ -108,24 +106,6 @@ FLAGS += ["--work-ahead", "never"]
 GIVEN = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none", "work_ahead": "never"}
 
 
-class OpenedError(runtime.OutriderError):
-    """Raised instead of opening a runtime."""
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The options that a runtime would be opened with; opening it raises `OpenedError`."""
-    options: dict[str, Any] = {}
-
-    def open(target: Any, draft: Any, **given: Any) -> Any:
-        options.update(given)
-        raise OpenedError
-
-    monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
-    return options
-
-
 @pytest.mark.parametrize(
     ("command", "more"),
     [
@@ -138,8 +118,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
     flags = [*FLAGS, *(["--prefix-cache-bytes", "5MB"] if more else [])]
     assert cli.main([*command, *flags]) == 1
-    of_serve = {"trace", "max_streams", "max_batch", "defaults"}
-    assert GIVEN | more == {name: value for name, value in opened.items() if name not in of_serve}
+    others = {"target", "draft", "trace", "max_streams", "max_batch", "defaults"}
+    assert GIVEN | more == {name: value for name, value in opened.items() if name not in others}
     opened.clear()
     assert cli.main([*command, "--max-kv-size", "none"]) == 1
     assert opened["max_kv_size"] is None

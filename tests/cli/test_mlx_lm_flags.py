@@ -18,8 +18,6 @@ from models import llama, save
 from sweeps import sweep
 
 import runtime
-import runtime.engine.opening
-import runtime.server.models.loaded_model
 from runtime.cli import main as cli
 
 # The package has a function of this name, too.
@@ -138,24 +136,6 @@ def test_another_model_than_that_of_the_file_is_refused(
 
 
 # --- what reaches `open` --------------------------------------------------------------------------
-
-
-class OpenedError(runtime.OutriderError):
-    """Raised instead of opening a runtime."""
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a runtime would be opened with; opening it raises `OpenedError`."""
-    given: dict[str, Any] = {}
-
-    def open(target: Any, draft: Any, **options: Any) -> Any:
-        given.update(options, target=target, draft=draft)
-        raise OpenedError
-
-    monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
-    return given
 
 
 def test_flags_of_loading_reach_the_models(opened: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import shutil
@@ -14,17 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
-from command_line import HANGS_S, ROOT, environment
+from command_line import HANGS_S, ROOT, environment, ran
 from served_command import KEY, MODEL, PROMPT, Server, serving, until
 from sweeps import sweep
 
 import runtime
 from runtime.cli import main as cli
+from runtime.cli import serve_command
+from runtime.terminal.display import print_message
+
+if TYPE_CHECKING:
+    import openai  # takes a second
 
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
@@ -64,6 +69,8 @@ def test_a_chat_is_answered_whole_and_streaming_alike(client: openai.OpenAI) -> 
 
 
 def test_asyncio_s_client_streams_several_answers_side_by_side(server: Server, expected: str) -> None:
+    import openai
+
     async def main() -> None:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}v1", api_key=KEY, max_retries=0, timeout=HANGS_S
@@ -138,6 +145,8 @@ def test_a_stream_that_is_broken_off_is_over(client: openai.OpenAI, server: Serv
 
 
 def test_a_client_that_waits_no_longer_takes_its_answer_with_it(client: openai.OpenAI, server: Server) -> None:
+    import openai
+
     impatient = client.with_options(timeout=0.5)
     with pytest.raises(openai.APITimeoutError):
         impatient.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, extra_body=ENDLESS)
@@ -145,6 +154,8 @@ def test_a_client_that_waits_no_longer_takes_its_answer_with_it(client: openai.O
 
 
 def test_errors_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match="temperature must be at least 0, got -1") as bad:
         client.completions.create(model=MODEL, prompt=PROMPT, temperature=-1)
     assert bad.value.param == "temperature"
@@ -163,6 +174,8 @@ def test_errors_come_as_the_client_knows_them(client: openai.OpenAI, server: Ser
 
 
 def test_a_full_house_is_a_rate_limit(client: openai.OpenAI, server: Server) -> None:
+    import openai
+
     asked: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100_000, "extra_body": ENDLESS, "stream": True}
     streams = [client.completions.create(**asked) for _ in range(3)]
     try:
@@ -351,9 +364,20 @@ sys.exit(cli.main(sys.argv[1:]))
     assert "stopping" not in server.said  # nothing more can end well
 
 
-def test_a_known_drafter_is_named_at_the_start() -> None:
-    with serving("--target", str(runtime.DEMO_TARGET)) as server:
-        assert server.said[0].startswith(f"outrider: target decodes without a drafter; {runtime.DEMO_TRAINED_DRAFT} (")
+def test_a_known_drafter_is_named_at_the_start_and_a_signal_ends_an_idle_server(monkeypatch: Any, capfd: Any) -> None:
+    def print_and_stop(message: str) -> None:
+        print_message(message)
+        if " is served at" in message:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(serve_command, "print_message", print_and_stop)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    out, err = ran(capfd, "serve", "--port", "0", "--target", str(runtime.DEMO_TARGET))
+    named, served, ended = err.splitlines()
+    assert out == ""
+    assert named.startswith(f"outrider: target decodes without a drafter; {runtime.DEMO_TRAINED_DRAFT} (")
+    assert " is served at http://127.0.0.1:" in served
+    assert ended == "outrider: the server has ended"
 
 
 # --- before it begins -----------------------------------------------------------------------------

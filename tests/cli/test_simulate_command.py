@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import attrs
-import matplotlib.image
-import numpy as np
 import pytest
 from command_line import ran, refusal
 from sweeps import sweep
@@ -40,10 +36,29 @@ from runtime.simulation.plot import chart_of
 from runtime.simulation.scenario import Scenario, described
 from runtime.simulation.simulation import run_simulation, simulate_streams
 
-ROOT = Path(__file__).parents[2]
-
+TOKENS = 40
 SCENARIO = ("--acceptance", "0.8", "--cost-ratio", "0.1")
-QUICK = ("--tokens", "60", "--lookahead", "1,3")
+QUICK = ("--tokens", str(TOKENS), "--lookahead", "1,3")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def once() -> Iterator[None]:
+    """Simulates what several tests look at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("compare", "compare_streams"):
+            patch.setattr(simulate_command, name, remembering(getattr(simulate_command, name)))
+        yield
+
+
+def remembering(compared: Callable[..., Any]) -> Callable[..., Any]:
+    comparisons: dict[str, Any] = {}
+
+    def compare(*scenario: Any, on_progress: Any) -> Any:
+        if (key := repr(scenario)) not in comparisons:
+            comparisons[key] = compared(*scenario, on_progress=on_progress)
+        return comparisons[key]
+
+    return compare
 
 
 def simulate(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -80,7 +95,7 @@ def test_the_table_has_a_row_for_each_way_of_decoding(capfd):
         ("single chain", "auto"),
         ("tree", "auto"),
     ]
-    assert printed.startswith("acceptance 0.8, cost ratio 0.1, contention 0, verify slope 0.06; 60 tokens, seed 0\n")
+    assert printed.startswith("acceptance 0.8, cost ratio 0.1, contention 0, verify slope 0.06; 40 tokens, seed 0\n")
     assert rows["plain", "–"]["speed"] == rows["plain", "–"]["per_round"] == "1.00"
     assert rows["plain", "–"]["accepted"] == rows["plain", "–"]["draft"] == "–"
     assert [key for key, row in rows.items() if row["mark"] == "best"] == [("sequential", "3")]
@@ -101,9 +116,9 @@ def test_the_figures_are_those_of_the_simulation(capfd):
         return ChainPolicy(3, overlaps=False)
 
     for contender, result in (
-        (contenders[0], run_simulation(scenario, num_tokens=60, lookahead=0)),
-        (contenders[2], run_simulation(scenario, num_tokens=60, make_policy=sequential)),
-        (contenders[4], run_simulation(scenario, num_tokens=60, make_policy=policy_by_settings)),
+        (contenders[0], run_simulation(scenario, num_tokens=TOKENS, lookahead=0)),
+        (contenders[2], run_simulation(scenario, num_tokens=TOKENS, make_policy=sequential)),
+        (contenders[4], run_simulation(scenario, num_tokens=TOKENS, make_policy=policy_by_settings)),
     ):
         assert contender["speed"] == pytest.approx(result.speed)
         assert contender["tokens_per_round"] == result.statistics.tokens_per_round
@@ -125,7 +140,7 @@ def test_the_json_says_what_was_simulated_and_what_came_of_it(capfd):
     assert found["scenario"] == attrs.asdict(
         Scenario(0.8, 0.1, contention=0.5, spread=4.0, seed=7), filter=lambda field, _: field.name in found["scenario"]
     ) | {"acceptance_changes": [], "verify_table": [], "draft_table": []}
-    assert found["tokens"] == 60
+    assert found["tokens"] == TOKENS
     speeds = {(c["decoding"], c["lookahead"]): c["speed"] for c in found["contenders"]}
     assert list(speeds) == [
         ("plain", 0),
@@ -141,21 +156,22 @@ def test_the_json_says_what_was_simulated_and_what_came_of_it(capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_the_same_arguments_give_the_same_output_and_another_seed_another(capfd, form):
+def test_the_same_arguments_give_the_same_output_and_another_seed_another(capfd, monkeypatch, form):
+    monkeypatch.setattr(simulate_command, "compare", compare)  # each time
     first, again, other = (simulate(capfd, "--seed", seed, *form) for seed in ("1", "1", "2"))
     assert again == first
     assert other != first
 
 
 def test_only_drafting_ahead_has_hits():
-    comparison = compare(Scenario(0.8, 0.1), 100, [4])
+    comparison = compare(Scenario(0.8, 0.1), 40, [4])
     assert [contender.hit_rate > 0 for contender in comparison.rows] == [False, False, True, True]
     assert [contender.decoding for contender in comparison.rows[2:]] == ["single chain", "tree"]
 
 
 def test_the_tree_drafts_for_corrections_and_the_single_chain_does_not():
     # If the first choice is always wrong and the second always right, a single chain never hits.
-    comparison = compare(Scenario(0.3, 0.01, second_choice=1.0, spread=1000.0, seed=1), 100, [1])
+    comparison = compare(Scenario(0.3, 0.01, second_choice=1.0, spread=1000.0, seed=1), 50, [1])
     single_chain, tree = comparison.rows[2:]
     assert tree.hit_rate > 1.5 * single_chain.hit_rate
 
@@ -172,14 +188,14 @@ def test_what_is_unusual_in_a_scenario_is_named():
 
 # --- several streams ------------------------------------------------------------------------------
 
-STREAMS = ("--streams", "3", "--tokens", "30")
+STREAMS = ("--streams", "3", "--tokens", "20")
 
 
 def test_the_table_of_streams_has_a_row_for_each_way_of_decoding_them(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     printed = simulate(capfd, *STREAMS)
     assert " ".join(printed.split()).startswith(
-        "acceptance 0.8, cost ratio 0.1, contention 0, verify slope 0.06; 3 streams of 30 tokens, seed 0 "
+        "acceptance 0.8, cost ratio 0.1, contention 0, verify slope 0.06; 3 streams of 20 tokens, seed 0 "
     )
     lines = printed.splitlines()
     rows = [line.split() for line in lines if "×" in line]
@@ -196,14 +212,14 @@ def test_the_table_of_streams_has_a_row_for_each_way_of_decoding_them(capfd, mon
 
 def test_the_figures_of_streams_are_those_of_the_simulation(capfd):
     found = json.loads(simulate(capfd, *STREAMS, "--json", "--overhead", "1"))
-    assert (found["streams"], found["tokens"]) == (3, 30)
+    assert (found["streams"], found["tokens"]) == (3, 20)
     plain, turns, *shared, auto = found["contenders"]
     assert [each["lookahead"] for each in shared] == [1, 3]
     scenario = Scenario(0.8, 0.1, overhead=1.0)
     for contender, result in (
-        (plain, simulate_streams(scenario, 3, num_tokens=30, lookahead=0)),
-        (turns, simulate_streams(scenario, 3, num_tokens=30, max_batch=1)),
-        (auto, simulate_streams(scenario, 3, num_tokens=30)),
+        (plain, simulate_streams(scenario, 3, num_tokens=20, lookahead=0)),
+        (turns, simulate_streams(scenario, 3, num_tokens=20, max_batch=1)),
+        (auto, simulate_streams(scenario, 3, num_tokens=20)),
     ):
         # A token decoded plainly, for one text alone, takes two units of time.
         assert contender["speed"] == 2 * result.speed
@@ -260,13 +276,14 @@ def test_progress_names_each_run_of_streams():
     ],
 )
 def test_a_table_is_a_list_of_times_or_of_pairs(capfd, given, pairs):
-    found = json.loads(simulate(capfd, "--json", "--verify-table", given, "--draft-table", given))
+    of_one_token = ("--tokens", "1", "--lookahead", "1")
+    found = json.loads(simulate(capfd, "--json", "--verify-table", given, "--draft-table", given, *of_one_token))
     assert found["scenario"]["verify_table"] == found["scenario"]["draft_table"] == pairs
 
 
 def test_only_the_ratios_of_a_table_matter(capfd):
     one, other = (
-        json.loads(simulate(capfd, "--json", "--verify-table", times))["contenders"]
+        json.loads(simulate(capfd, "--json", "--verify-table", times, "--tokens", "15"))["contenders"]
         for times in ("1,1.5,2", "1:4,2:6,3:8")
     )
     assert one == other
@@ -381,6 +398,9 @@ def test_an_svg_names_every_way_of_decoding_with_its_speed(capfd, tmp_path):
 
 @pytest.mark.slow
 def test_a_png_has_all_colours(capfd, tmp_path):
+    import matplotlib.image
+    import numpy as np
+
     drawn(capfd, tmp_path / "plot.PNG", "--lookahead", "1,2,3")
     pixels = np.unique(
         (matplotlib.image.imread(tmp_path / "plot.PNG", "png")[..., :3] * 255).round().reshape(-1, 3), axis=0
@@ -431,30 +451,12 @@ def test_a_plot_that_cannot_be_written_is_an_error(capfd, tmp_path):
     assert "is a directory; name a file in it" in refused(capfd, "--plot", str(tmp_path / "folder.svg"))
 
 
-# --- as a process ---------------------------------------------------------------------------------
+# --- output that fails ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [[], ["--json"]])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
-def test_output_that_cannot_be_written_is_an_error(form):
+def test_output_that_cannot_be_written_is_an_error(form, monkeypatch, capfd):
     with Path("/dev/full").open("w") as full:
-        run = process("--lookahead", "1", "--tokens", "5", *form, stdout=full)
-    assert (run.returncode, run.stderr) == (
-        cli.FAILED,
-        "outrider: error: cannot write to stdout: No space left on device\n",
-    )
-
-
-@pytest.mark.slow
-def test_a_reader_that_has_gone_ends_it_quietly():
-    reading, writing = os.pipe()
-    os.close(reading)
-    run = process("--lookahead", "1", "--tokens", "5", stdout=writing)
-    os.close(writing)
-    assert (run.returncode, run.stderr) == (cli.SIGNAL_STATUS_BASE + signal.SIGPIPE, "")
-
-
-def process(*arguments: str, stdout: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runtime", "simulate", *SCENARIO, *arguments]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300)
+        monkeypatch.setattr(sys, "stdout", full)
+        assert "cannot write to stdout: No space left" in refused(capfd, *QUICK, *form, status=cli.FAILED)

@@ -75,8 +75,8 @@ def test_the_computation_is_divided_and_the_exchange_is_not(kind: str) -> None:
 
 def test_with_links_that_cost_nothing_only_the_draft_is_relatively_dearer() -> None:
     free = attrs.evolve(ROUND, link_latency=0.0, link_bandwidth=1e12)
-    sharded = compare(Scenario(0.8, 0.1, sharding=free), 60, [2])
-    alone = compare(Scenario(0.8, 0.4), 60, [2])
+    sharded = compare(Scenario(0.8, 0.1, sharding=free), 30, [2])
+    alone = compare(Scenario(0.8, 0.4), 30, [2])
     assert [row.speed for row in sharded.rows] == pytest.approx([row.speed for row in alone.rows])
     # 100 ms over four ranks.
     assert sharded.rows[0].tokens_per_second == pytest.approx(40.0)
@@ -86,17 +86,17 @@ def test_with_links_that_cost_nothing_only_the_draft_is_relatively_dearer() -> N
 def test_speculation_gains_more_where_links_are_slow_to_begin() -> None:
     scenario = Scenario(0.8, 0.1, sharding=attrs.evolve(ROUND, link_bandwidth=100.0))
     slower = attrs.evolve(scenario, sharding=attrs.evolve(scenario.sharding, link_latency=50.0))
-    gains = [compare(one, 100, [3]).of("tree")[0].speed for one in (scenario, slower)]
+    gains = [compare(one, 60, [3]).of("tree")[0].speed for one in (scenario, slower)]
     assert gains[1] > 1.15 * gains[0]
 
 
 @pytest.mark.slow
 def test_numbers_of_ranks_are_compared_as_each_is_alone() -> None:
     scenario = Scenario(0.8, 0.1, sharding=ROUND)
-    both = compare_ranks(scenario, [1, 4], 60, [3])
+    both = compare_ranks(scenario, [1, 4], 20, [3])
     assert [row.ranks for row in both.rows] == [1, 4]
-    assert both.rows[1] == compare_ranks(scenario, [4], 60, [3]).rows[0]
-    assert both.comparisons[1] == compare(scenario, 60, [3])
+    assert both.rows[1] == compare_ranks(scenario, [4], 20, [3]).rows[0]
+    assert both.comparisons[1] == compare(scenario, 20, [3])
     assert both.rows[0].pass_ms == 100.0
     assert both.comparisons[0].rows[0].speed == 1.0
 
@@ -115,7 +115,7 @@ def test_the_table_of_the_guide_is_what_its_command_prints(monkeypatch: Any, cap
 
 # --- the command ----------------------------------------------------------------------------------
 
-QUICK = ("simulate", "--acceptance", "0.8", "--cost-ratio", "0.1", "--tokens", "40", "--lookahead", "3")
+QUICK = ("simulate", "--acceptance", "0.8", "--cost-ratio", "0.1", "--tokens", "20", "--lookahead", "3")
 LINKS = ("--pass-time", "100", "--link-latency", "10", "--link-bandwidth", "1")
 SHARDED = (*LINKS, "--layers", "500", "--hidden-size", "1000")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import attrs
 import mlx.core as mx
@@ -35,6 +36,12 @@ def text(scenario: Scenario, length: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+@cache
+def long_text(seed: int) -> tuple[int, ...]:
+    """The text of every scenario with a seed."""
+    return text(Scenario(0.5, 0.1, seed=seed), NUM_POSITIONS)
+
+
 def argmaxes(rows: mx.array) -> list[int]:
     return mx.argmax(rows, axis=-1).tolist()
 
@@ -55,7 +62,7 @@ class Drafted:
 
 
 def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
-    tokens = text(scenario, length)
+    tokens = long_text(scenario.seed)[:length]
     rows = ScriptedDraft(scenario).open_sequence(beside_another=True).feed(PROMPT + tokens[:-1], length)
     probs = mx.softmax(rows, axis=-1).tolist()
     order = mx.argsort(rows, axis=-1).tolist()
@@ -207,13 +214,13 @@ def test_what_a_pass_costs_grows_with_its_width():
 
 def test_contention_costs_speed():
     speeds = [
-        run_simulation(Scenario(0.8, 0.1, contention=k), num_tokens=200, lookahead=4).speed for k in (0.0, 0.5, 1.0)
+        run_simulation(Scenario(0.8, 0.1, contention=k), num_tokens=80, lookahead=4).speed for k in (0.0, 0.5, 1.0)
     ]
     assert speeds[0] > speeds[1] > speeds[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kappa", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kappa", [0.0, 0.5])
 def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
     # With these round numbers, times would be sums of powers of two, and jobs would often end at the same moment, if
     # the simulator did not prevent that.
@@ -221,7 +228,7 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
     results = set()
     for dice in range(3):
         trio._core._run._r.seed(dice)
-        result = run_simulation(scenario, num_tokens=150)
+        result = run_simulation(scenario, num_tokens=100)
         results.add((result.seconds, attrs.evolve(result.statistics, peak_memory=0)))
     assert len(results) == 1
 
@@ -229,7 +236,7 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
 @pytest.mark.parametrize("lookahead", [1, 3])
 def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
     """Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8, for a verify pass that costs more than decoding."""
-    acceptance, num_tokens = 0.8, 1200
+    acceptance, num_tokens = 0.8, 600
     # With this spread, confidence carries no information, so all positions are alike, as in the theory.
     scenario = Scenario(acceptance, 0.25, verify_slope=0.125, draft_slope=0.0, spread=1e6, seed=1)
     result = run_simulation(

@@ -131,6 +131,7 @@ async def test_the_mtp_layer_in_the_targets_own_files_is_taken(tmp_path: Path, l
     assert runtime.suggest_draft(folder) == ()
 
 
+@pytest.mark.slow
 async def test_a_process_of_its_own_loads_what_is_taken(target: str, lines: list[str]) -> None:
     second = save(Path(target).parent / "second", llama())
     async with runtime.open(target, draft="auto", draft_process=True) as rt:

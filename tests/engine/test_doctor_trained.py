@@ -12,10 +12,10 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
-from runtime.doctor.agreement import NUM_TOKENS, agreement
+from runtime.doctor.agreement import BEGINNINGS, agreement
 from runtime.doctor.report import ExaminedDrafter, examine, report
 from runtime.measuring.figures import spread
-from runtime.measuring.pass_times import Passes
+from runtime.measuring.pass_times import Passes, time_passes
 
 PASSES = Passes({1: spread([0.001, 0.002, 0.004]), 3: spread([0.004, 0.005, 0.007])})
 
@@ -50,7 +50,9 @@ def test_what_it_reads_is_said(layers, said):
 
 
 @pytest.mark.slow
-async def test_the_bundled_trained_drafter():
+async def test_the_bundled_trained_drafter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("runtime.doctor.report.BEGINNINGS", BEGINNINGS[:1])
+    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", 2)
     diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
     found = diagnosis.draft
     assert isinstance(found, ExaminedDrafter)
@@ -72,15 +74,17 @@ async def test_the_bundled_trained_drafter():
     assert sections["conclusion"][-1][0] == "in short"
 
 
-def test_a_drafter_agrees_less_where_it_reads_other_layers() -> None:
+def test_a_drafter_agrees_less_where_it_reads_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens = 30
+    monkeypatch.setattr("runtime.doctor.agreement.NUM_TOKENS", num_tokens)
     built, _ = mlx_lm.load(str(runtime.DEMO_TARGET))
     target = MLXModel(built, CacheOptions())
     drafter = TrainedDrafter(runtime.DEMO_TRAINED_DRAFT, built, target.vocab_size)
-    text = tuple(int(token) for token in mx.random.randint(1, 4000, (NUM_TOKENS + 9,), key=mx.random.key(1)).tolist())
+    text = tuple(int(token) for token in mx.random.randint(1, 4000, (num_tokens + 9,), key=mx.random.key(1)).tolist())
     # Of a text at random nothing is named; of the target's own, most is.
     assert agreement(drafter, target, [text], drafter.feature_layers) < 0.1
     prompt = [5, 6, 7, 8]
-    own = (*prompt, *greedy(built, prompt, NUM_TOKENS))
+    own = (*prompt, *greedy(built, prompt, num_tokens))
     assert (
         agreement(drafter, target, [own], drafter.feature_layers) > agreement(drafter, target, [own], (5, 6, 7)) + 0.1
     )

@@ -601,16 +601,16 @@ def a_chat_with(model: str) -> list[str]:
 
 
 @pytest.mark.slow
-async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -> None:
+def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "with spaces.session"
-    status, out, err = await piped(*a_chat_with(model), lines=f"w1 w2\n/save {path}\nw3\n")
+    status, out, err = piped(capfd, monkeypatch, *a_chat_with(model), lines=f"w1 w2\n/save {path}\nw3\n")
     assert (status, err) == (0, f"outrider: saved to {path}, {path.stat().st_size / 1e3:,.0f} kB\n")
     _, expected = out.splitlines()
-    status, out, err = await piped(*a_chat_with(model), lines=f"/load {path}\nw3\n")
+    status, out, err = piped(capfd, monkeypatch, *a_chat_with(model), lines=f"/load {path}\nw3\n")
     assert (status, out, err) == (0, f"{expected}\n", f"outrider: going on from {path}, after 2 messages\n")
     # Given settings and another drafter replace the saved ones.
-    status, out, _ = await piped(
-        *a_chat_with(model), "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n"
+    status, out, _ = piped(
+        capfd, monkeypatch, *a_chat_with(model), "--max-tokens", "2", "--draft", model, lines=f"/load {path}\nw3\n"
     )
     assert status == 0
     assert 0 < len(out) < len(expected)
@@ -618,7 +618,7 @@ async def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path) -
 
 
 @pytest.mark.slow
-async def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "session"
     path.write_text("hello")
     for line, complaint in (
@@ -627,7 +627,7 @@ async def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
         (f"/save {tmp_path}", "cannot write"),
         ("/save", 'it is "/save FILE"'),
     ):
-        status, out, err = await piped(*a_chat_with(model), lines=f"{line}\nw1\n")
+        status, out, err = piped(capfd, monkeypatch, *a_chat_with(model), lines=f"{line}\nw1\n")
         assert status != 0
         assert out == ""
         assert complaint in err

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import attrs
+from sources import EVERY_MODULE, ROOT, parsed
 
-ROOT = Path(__file__).resolve().parents[2]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -29,16 +28,13 @@ class Class:
 @cache
 def classes() -> dict[str, list[Class]]:
     found: dict[str, list[Class]] = {}
-    for package in ("protocol", "actors", "runtime"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
-                    names = tuple(ast.unparse(base).rpartition(".")[2] for base in bases)
-                    methods = {each.name: each for each in node.body if isinstance(each, Function)}
-                    found.setdefault(node.name, []).append(
-                        Class(f"{path.relative_to(ROOT)}:{node.name}", names, methods)
-                    )
+    for path in EVERY_MODULE:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+                names = tuple(ast.unparse(base).rpartition(".")[2] for base in bases)
+                methods = {each.name: each for each in node.body if isinstance(each, Function)}
+                found.setdefault(node.name, []).append(Class(f"{path.relative_to(ROOT)}:{node.name}", names, methods))
     return found
 
 

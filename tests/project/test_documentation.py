@@ -101,7 +101,7 @@ def named(page: Path) -> str:
 LONG = {
     f"docs/{page}.md"
     for page in (
-        "asyncio", "cancellation", "conversations", "getting-started", "many-streams", "migrating", "streams",
+        "asyncio", "cancellation", "conversations", "getting-started", "index", "many-streams", "migrating", "streams",
         "trained-drafters",
     )
 }  # fmt: skip

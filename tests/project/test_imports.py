@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
+from sources import EVERY_MODULE, PACKAGES, ROOT, modules, parsed
 from sweeps import sweep
-
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("protocol", "actors", "runtime")
 
 # The packages of runtime/. Each imports only from those before it, and none from one on its own level.
 ORDER = (
@@ -40,6 +37,8 @@ ORDER = (
 # Modules beside the packages: the public names, which are looked up lazily, and what the first import needs.
 FACE = {"__init__", "__main__", "name_collisions"}
 
+TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
 MAX_MODULES_A_FOLDER = 12
 MAX_LINES_A_MODULE = 700
 # A flat package of decisions that are independent of each other's callers: a reader finds each by its name.
@@ -53,20 +52,25 @@ IMPURE = {
 }  # fmt: skip
 
 
-def modules(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def statements(tree: ast.AST, *, of_types: bool = True, of_functions: bool = True) -> Iterator[ast.AST]:
+    """The statements of a tree, with or without those that only type checkers read, and those inside functions."""
+    due = [tree]
+    while due:
+        node = due.pop()
+        yield node
+        if isinstance(node, ast.If) and not of_types and ast.unparse(node.test) in TYPE_CHECKING:
+            due += node.orelse
+        elif of_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            due += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
 
 
-EVERY_MODULE = [path for package in PACKAGES for path in modules(package)]
-
-
-def imports(tree: ast.AST, package: str) -> set[str]:
-    """The dotted names of everything that a module of `package` imports, wherever the import stands.
+def imports(statements: Iterable[ast.AST], package: str) -> set[str]:
+    """The dotted names of everything that statements in a module of `package` import.
 
     Includes the names after `from … import`, since they may be modules.
     """
     found = set()
-    for node in ast.walk(tree):
+    for node in statements:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,8 +80,10 @@ def imports(tree: ast.AST, package: str) -> set[str]:
     return found
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+@cache
+def imports_of(path: Path, **which: bool) -> set[str]:
+    """What a module imports, with some of its statements."""
+    return imports(statements(parsed(path), **which), ".".join(path.relative_to(ROOT).parent.parts))
 
 
 def module_of(path: Path) -> str:
@@ -87,39 +93,6 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in EVERY_MODULE}
-
-
-class _WithoutTyping(ast.NodeTransformer):
-    """Removes the code that only type checkers read."""
-
-    def visit_If(self, node: ast.If) -> Any:
-        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            return [self.visit(each) for each in node.orelse]
-        return self.generic_visit(node)
-
-
-class _WithoutFunctions(_WithoutTyping):
-    """Also removes the bodies of functions, whose imports run when they are called."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        return None
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-
-def at_run_time(tree: ast.Module) -> ast.Module:
-    return _WithoutTyping().visit(tree)
-
-
-def at_its_top(tree: ast.Module) -> ast.Module:
-    return _WithoutFunctions().visit(tree)
-
-
-def modules_imported(tree: ast.Module, path: Path) -> set[str]:
-    """The project's own modules that a module imports, by their dotted names."""
-    found = imports(tree, ".".join(path.relative_to(ROOT).parent.parts))
-    # `from a import b` names the module a.b if there is one; otherwise b is defined in a.
-    return {name for name in found if name in MODULES}
 
 
 def a_cycle(graph: Mapping[str, Set[str]]) -> list[str]:
@@ -137,11 +110,6 @@ def misplaced(package: str, imported: str) -> bool:
     return package != imported and levels[imported] >= levels[package]
 
 
-@cache
-def imports_of(path: Path) -> set[str]:
-    return imports(parsed(path), ".".join(path.relative_to(ROOT).parent.parts))
-
-
 def importers(*names: str) -> set[str]:
     """Modules that import one of these, or a module below it."""
     return {
@@ -154,11 +122,12 @@ def importers(*names: str) -> set[str]:
 def draws_without_a_key(tree: ast.AST) -> Iterator[str]:
     """Calls of MLX's random functions that would use its global state."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            is_random = name.startswith(("mx.random.", "mlx.core.random."))
-            if is_random and not name.endswith(".key") and not any(k.arg == "key" for k in node.keywords):
-                yield f"line {node.lineno}: {name}"
+        if not isinstance(node, ast.Call) or any(keyword.arg == "key" for keyword in node.keywords):
+            continue
+        match node.func:
+            case ast.Attribute(ast.Attribute(_, "random"), attr) if attr != "key":
+                if (name := ast.unparse(node.func)).startswith(("mx.", "mlx.core.")):
+                    yield f"line {node.lineno}: {name}"
 
 
 @sweep(
@@ -175,7 +144,7 @@ def draws_without_a_key(tree: ast.AST) -> Iterator[str]:
     ],
 )
 def test_every_kind_of_import_is_seen(source, expected):
-    assert imports(ast.parse(source), "protocol") == expected
+    assert imports(statements(ast.parse(source)), "protocol") == expected
 
 
 def test_a_draw_from_the_global_state_is_seen():
@@ -212,7 +181,8 @@ def test_packages_of_the_runtime_import_only_from_those_before_them():
         package = path.relative_to(ROOT).parts[1]
         if path.stem in FACE and path.parent == ROOT / "runtime":
             continue
-        for name in modules_imported(at_run_time(parsed(path)), path):
+        # `from a import b` names the module a.b if there is one; otherwise b is defined in a.
+        for name in imports_of(path, of_types=False) & MODULES.keys():
             top, *rest = name.split(".")
             if top == "runtime" and rest and rest[0] not in FACE and misplaced(package, rest[0]):
                 found.append(f"{path.relative_to(ROOT)} imports {name}")
@@ -230,12 +200,15 @@ def test_packages_of_the_runtime_import_only_from_those_before_them():
     ],
 )
 def test_imports_at_the_top_are_told_from_later_ones(source, expected):
-    assert imports(at_its_top(ast.parse(source)), "protocol") == expected
+    top = statements(ast.parse(source), of_types=False, of_functions=False)
+    assert imports(top, "protocol") == expected
 
 
 def test_no_modules_import_each_other():
     assert a_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}})
-    graph = {name: modules_imported(at_its_top(parsed(path)), path) for name, path in MODULES.items()}
+    graph = {
+        name: imports_of(path, of_types=False, of_functions=False) & MODULES.keys() for name, path in MODULES.items()
+    }
     assert a_cycle(graph) == []
 
 

@@ -430,8 +430,7 @@ async def ends(somebody: Person, process: trio.Process) -> tuple[int | None, lis
     [
         pytest.param(CTRL_C, 0, id="Ctrl-C"),
         pytest.param(f"{ESCAPE}{CTRL_D}", 0, id="Esc and Ctrl-D", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, 128 + 15, id="SIGTERM"),
-        pytest.param(signal.SIGINT, 128 + 2, id="SIGINT", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 128 + 15, id="SIGTERM", marks=pytest.mark.slow),
     ],
 )
 async def test_leaving_gives_the_terminal_back_and_leaves_the_text_on_it(

@@ -79,6 +79,13 @@ def memory_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(stability, "with_too_much_memory", refuse)
 
 
+@pytest.fixture(autouse=True)
+def less(monkeypatch: Patch) -> None:
+    """Fewer openings and texts, which are enough here."""
+    monkeypatch.setattr(stability, "NUM_OPENINGS", 3)
+    monkeypatch.setattr(exactness, "ROW_LENGTHS", (5, 12, 21))
+
+
 def test_on_a_cpu_nobody_asks_for_too_much_memory(monkeypatch: Patch) -> None:
     monkeypatch.undo()
     if not stability.memory_can_be_refused():
@@ -102,7 +109,15 @@ def test_a_check_passes_here(check: Callable[[Subject], Finding]) -> None:
 def test_speeds_are_measured(
     check: Callable[[Subject], Finding], names: set[str], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(speed, "NUMBERS_OF_STREAMS", (1, 3))
+    less = {
+        "NUMBERS_OF_STREAMS": (1, 3),
+        "NUM_REPEATS": 1,
+        "NUM_TURNS": 1,
+        "WIDTHS": (1, 4),
+        "NUMBERS_OF_TEXTS": (1, 2),
+    }
+    for name, value in less.items():
+        monkeypatch.setattr(speed, name, value)
     target, draft = (save(tmp_path / name, llama(seed)) for seed, name in enumerate(("target", "draft")))
     finding = check(Subject(target=target, draft=draft, seconds=1.0, max_tokens=16, shape="tiny", is_quick=True))
     assert finding.status == "passed"
@@ -116,11 +131,14 @@ def test_a_cpu_is_spared_the_shape_of_a_real_pair() -> None:
     assert speed.shape(TINY).status == "skipped"
 
 
-def test_what_python_takes_of_a_pass_is_measured_by_layers() -> None:
+def test_what_python_takes_of_a_pass_is_measured_by_layers(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(speed, "NUMBERS_OF_STREAMS", (3,))
+    monkeypatch.setattr(speed, "NUM_REPEATS", 1)
+    monkeypatch.setattr(speed, "NUMBERS_OF_LAYERS", (1, 8))
     figures = speed.python(TINY).figures
     few, many = figures["building_s"].values()
     assert 0 < few < many
-    assert set(figures["microseconds_a_token"]) >= {"1 streams, outrider plain", "16 streams, mlx-lm BatchGenerator"}
+    assert set(figures["microseconds_a_token"]) >= {"1 streams, outrider plain", "3 streams, mlx-lm BatchGenerator"}
 
 
 def test_a_report_s_price_tables_are_read_as_those_of_a_device_and_auto_is_simulated_with_them(tmp_path: Path) -> None:
@@ -298,8 +316,8 @@ def test_a_check_fails_on_a_runtime_that_is_broken(
 ) -> None:
     with monkeypatch.context() as patch:
         # Less is enough to see it.
-        patch.setattr(exactness, "ROW_FAMILIES", ("llama",))
-        patch.setattr(stability, "NUM_OPENINGS", 3)
+        for families in ("FAMILIES", "ROW_FAMILIES"):
+            patch.setattr(exactness, families, ("llama",))
         break_it(patch)
         finding = check(TINY)
     assert finding.status == "failed", finding

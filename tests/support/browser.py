@@ -1,18 +1,13 @@
 """A real browser that opens a page, runs a script in it, and returns the script's result.
 
-Needs Chromium only: the script is inserted into a copy of the page, and its result into the document that Chromium
-prints.
+The script is inserted into a copy of the page, and its result into its document.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +15,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 IN_APPLICATIONS = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
 VARIABLE = "OUTRIDER_CHROMIUM"
 
-# Ends a hang; not an expectation.
-HANGS_S = 120
-
-# Errors anywhere in the page are collected and returned. Frames are drawn when the script says so, because Chromium
-# prints the document as soon as it is loaded.
+# Errors anywhere in the page are collected and returned. Frames are drawn when the script says so.
 BEFORE = """<script>
 window.wrong = [];
 addEventListener("error", (event) => wrong.push(String(event.message)));
@@ -75,21 +66,16 @@ def find() -> str | None:
     return found or (IN_APPLICATIONS if Path(IN_APPLICATIONS).exists() else None)
 
 
-def visit(page: str, script: str, scratch: Path, *, width: int = 1280) -> Any:
-    """Open a page in a browser, and return what a script returns, a function's body that may use `AFTER`."""
-    browser = find()
-    assert browser is not None, f"no Chromium was found; install it, or say in {VARIABLE} where it is"
+def visit(chromium: Any, page: str, script: str, scratch: Path, *, width: int = 1280) -> Any:
+    """Open a page in a browser of `visitors.chromium`, and return what a script returns, a function's body that may
+    use `AFTER`.
+    """
     file = scratch / "page.html"
     file.write_text(
         page.replace("<head>", "<head>" + BEFORE, 1).replace("</body>", AFTER.replace("SCRIPT", script) + "</body>", 1)
     )
-    arguments = [browser, "--headless", "--disable-gpu", "--no-first-run", f"--user-data-dir={scratch / 'profile'}"]
-    if sys.platform == "linux" and os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # root cannot have a sandbox
-    arguments += [f"--window-size={width},900", "--dump-dom", file.as_uri()]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=HANGS_S, check=True)
-    outcome = re.search(r'<pre id="outcome">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert outcome is not None, f"the script never ended: {done.stderr[-2000:]}"
-    said = json.loads(html.unescape(outcome[1]))
+    with chromium.new_page(viewport={"width": width, "height": 900}) as tab:
+        tab.goto(file.as_uri())
+        said = json.loads(tab.locator("#outcome").text_content())
     assert said["wrong"] == []
     return said["returned"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,48 @@ async def terminal() -> AsyncIterator[tuple[trio.lowlevel.FdStream, int]]:
             os.close(given)
 
 
+class Screen:
+    """What is written to a pseudo-terminal, read on a thread: a command that fills it would wait for ever."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._written, self._came = fd, b"", threading.Condition()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    @property
+    def text(self) -> str:
+        """What came so far."""
+        return self._written.decode()
+
+    def wait_for(self, wanted: str) -> None:
+        """Wait for a text, on another thread than that of the command."""
+        with self._came:
+            assert self._came.wait_for(lambda: wanted.encode() in self._written, HANGS_S), self._written
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # of a terminal that nobody holds any more
+            while piece := os.read(self._fd, 65536):
+                with self._came:
+                    self._written += piece
+                    self._came.notify_all()
+
+
+@contextlib.contextmanager
+def at_a_terminal(monkeypatch: Any, name: str) -> Iterator[Screen]:
+    """Have stdout or stderr of this process be a terminal, in the environment of `environment()`."""
+    seen, given = pty.openpty()
+    screen = Screen(seen)
+    with open(given, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+        for variable in os.environ.keys() - environment().keys():
+            patch.delenv(variable)
+        for variable in ("TERM", "COLUMNS"):
+            patch.setenv(variable, environment()[variable])
+        patch.setattr(sys, name, stream)
+        yield screen
+    screen.thread.join()
+    os.close(seen)
+
+
 async def read_all(stream: Any) -> str:
     """All that comes until the end. A terminal that no process holds any more reports the end as an error."""
     parts = bytearray()
@@ -80,13 +124,11 @@ def broken_weights(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"\0" * 100)
 
 
-async def piped(*arguments: str, lines: str) -> tuple[int | None, str, str]:
-    """Run `chat` with lines on its standard input. Returns its exit status, standard output and standard error."""
-    async with outrider("chat", *arguments, stdin=-1, stdout=-1, stderr=-1) as process:
-        await process.stdin.send_all(lines.encode())
-        await process.stdin.aclose()
-        out, err = await read_all(process.stdout), await read_all(process.stderr)
-    return process.returncode, out, err
+def piped(capture: Any, monkeypatch: Any, *arguments: str, lines: str) -> tuple[int, str, str]:
+    """Run `chat` here, with lines on its standard input. Returns its exit status, and its output and errors."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    status = cli.main(["chat", *arguments])
+    return status, *capture.readouterr()
 
 
 def ran(capture: Any, *arguments: str, status: int = 0) -> Any:

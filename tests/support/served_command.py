@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import httpx
-import openai
 from command_line import HANGS_S, environment
+
+if TYPE_CHECKING:
+    import openai  # takes a second
 
 KEY = "s3cret"
 MODEL = "outrider-demo-target"
@@ -30,6 +32,8 @@ class Server:
     said: list[str]
 
     def client(self, key: str = KEY, **options: Any) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}v1", api_key=key, max_retries=0, timeout=HANGS_S, **options)
 
     def health(self) -> Any:

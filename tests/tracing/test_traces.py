@@ -129,11 +129,17 @@ def events() -> list[Event]:
     return happened
 
 
+@pytest.fixture(scope="module")
+def entries(events: list[Event]) -> list[Entry]:
+    """Their trace."""
+    found: list[Entry] = json.loads(written(events))
+    return found
+
+
 # --- contents -------------------------------------------------------------------------------------
 
 
-async def test_every_entry_has_its_place_and_no_two_spans_of_a_lane_overlap(events):
-    entries = json.loads(written(events))
+def test_every_entry_has_its_place_and_no_two_spans_of_a_lane_overlap(entries):
     assert_in_order(entries)
     assert {e["tid"]: e["args"]["name"] for e in of(entries, "M", "thread_name") if e["tid"] < FIRST_STREAM} == {
         TARGET: "target",
@@ -141,8 +147,7 @@ async def test_every_entry_has_its_place_and_no_two_spans_of_a_lane_overlap(even
     }
 
 
-async def test_every_span_and_instant_is_there_with_its_facts(events):
-    entries = json.loads(written(events))
+def test_every_span_and_instant_is_there_with_its_facts(events, entries):
     spans = [event for event in events if isinstance(event, Span)]
     shown = [e for e in of(entries, "X") if e["tid"] < FIRST_STREAM]
     assert [(e["cat"], e["name"], e["args"].get("session"), e["args"].get("tokens", 0)) for e in shown] == [
@@ -157,8 +162,8 @@ async def test_every_span_and_instant_is_there_with_its_facts(events):
     ]
 
 
-async def test_a_verdict_says_what_was_committed_and_how_much_of_it_was_drafted(events):
-    verdicts = of(json.loads(written(events)), "i", "verdict")
+def test_a_verdict_says_what_was_committed_and_how_much_of_it_was_drafted(events, entries):
+    verdicts = of(entries, "i", "verdict")
     commits = [event.commit for event in events if isinstance(event, Instant) and event.commit is not None]
     assert len(verdicts) == len(commits) > 10
     for verdict, commit in zip(verdicts, commits, strict=True):
@@ -167,8 +172,7 @@ async def test_a_verdict_says_what_was_committed_and_how_much_of_it_was_drafted(
         assert verdict["args"].get("finish_reason") == commit.finish_reason
 
 
-async def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(events):
-    entries = json.loads(written(events))
+def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(events, entries):
     assert_flows_pair_up(entries)
     rows = [row for event in events if isinstance(event, Span) and event.kind == "verify" for row in event.sessions]
     # A round without a proposal goes along in a pass of others, and has none.
@@ -176,8 +180,7 @@ async def test_a_flow_leads_from_each_proposal_to_the_verify_that_judged_it(even
     assert 10 < len(of(entries, "s")) <= min(len(rows), len(proposals))
 
 
-async def test_a_pass_that_streams_share_is_one_entry_with_the_part_of_each(events):
-    entries = json.loads(written(events))
+def test_a_pass_that_streams_share_is_one_entry_with_the_part_of_each(events, entries):
     shared = [event for event in events if isinstance(event, Span) and event.shares]
     shown = [e for e in of(entries, "X") if "shares" in e["args"]]
     assert len(shown) == len(shared)
@@ -217,8 +220,8 @@ async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojum
     assert of(entries, "s") == of(entries, "f") == of(entries, "X", "proposal") == []
 
 
-async def test_counters_show_what_came_of_each_round(events):
-    counters = of(json.loads(written(events)), "C")
+def test_counters_show_what_came_of_each_round(events, entries):
+    counters = of(entries, "C")
     commits = [event.commit for event in events if isinstance(event, Instant) and event.commit is not None]
     assert (
         sum(counter["args"]["accepted"] + counter["args"]["copied"] for counter in counters)
@@ -228,8 +231,7 @@ async def test_counters_show_what_came_of_each_round(events):
     assert sum(counter["args"]["rejected"] for counter in counters) == sum(c.num_rejected for c in commits) > 0
 
 
-async def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(events):
-    entries = json.loads(written(events))
+def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(entries):
     sessions = defaultdict(set)
     for proposal in of(entries, "X", "proposal"):
         sessions[proposal["tid"]].add(proposal["args"]["session"])
@@ -263,7 +265,7 @@ def test_a_trace_of_nothing_is_whole():
     assert_in_order(json.loads(written([])))
 
 
-async def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
+def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
     trace, text = ChromeTrace(), ""
     for event in events:
         text += trace.add(event)
@@ -312,10 +314,9 @@ def whole(path: Path) -> list[Entry]:
     return entries
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-async def test_a_path_gets_the_trace(kind, tmp_path):
+async def test_a_path_gets_the_trace(tmp_path):
     path = tmp_path / "trace.json"
-    async with runtime.open((target(), None), (drafter(), None), trace=kind(path)) as rt:
+    async with runtime.open((target(), None), (drafter(), None), trace=str(path)) as rt:
         completion = await rt.generate(prompt_of(8), max_tokens=30, lookahead=3)
     entries = whole(path)
     verifies = of(entries, "X", "verify")
@@ -574,10 +575,13 @@ class Disk:
 
 @pytest.mark.slow
 @sweep("kind", [ChromeFile, TimelineFile])
-@sweep(("call", "at"), [("write", 1), ("write", 2), ("write", 5), ("close", 1)])
 @sweep(
-    ("error", "reason"),
-    [(OSError(28, "No space left on device"), "No space left on device"), (OSError("gone"), "gone")],
+    ("call", "at", "error", "reason"),
+    [
+        ("write", 1, OSError(28, "No space left on device"), "No space left on device"),
+        ("write", 2, OSError("gone"), "gone"),
+        ("close", 1, OSError("gone"), "gone"),
+    ],
 )
 async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
     kind: Any, call: str, at: int, error: OSError, reason: str, tmp_path: Path, monkeypatch: Any, caplog: Any
@@ -645,10 +649,10 @@ async def test_a_page_goes_only_so_far(tmp_path, monkeypatch, caplog):
 # --- the command line -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_command_line_writes_both_files(tmp_path, capfd):
+def test_the_command_line_writes_both_files(endless, tmp_path, capfd):
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    out, err = ran(capfd, "generate", "def f(x):", "--max-tokens", "6", "--trace", str(trace), "--timeline", str(page))
+    written = ["--trace", str(trace), "--timeline", str(page)]
+    out, err = ran(capfd, "generate", "w1 w2", "--target", endless, "--max-tokens", "6", *written)
     assert err == ""
     verdicts = of(whole(trace), "i", "verdict")
     assert sum(len(verdict["args"]["committed"]) for verdict in verdicts) == 6
@@ -665,8 +669,7 @@ def test_a_file_that_cannot_be_written_gets_one_line_before_any_model_is_looked_
     )
 
 
-@pytest.mark.slow
-def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
+def test_a_signal_leaves_whole_files(endless, tmp_path, monkeypatch, capfd):
     class Interrupted(runtime.terminal.display.Display):
         def on_event(self, event: Event) -> None:
             if isinstance(event, Instant) and event.kind == "verdict" and event.round == 3:
@@ -674,8 +677,8 @@ def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(generate_command, "Display", Interrupted)
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    arguments = ["generate", "def f(x):", "--lookahead", "3", "--trace", str(trace), "--timeline", str(page)]
-    assert cli.main(arguments) == 130
+    models = ["--target", endless, "--draft", endless, "--lookahead", "3"]
+    assert cli.main(["generate", "w1 w2", *models, "--trace", str(trace), "--timeline", str(page)]) == 130
     entries = whole(trace)
     assert len(of(entries, "X", "verify")) >= 4
     assert of(entries, "i", "cancel")
@@ -683,7 +686,7 @@ def test_a_signal_leaves_whole_files(tmp_path, monkeypatch, capfd):
 
 
 @needs_dev_full
-def test_a_full_disk_is_a_warning_after_the_text(capfd):
-    out, err = ran(capfd, "generate", "def f(x):", "--max-tokens", "3", "--trace", "/dev/full")
+def test_a_full_disk_is_a_warning_after_the_text(endless, capfd):
+    out, err = ran(capfd, "generate", "w1 w2", "--target", endless, "--max-tokens", "3", "--trace", "/dev/full")
     assert out
     assert err == "outrider: warning: the trace in /dev/full is not whole: No space left on device\n"
