@@ -100,9 +100,8 @@ class RankGroup:
             )
 
     def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before.
-
-        All of them call this at the same time.
+        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before. All of them call
+        this at the same time.
 
         Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
@@ -139,9 +138,8 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them.
-
-        Raises: RankError: the group is broken.
+        """To rank 0, or from rank 0 to all others, to those of the target, or to one. Raises: RankError: the group is
+        broken.
         """
         self.check()
         for rank, connection in self._connections.items():
@@ -155,11 +153,9 @@ class RankGroup:
                     raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Wait for the next `RankMessage`, and the rank that sent it. To be called by one thread at a time.
+        """The rank that sends the next `RankMessage`, and the message; for one thread at a time.
 
-        Raises:
-            RankError: the group is broken, and all messages from before are received.
-            TimeoutError: none has come in time.
+        Raises: RankError: the group is broken, and all messages from before are received. TimeoutError: none has come.
         """
         try:
             received = self._inbox.get(timeout=timeout_s)
@@ -199,9 +195,8 @@ class RankGroup:
             raise _again(self._error)
 
     def fail(self, reason: str) -> RankError:
-        """Break the group on all ranks, for a reason that names the rank whose doing it is.
-
-        Returns: the error; another one if the group was broken before.
+        """Break the group on all ranks, for a reason that names the rank whose doing it is. Returns: the error; another
+        one if the group was broken before.
         """
         with self._lock:
             if self._failure is not None:

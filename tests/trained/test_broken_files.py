@@ -122,11 +122,7 @@ BROKEN: list[tuple[str, Break, str]] = [
         "names ids that its target, with 64, does not have",
     ),
     ("dflash", settings(LAYER, hidden_act="gelu"), "activation 'gelu'"),
-    (
-        "dflash",
-        settings(LAYER, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
-        "different rotary embeddings",
-    ),
+    ("dflash", settings(LAYER, rope_parameters={"full_attention": {"rope_theta": 1e6}}), "different rotary embeddings"),
     ("mtp_deep", without("model.layers.3.enorm.weight"), "it has no embedding_norm.weight"),
     ("dspark", without("confidence_head.proj.bias"), "it has no confidence_head.proj.bias"),
     ("dspark", settings(confidence_head_with_markov=False), r"proj.weight is \(1, 36\), and should be \(1, 32\)"),
