@@ -140,23 +140,25 @@ async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: 
     assert sum(read) == expected < anew
 
 
-@sweep(("template", "system"), [(None, "Once upon a time"), (TEMPLATE, None)])
+@sweep(
+    ("template", "system", "said"),
+    [(None, None, ()), (None, "Once upon a time", (" there was a cat.",)), (TEMPLATE, None, ())],
+)
 async def test_a_base_model_goes_on_too_and_a_conversation_in_which_nothing_was_said(
-    tmp_path: Path, template: str | None, system: str | None
+    tmp_path: Path, template: str | None, system: str | None, said: tuple[str, ...]
 ) -> None:
     path = tmp_path / "session"
-    for said in ((), (" there was a cat.",)):
-        async with LLAMA.open(template) as rt:
-            conversation = rt.conversation(system, **GREEDY)
-            for text in said:
-                await conversation.generate(text)
-            await conversation.save(path)
-            expected = await conversation.generate(SAID[1])
-        async with LLAMA.open(template) as rt:
-            found = await (await rt.load(path)).generate(SAID[1])
-        assert ids(found) == ids(expected)
-        assert found.statistics.cached_tokens == expected.statistics.cached_tokens
-        assert (found.statistics.cached_tokens > 0) == bool(said)
+    async with LLAMA.open(template) as rt:
+        conversation = rt.conversation(system, **GREEDY)
+        for text in said:
+            await conversation.generate(text)
+        await conversation.save(path)
+        expected = await conversation.generate(SAID[1])
+    async with LLAMA.open(template) as rt:
+        found = await (await rt.load(path)).generate(SAID[1])
+    assert ids(found) == ids(expected)
+    assert found.statistics.cached_tokens == expected.statistics.cached_tokens
+    assert (found.statistics.cached_tokens > 0) == bool(said)
 
 
 async def test_a_conversation_can_be_saved_after_every_turn_and_loaded_twice(tmp_path: Path) -> None:

@@ -79,23 +79,19 @@ async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name
     found, estimates = [], []
     for is_elsewhere in (False, True):
         async with opened(DRAFTERS[draft](), is_elsewhere=is_elsewhere) as (rt, _):
-            completions = [
-                await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True, **SETTINGS[name])
-                for prompt in PROMPTS[:2]
-            ]
+            asked = {"max_tokens": NUM_TOKENS, "lookahead": 3, "ignore_eos": True, **SETTINGS[name]}
+            completion = await rt.generate(PROMPTS[0], **asked)
             statistics = rt.statistics()
         assert statistics.draft_failures == 0
         assert statistics.proposed > 0
         assert statistics.draft_busy > 0
-        counts = [
-            (each.statistics.proposed, each.statistics.accepted, each.statistics.lookahead_hits) for each in completions
-        ]
-        found.append(([ids(each.tokens) for each in completions], counts))
+        counts = completion.statistics
+        found.append((ids(completion.tokens), counts.proposed, counts.accepted, counts.lookahead_hits))
         estimates.append(attrs.astuple(statistics.estimates, filter=lambda _, value: isinstance(value, float)))
     assert found[0] == found[1]
     assert estimates[0] == pytest.approx(estimates[1])
     if draft == "llama":
-        assert sum(accepted for _, accepted, _ in found[1][1]) > 0
+        assert counts.accepted > 0
 
 
 async def test_what_was_answered_before_is_copied_there_too_and_for_its_owner_alone(autojump_clock: Any) -> None:
@@ -105,11 +101,11 @@ async def test_what_was_answered_before_is_copied_there_too_and_for_its_owner_al
             completions, num_told = [], []
             for owner in (b"a", b"b", b"a"):
                 CORPUS_OWNER.set(owner)
-                completions.append(await rt.generate(PROMPTS[0], max_tokens=40, ignore_eos=True))
+                completions.append(await rt.generate(PROMPTS[0], max_tokens=32, ignore_eos=True))
                 num_told.append(links and sum(isinstance(decode(data), CorpusCopy) for data in links[0].sent))
         copied = [each.statistics.accepted_copied for each in completions]
         found.append(([ids(each.tokens) for each in completions], copied))
-        assert copied[2] > max(copied[:2]) + 10
+        assert copied[2] > max(copied[:2]) + 8
     assert found[0] == found[1]
     assert 0 == num_told[0] == num_told[1] < num_told[2]
 
