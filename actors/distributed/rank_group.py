@@ -138,8 +138,9 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """To rank 0, or from rank 0 to all others, to those of the target, or to one. Raises: RankError: the group is
-        broken.
+        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them.
+
+        Raises: RankError: the group is broken.
         """
         self.check()
         for rank, connection in self._connections.items():
@@ -153,9 +154,11 @@ class RankGroup:
                     raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """The rank that sends the next `RankMessage`, and the message; for one thread at a time.
+        """Wait for the next `RankMessage`, and the rank that sent it. To be called by one thread at a time.
 
-        Raises: RankError: the group is broken, and all messages from before are received. TimeoutError: none has come.
+        Raises:
+            RankError: the group is broken, and all messages from before are received.
+            TimeoutError: none has come in time.
         """
         try:
             received = self._inbox.get(timeout=timeout_s)
