@@ -104,7 +104,7 @@ async def fresh_proposals(
     events = Events()
     events.listen(seen.append)
     async with drafted(folder, built, events=events) as rt:
-        completion = await rt.generate(PROMPTS[0], max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
+        completion = await rt.generate(PROMPTS[0], max_tokens=40, lookahead=lookahead, ignore_eos=True)
     found, has_missed, position = [], False, 0
     for event in seen:
         if not isinstance(event, Instant):
