@@ -265,7 +265,7 @@ async def test_a_trained_drafter_is_given_its_features_there(kind: str, tmp_path
 @sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])
 async def test_it_drafts_what_it_would_draft_here(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     # At such a temperature both choose by the noise alone, so even random weights agree.
-    settings: dict[str, Any] = {"temperature": 30.0, "lookahead": 3, "max_tokens": 16, "ignore_eos": True}
+    settings: dict[str, Any] = {"temperature": 30.0, "lookahead": 3, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     found: dict[bool, list[Any]] = {False: [], True: []}
     for is_elsewhere, results in found.items():
         target = make(kind, tmp_path)
