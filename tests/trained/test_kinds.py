@@ -205,7 +205,7 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
     async def sample() -> list[runtime.Token]:
         asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
         found: dict[int, list[runtime.Token]] = {}
-        async with drafted(tmp_path, target, price=random_price(1), max_batch=16) as rt:
+        async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
 
             async def generate(seed: int) -> None:
                 completion = await rt.generate(
@@ -213,9 +213,9 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
                 )
                 found[seed] = completion.tokens
 
-            for first in range(0, num_sessions, 16):
+            for first in range(0, num_sessions, 8):
                 async with trio.open_nursery() as nursery:
-                    for seed in range(first, first + 16):
+                    for seed in range(first, first + 8):
                         nursery.start_soon(generate, seed)
             assert (rt.statistics().rows_per_pass or 0) > 1
         return list(found.values())
