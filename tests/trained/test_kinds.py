@@ -145,7 +145,10 @@ async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
         await check_greedy(rt, target, [3])
 
 
-@mostly_slow
+@sweep(
+    "kind",
+    ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("medusa", "mtp_deep", "dflash", "gemma4"))],
+)
 async def test_another_drafter_may_take_over_with_texts_that_were_read_without_it(kind: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path / kind)
     other = (write_eagle3 if kind == "medusa" else write_medusa)(tmp_path / "other", target)
