@@ -35,20 +35,14 @@ class Connection:
         self._socket.settimeout(timeout_s)
 
     def send(self, message: RankMessage) -> None:
-        """Send a message.
-
-        Raises: OSError: the connection is lost, or the other end takes nothing.
-        """
+        """Raises: OSError: the connection is lost, or the other end takes nothing."""
         data = Frames.framed(encode(message))
         with self._sends:
             self._socket.sendall(data)
 
     def send_unless_busy(self, message: RankMessage) -> bool:
-        """Send a short message without waiting.
-
-        Returns: whether it was sent: not while another one is on its way, or the other end takes nothing.
-
-        Raises: OSError: the connection is lost.
+        """Send a short message without waiting. Returns: whether it was sent: not while another one is on its way, or
+        the other end takes nothing. Raises: OSError: the connection is lost.
         """
         if not self._sends.acquire(blocking=False):
             return False
@@ -72,12 +66,8 @@ class Connection:
         return message
 
     def receive_first(self, deadline: float) -> RankMessage:
-        """Wait for the first message of somebody who may be a stranger, and bound what that may take.
-
-        Args:
-            deadline: when all of it must be there, by `time.monotonic`. The timeout of the socket is changed.
-
-        Raises: as `receive`.
+        """Wait for the first message of somebody who may be a stranger, all of which must be there by a deadline, by
+        `time.monotonic`. Changes the timeout of the socket. Raises: as `receive`.
         """
         while (message := self._take(MAX_FIRST_BYTES)) is None:
             if (left_s := deadline - time.monotonic()) <= 0.0:
@@ -87,10 +77,7 @@ class Connection:
         return message
 
     def receive_available(self) -> list[RankMessage]:
-        """The messages that one read gives, which may be none. To be called once the socket is readable.
-
-        Raises: as `receive`.
-        """
+        """The messages that one read gives, which may be none, once the socket is readable. Raises: as `receive`."""
         self._read()
         messages = []
         while (message := self._take()) is not None:

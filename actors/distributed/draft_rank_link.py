@@ -1,8 +1,8 @@
 """The link between rank 0 and a rank that drafts, over the control connection.
 
-The point-to-point sends of MLX's groups are not used. They are parts of graphs whose shapes both ends have to know
-beforehand, they wait without end for a rank that hangs, and a ring sends only to neighbours in it. A lost drafter must
-cost no token, so it shares no group of MLX's with the target.
+The point-to-point sends of MLX's groups are parts of graphs whose shapes both ends have to know beforehand, wait
+without end for a rank that hangs, and reach only neighbours in a ring. A lost drafter must cost no token, so it shares
+no group of MLX's with the target.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class DraftRankLink:
     """
 
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
-        """Use a connection of the group's. To be called in trio's thread.
-
-        `drop` is called, in any thread, once part of a message was sent, and the connection must not be used any more.
+        """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once part of a message
+        was sent, and the connection must not be used any more.
         """
         self.rank = rank
         self.name = f"rank {rank}"
@@ -101,10 +100,7 @@ class DraftRankLink:
             self._in_trio(self._end)
 
     def lose(self, reason: str) -> RankError:
-        """Give the drafter up, in any thread; harmless if it is lost.
-
-        Returns: the error, which gives the reason of the first call.
-        """
+        """Give the drafter up, in any thread. Returns: the error, which gives the reason of the first call."""
         with self._lock:
             is_first, error = self._error is None, self._error or RankError(reason)
             self._error = error

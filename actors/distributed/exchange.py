@@ -18,17 +18,11 @@ _COLLECTIVES = ("all_sum", "all_max", "all_min", "all_gather", "sum_scatter", "s
 
 @attrs.frozen
 class Exchange:
-    """What a pass exchanges with the other ranks.
+    """What a pass exchanges with the other ranks."""
 
-    Attributes:
-        collectives: how many a pass runs, by name.
-        num_bytes: of their arrays at this rank.
-        seconds: of all of them, one after the other, in each repetition.
-    """
-
-    collectives: dict[str, int]
-    num_bytes: int
-    seconds: tuple[float, ...]
+    collectives: dict[str, int]  # how many a pass runs, by name
+    num_bytes: int  # of their arrays at this rank
+    seconds: tuple[float, ...]  # of all of them, one after the other, in each repetition
 
 
 @attrs.frozen

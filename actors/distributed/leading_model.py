@@ -250,17 +250,11 @@ class LeadingModel(MLXModel):
         return sequence
 
     def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
-        """Not possible: the other ranks have sequences of one class.
-
-        Raises: SessionFileError: always.
-        """
+        """Raises: SessionFileError: always, since the other ranks have sequences of one class."""
         raise SessionFileError("the target is sharded over several ranks, which cannot continue a prompt cache file")
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `MLXModel.record_features`.
-
-        Raises: ModelError: this rank is a stage of a pipeline, and has only some of the layers.
-        """
+        """Raises: ModelError: this rank is a stage of a pipeline, and has only some of the layers."""
         if layer_ids is not None and getattr(getattr(self.module, "model", None), "pipeline_size", 1) > 1:
             raise ModelError(
                 "a trained drafter reads layers of the whole target, and this one is a pipeline over several ranks; "

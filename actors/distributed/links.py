@@ -94,9 +94,7 @@ def chosen_backend(group: RankGroup) -> str | None:
 def measure_links(group: RankGroup, description: dict[str, str]) -> Links:
     """Have all ranks measure the links between them. The others call `take_part`, with their own description.
 
-    Raises:
-        RankError: the group is broken.
-        Whatever MLX raises.
+    Raises: RankError: the group is broken; and whatever MLX raises.
     """
     others = range(1, group.size)
     group.send(Measure("description"))
@@ -156,9 +154,7 @@ def _lead_link(group: RankGroup, sender: int, receiver: int, num_bytes: int, rep
 def take_part(group: RankGroup, description: dict[str, str]) -> None:
     """Take part in what rank 0 measures, until it has all.
 
-    Raises:
-        RankError: the group is broken, or rank 0 asks for something else.
-        Whatever MLX raises.
+    Raises: RankError: the group is broken, or rank 0 asks for something else; and whatever MLX raises.
     """
     while True:
         _, asked = group.receive()
@@ -196,10 +192,7 @@ def _time_sums(group: RankGroup, num_bytes: int, repeats: int) -> list[float]:
 
 
 def _time_link(group: RankGroup, sender: int, receiver: int, num_bytes: int, repeats: int) -> list[float]:
-    """Send an array from one rank to another, and a number back; seconds of each repetition at the sender.
-
-    At the other ranks nothing happens.
-    """
+    """Send an array from one rank to another, and a number back; seconds of each repetition at the sender."""
     if group.rank not in (sender, receiver):
         return []
     sent, receipt = _array(num_bytes), _array(SMALL_BYTES)

@@ -19,17 +19,11 @@ CONTROL_VARIABLE = "OUTRIDER_CONTROL"
 
 @attrs.frozen
 class RankAddress:
-    """A process among the ranks.
+    """A process among the ranks."""
 
-    Attributes:
-        rank: of this process, in [0, size).
-        size: number of ranks, >= 2.
-        host, port: where rank 0 listens.
-    """
-
-    rank: int
-    size: int
-    host: str
+    rank: int  # of this process, in [0, size)
+    size: int  # >= 2
+    host: str  # where rank 0 listens
     port: int
 
 

@@ -100,9 +100,8 @@ class RankGroup:
             )
 
     def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before.
-
-        All of them call this at the same time.
+        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before. All of them call
+        this at the same time.
 
         Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
@@ -199,9 +198,8 @@ class RankGroup:
             raise _again(self._error)
 
     def fail(self, reason: str) -> RankError:
-        """Break the group on all ranks, for a reason that names the rank whose doing it is.
-
-        Returns: the error; another one if the group was broken before.
+        """Break the group on all ranks, for a reason that names the rank whose doing it is. Returns: the error; another
+        one if the group was broken before.
         """
         with self._lock:
             if self._failure is not None:

@@ -41,34 +41,24 @@ _submits = ContextVar("outrider_submits", default=True)
 
 @attrs.frozen
 class Shard:
-    """One rank's part of a model.
-
-    Attributes:
-        model: mlx-lm's model, sharded; evaluated.
-        tokenizer: None if the model was given without one.
-        parts: by name, what all ranks that have it must agree on: digests of weights, and kinds of caches.
-    """
+    """One rank's part of a model, sharded and evaluated."""
 
     model: Module
     tokenizer: TokenizerWrapper | None
-    parts: dict[str, str]
+    parts: dict[str, str]  # by name, what all ranks that have it must agree on: digests of weights, kinds of caches
 
 
 def load_shard(
-    path_or_hub_id: str | Path,
-    group: mx.distributed.Group,
-    find_folder: Callable[[], Path | None],
-    **options: Any,
+    path_or_hub_id: str | Path, group: mx.distributed.Group, find_folder: Callable[[], Path | None], **options: Any
 ) -> Shard:
     """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline where it has only that.
 
     Args:
         find_folder: where the files are, once they are loaded.
-        **options: further options of `mlx_lm.utils.sharded_load`.
+        **options: of `mlx_lm.utils.sharded_load`.
 
-    Raises:
-        ModelError: its heads cannot be divided among the ranks.
-        Whatever mlx-lm raises, which is of many kinds: also where the model has neither way.
+    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also where the model
+        has neither way.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()
@@ -80,9 +70,7 @@ def load_shard(
 
 
 def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.distributed.Group) -> Shard:
-    """Shard a model that each rank has built with the same weights. The model itself changes.
-
-    A model that was sharded here before stays as it is.
+    """Shard a model that each rank has built with the same weights. The model itself changes, the first time.
 
     Raises: ModelError: the model has no way of being sharded, or not among so many ranks.
     """
@@ -144,15 +132,8 @@ def _in_order(model: Module) -> Module:
     collectives in the same order, so what a rank reads of a pass, and when, must not matter. What leaves the last
     layer depends on all of them.
     """
-    inner = next(
-        (
-            module
-            for _, module in model.named_modules()
-            if module is not model and isinstance(module.get("layers"), list)
-        ),
-        None,
-    )
-    if inner is None:
+    modules = (module for _, module in model.named_modules() if module is not model)
+    if (inner := next((module for module in modules if isinstance(module.get("layers"), list)), None)) is None:
         raise ModelError(f"{type(model).__module__} has no module with a list of layers; run it on one rank")
     _order(inner)
     # A head that is sharded is gathered by the model around it, and only rank 0 reads logits.
@@ -192,9 +173,8 @@ def never_computed() -> Iterator[None]:
 
 def _kinds(model: Module) -> dict[str, str]:
     """The kinds of caches. Stages of a pipeline with different ones would rewind to different lengths."""
-    return {
-        "kinds of caches": ", ".join(sorted({kind_of(layer).name(layer) for layer in CacheOptions().make_cache(model)}))
-    }
+    kinds = {kind_of(layer).name(layer) for layer in CacheOptions().make_cache(model)}
+    return {"kinds of caches": ", ".join(sorted(kinds))}
 
 
 def _digest(weight: mx.array) -> str:

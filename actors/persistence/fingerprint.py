@@ -22,16 +22,15 @@ _SAMPLE_SIZE = 256  # about so many elements of a tensor
 class Fingerprint:
     """Identifies a model. If the fingerprints of two models are equal, one may use the other's caches.
 
-    Fingerprints differ if these differ: architectures; configurations; names, shapes, number formats or quantisation of
-    weights; weights that were trained further, merged with others or converted again; and adapters. Such weights differ
-    nearly everywhere, so a sample of about 256 elements of each tensor is enough.
-
-    They do not reveal a change to single elements outside the sample, changed code of an architecture, or a forgery.
+    They differ with the architecture, the configuration, the names, shapes, number formats or quantisation of weights,
+    and an adapter; and if weights were trained further, merged or converted again, which changes them nearly
+    everywhere, so that a sample of each tensor is enough. A change to single elements outside the sample, changed code
+    of an architecture, and a forgery do not show.
 
     Attributes:
         num_parameters: elements of the weights; quantised weights count as they are packed.
-        configuration, layout, weights: SHA-256, in hexadecimal, of the configuration; of the names, shapes, number
-            formats and quantisation of the weights; and of the sampled elements.
+        configuration, layout, weights: SHA-256, in hexadecimal, of the configuration; of names, shapes, number formats
+            and quantisation; and of the sampled elements.
     """
 
     family: str

@@ -37,15 +37,10 @@ _MAX_TRIES = 3
 
 @attrs.frozen
 class SavedModelState:
-    """A model's part of a saved session.
+    """A model's part of a saved session."""
 
-    Attributes:
-        fingerprint: identifies the model; rank 0's part of it, where it is sharded over `num_ranks`.
-        sequence: what the model had cached of the text; None for nothing.
-    """
-
-    fingerprint: Fingerprint
-    sequence: SequenceRecord | None
+    fingerprint: Fingerprint  # of rank 0's part, where the model is sharded
+    sequence: SequenceRecord | None  # what it had cached of the text
     num_ranks: int = 1
 
 

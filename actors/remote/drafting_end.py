@@ -40,10 +40,8 @@ FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 
 
 class DraftingEnd:
-    """The end of a link at which a drafter works.
-
-    It is the mailbox that the drafter's actor sends its messages to, and the function that the actor and its worker
-    call with their events.
+    """The end of a link at which a drafter works: the mailbox that the drafter's actor sends its messages to, and the
+    function that the actor and its worker call with their events.
 
     Attributes:
         prices: of this end. Both ends tell each other what they measure.

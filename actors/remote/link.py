@@ -43,9 +43,8 @@ class Frames:
         self._received += data
 
     def take(self, max_bytes: int) -> bytes | None:
-        """The first of the messages that were received; None if there is none.
-
-        Raises: ProtocolError: a longer one than `max_bytes` is announced.
+        """The first message that was received, if any. Raises: ProtocolError: a longer one than `max_bytes` is
+        announced.
         """
         if len(self._received) < _LENGTH.size:
             return None
@@ -70,39 +69,25 @@ class LinkLostError(OutriderError):
 
 
 class Link(Protocol):
-    """One end of a link.
+    """One end of a link."""
 
-    Attributes:
-        name: of the other end, for messages.
-    """
-
-    name: str
+    name: str  # of the other end, for messages
 
     def send(self, data: bytes) -> None:
         """Send a message. Never waits; a message that does not arrive is no error, since `receive` raises then."""
-        ...
 
     @property
     def is_behind(self) -> bool:
         """Whether the other end has yet to take some of what was sent."""
-        ...
 
     async def receive(self) -> bytes:
-        """Wait for the next message.
-
-        Cancellation: loses none.
-
-        Raises: LinkLostError: there are no more.
-        """
-        ...
+        """Wait for the next message. Cancellation: loses none. Raises: LinkLostError: there are no more."""
 
     async def run(self) -> None:
         """Do what sending leaves to be done; must run while the link is used, until it is cancelled."""
-        ...
 
     def close(self) -> None:
         """Close the link, of which the other end is told. Harmless the second time."""
-        ...
 
 
 class SocketLink:

@@ -12,16 +12,7 @@ import trio
 from actors.actor import Mailbox
 from actors.remote.link import BEAT_S, Link, LinkLostError, aged
 from actors.session import Session
-from protocol.drafter_wire import (
-    COUNTED,
-    CorpusCopy,
-    DrafterLoaded,
-    DraftNews,
-    LinkMessage,
-    TargetNews,
-    decode,
-    encode,
-)
+from protocol.drafter_wire import COUNTED, CorpusCopy, DrafterLoaded, DraftNews, LinkMessage, TargetNews, decode, encode
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal_elsewhere
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Rested, Verdict, Withdraw
@@ -41,39 +32,29 @@ LEAVE_S = 0.5
 
 @attrs.frozen
 class LoadedElsewhere:
-    """A drafter that was loaded at the other end of a link.
-
-    Attributes:
-        news: what it has told meanwhile, and when that came, on the clock of the workers.
-    """
+    """A drafter that was loaded at the other end of a link."""
 
     link: Link
     loaded: DrafterLoaded
-    news: tuple[tuple[float, DraftNews], ...] = ()
+    news: tuple[tuple[float, DraftNews], ...] = ()  # told meanwhile, and when it came, on the clock of the workers
 
 
 @attrs.define(eq=False)
 class _Relayed:
-    """A session as far as its messages tell.
-
-    Attributes:
-        state: after the messages that were passed on, which is how far the drafter can be.
-        is_ready: whether the drafter has read the text.
-        is_leaving: whether the drafter was asked for what it has drawn, and the session is left then.
-    """
+    """A session as far as its messages tell."""
 
     shared: Session
-    state: SessionState
-    is_ready: bool = False
-    is_leaving: bool = False
+    state: SessionState  # after the messages that were passed on, which is how far the drafter can be
+    is_ready: bool = False  # the drafter has read the text
+    is_leaving: bool = False  # the drafter was asked for what it has drawn, and the session is left then
 
 
 class RemoteDrafter:
     """A drafter in another process: passes the messages of the sessions on.
 
     A drafter whose link breaks, falls silent or brings nonsense is gone: every session goes on without it at once. That
-    does not depend on what it has drawn, and what has arrived is proposed. Errors of single sessions are handled at the
-    other end, by the drafter's own actor.
+    does not depend on what it has drawn, and what has arrived is proposed. The other end handles errors of single
+    sessions.
 
     Attributes:
         busy_seconds: see `Actor.busy_seconds`.
@@ -257,9 +238,9 @@ class RemoteDrafter:
                 session.is_ready = True
             case Rest():
                 session.state.rest(message)
-        if isinstance(message, Withdraw):
-            self._withdraw(session)
-            return
+            case Withdraw():
+                self._withdraw(session)
+                return
         self._target.send_nowait(message)
         if session.is_leaving and isinstance(message, Proposal | Rest):
             self._withdraw(session)

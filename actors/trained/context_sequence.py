@@ -1,7 +1,6 @@
 """One text of a drafter whose only caches hold its *context*: what it makes of the target's features.
 
-Such a drafter keeps nothing of the tokens that it reads. So a rewind drops tokens and touches no cache, and the context
-grows by what the target has committed alone.
+It keeps nothing of the tokens that it reads, so a rewind touches no cache.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ class ContextReader(DrafterReader, Protocol):
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
         """Add features to the caches: (n, width) of the positions from `position` on, which come after those there."""
-        ...
 
 
 class ContextSequence(TrainedSequence):

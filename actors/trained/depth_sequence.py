@@ -4,9 +4,9 @@
 the token at position i + 2. What comes after that is foreseen from the same features, in one of two ways:
 
 * A *module* for each depth: module k reads what the module before it gave at position i, and the token at position
-  i + 1 + k, and predicts the one after that. Each has keys and values of its own for all positions, and reads those
-  that it lacks when something is drafted at its depth. Beyond, the last module, or the only one, goes on with its own
-  hidden states. What it read so is read again, in one pass, once the features come.
+  i + 1 + k, and predicts the one after that. Each has caches of its own, and reads the positions that it lacks when
+  something is drafted at its depth. Beyond, the last module goes on with its own hidden states; what it read so is read
+  again, in one pass, once the features come.
 * Further rows of the pass at depth 0, which do not depend on the tokens between.
 """
 
@@ -41,31 +41,24 @@ class FeatureReader(DrafterReader, Protocol):
 
     def project(self, features: mx.array) -> mx.array:
         """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
-        ...
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         """Process tokens after the cached ones.
 
         Args:
-            hidden: (n, hidden size), of the positions before the tokens.
-            tokens: (n,) ids.
+            hidden: (n, hidden size), of the positions before the (n,) tokens.
 
         Returns: (n, hidden size) hidden states, which stand for the features of the tokens' positions, and (n, V)
             logits, and further ones for the depths from 1 on; lazy.
         """
-        ...
 
 
 class DepthSequence(TrainedSequence):
     """See `TrainedSequence`."""
 
     def __init__(self, modules: Sequence[FeatureReader], num_parallel: int = 0) -> None:
-        """Make an empty sequence.
-
-        Args:
-            modules: that of depth 0 first.
-            num_parallel: how many more rows of logits a pass of the only module gives, for the depths from 1 on; 0 with
-                a module for each depth.
+        """Make an empty sequence. `num_parallel` is how many more rows of logits a pass of the only module gives, for
+        the depths from 1 on; 0 with a module for each depth, that of depth 0 first.
         """
         super().__init__(modules[0].feature_width)
         self._modules, self._num_parallel = modules, num_parallel

@@ -32,20 +32,12 @@ _NUM_NAMED = 4
 
 @attrs.frozen
 class DrafterFiles:
-    """The folder of a drafter.
+    """The folder of a drafter."""
 
-    Attributes:
-        folder: where `config.json` and the weights are.
-        config: what `config.json` says.
-        named: the drafter, in messages.
-        quantize: `bits`, `group_size` and `mode`, to which the weights are quantised once they are read; None leaves
-            them.
-    """
-
-    folder: Path
-    config: Mapping[str, Any]
-    named: str = "the drafter"
-    quantize: Mapping[str, Any] | None = None
+    folder: Path  # with `config.json` and the weights
+    config: Mapping[str, Any]  # what `config.json` says
+    named: str = "the drafter"  # in messages
+    quantize: Mapping[str, Any] | None = None  # `bits`, `group_size` and `mode` for the weights once they are read
 
     @classmethod
     def read(cls, folder: Path, named: str = "the drafter", quantize: Mapping[str, Any] | None = None) -> DrafterFiles:
@@ -79,12 +71,10 @@ class DrafterFiles:
         return list(loaded)
 
     def fill(self, module: Module, weights: Mapping[str, mx.array]) -> None:
-        """Load weights into a module and evaluate them.
+        """Load weights into a module and evaluate them. Layers become quantised as the shapes of the arrays say.
 
-        A layer whose weights are quantised becomes a quantised one: the shapes of the arrays say how.
-
-        Raises: ModelError: weights are missing, superfluous or of another shape, or are quantised in another way than
-            MLX does it, or are to be quantised a second time.
+        Raises: ModelError: weights are missing, superfluous or of another shape, are quantised in another way than MLX
+            does it, or are to be quantised a second time.
         """
         if foreign := next((name for name in weights if name.endswith(_OF_OTHERS)), None):
             how = self.config.get("quantization_config")
@@ -148,9 +138,7 @@ def reading_config() -> Iterator[None]:
 
 
 def flatten_rope(layer: dict[str, Any]) -> None:
-    """Put the settings of the rotary embedding in a layer's configuration where mlx-lm looks for them.
-
-    Transformers 5 nests them.
+    """Put the settings of the rotary embedding, which transformers 5 nests, where mlx-lm looks for them.
 
     Raises: ModelError: layers have different ones.
     """
@@ -168,9 +156,8 @@ def flatten_rope(layer: dict[str, Any]) -> None:
 
 
 def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
-    """Check that a target has the layers whose inputs a drafter reads; their number stands for what the last one gives.
-
-    Raises: ModelError: it does not.
+    """Raises: ModelError: a target lacks some of the layers whose inputs a drafter reads; their number stands for what
+    the last one gives.
     """
     if len(set(ids)) != len(ids) or not all(0 <= layer <= num_layers for layer in ids):
         raise ModelError(
@@ -213,11 +200,9 @@ def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> m
 
 
 def check_named_target(config: Mapping[str, Any], target: Module, named: str) -> None:
-    """Check that a target is of the kind that a drafter's `config.json` names, as Speculators has it.
+    """Raises: ModelError: the target is of another kind than a drafter's `config.json` names, as Speculators has it.
 
     The name of the target is no reason: conversions and fine-tuned models have other names.
-
-    Raises: ModelError: the target is of another kind.
     """
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None

@@ -12,34 +12,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import attrs
 import mlx.core as mx
 
 from actors.trained.kinds.eagle3 import Eagle3
 
-
-@attrs.define
-class _LayerSteps:
-    """Keys and values of one layer, (B, heads, T, width of a head) for each step so far."""
-
-    keys: list[mx.array] = attrs.field(factory=list)
-    values: list[mx.array] = attrs.field(factory=list)
+_LayerSteps = list[tuple[mx.array, mx.array]]
+"""Keys and values of one layer, (B, heads, T, width of a head) for each step so far."""
 
 
 def logits_of_steps(model: Eagle3, features: mx.array, embedded: mx.array, num_steps: int) -> list[mx.array]:
-    """The logits of each step.
+    """For each step s, (B, T, draft_vocab_size) logits for the tokens at positions 2 + s … T + 1 + s; lazy.
 
     Args:
-        model: the drafter.
         features: (B, T, layers · target's hidden size) of positions 0 … T - 1.
         embedded: (B, T + num_steps - 1, hidden size) embeddings of the tokens at positions 1 … T + num_steps - 1.
-        num_steps: >= 1.
-
-    Returns: for each step s, (B, T, draft_vocab_size) logits for the tokens at positions 2 + s … T + 1 + s; lazy.
     """
     length = features.shape[1]
     hidden = model.project(features)
-    caches = [_LayerSteps() for _ in model.layers]
+    caches: list[_LayerSteps] = [[] for _ in model.layers]
 
     def attend(index: int, inputs: mx.array) -> mx.array:
         return _attend(model.layers[index].self_attn, inputs, caches[index])
@@ -54,22 +44,22 @@ def logits_of_steps(model: Eagle3, features: mx.array, embedded: mx.array, num_s
 def _attend(attention: Any, inputs: mx.array, cache: _LayerSteps) -> mx.array:
     """The attention of a step, whose keys and values join the cache."""
     batch, length, _ = inputs.shape
-    step = len(cache.keys)
+    step = len(cache)
     queries = _heads(attention.q_proj(inputs), attention.n_heads, getattr(attention, "q_norm", None))
     keys = _heads(attention.k_proj(inputs), attention.n_kv_heads, getattr(attention, "k_norm", None))
     values = _heads(attention.v_proj(inputs), attention.n_kv_heads, None)
     groups = attention.n_heads // attention.n_kv_heads
     # Step s at position t stands where position t + s does.
     queries = attention.rope(queries, offset=step)
-    cache.keys.append(mx.repeat(attention.rope(keys, offset=step), groups, axis=1))
-    cache.values.append(mx.repeat(values, groups, axis=1))
+    cache.append((mx.repeat(attention.rope(keys, offset=step), groups, axis=1), mx.repeat(values, groups, axis=1)))
+    (text_keys, text_values), *own = cache
     is_later = mx.arange(length)[:, None] < mx.arange(length)
-    text_scores = mx.where(is_later, -math.inf, attention.scale * (queries @ cache.keys[0].swapaxes(-1, -2)))
-    own_scores = [attention.scale * (queries * own).sum(axis=-1, keepdims=True) for own in cache.keys[1:]]
+    text_scores = mx.where(is_later, -math.inf, attention.scale * (queries @ text_keys.swapaxes(-1, -2)))
+    own_scores = [attention.scale * (queries * own_keys).sum(axis=-1, keepdims=True) for own_keys, _ in own]
     weights = mx.softmax(mx.concatenate([text_scores, *own_scores], axis=-1), axis=-1, precise=True)
-    attended = weights[..., :length] @ cache.values[0]
-    for i, own in enumerate(cache.values[1:]):
-        attended = attended + weights[..., length + i : length + i + 1] * own
+    attended = weights[..., :length] @ text_values
+    for i, (_, own_values) in enumerate(own, length):
+        attended = attended + weights[..., i : i + 1] * own_values
     merged = attended.swapaxes(1, 2).reshape(batch, length, -1)
     result: mx.array = attention.o_proj(merged)
     return result

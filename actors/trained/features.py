@@ -81,18 +81,11 @@ class RecordedFeatures:
 
 
 class FeatureRecorder:
-    """Records what enters some layers of a model.
-
-    Works on the layers of mlx-lm's classes as they are, while `evaluating_layers` is in force for the model.
-    """
+    """Records what enters some layers of a model, while `evaluating_layers` is in force for it."""
 
     def __init__(self, model: Module, layer_ids: Sequence[int], *, named: str = "the target") -> None:
-        """Make a recorder.
-
-        Args:
-            layer_ids: the layers whose input is recorded, each in [0, number of layers]; that number stands for
-                what the last layer gives.
-            named: the model, for messages.
+        """Record the input of `layer_ids`, each in [0, number of layers]; that number stands for what the last layer
+        gives. `named` is the model, in messages.
         """
         layers = list(model.layers)
         self._named = named

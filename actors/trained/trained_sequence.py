@@ -35,14 +35,12 @@ class DrafterReader(Protocol):
 
     def make_cache(self) -> list[Any]:
         """Empty caches of mlx-lm's `KVCache`."""
-        ...
 
 
 class TrainedSequence(StatefulSequence, FeatureInput):
-    """A `CachedSequence` that takes features, and can go back to any length.
+    """A `CachedSequence` that takes features, in any thread, and can go back to any length.
 
-    It counts the tokens of its text, and reads them, and the features that have come, as logits are wanted. Features
-    are given in any thread; everything else happens on the model's.
+    It reads the tokens of its text, and the features that have come, as logits are wanted.
     """
 
     def __init__(self, feature_width: int) -> None:

@@ -21,17 +21,11 @@ TOKENS_FORESEEN = 4
 
 @attrs.frozen(eq=False)
 class TokenTables:
-    """The vocabulary map as arrays, evaluated.
+    """The vocabulary map as arrays, evaluated."""
 
-    Attributes:
-        own_ids: (n,) the model's own tokens that stand for one of the target's when they are proposed.
-        proposed_ids: (n,) the target's tokens that they stand for.
-        last_read: (V,) the model's own token that the target's is read as, or the last of them.
-    """
-
-    own_ids: mx.array
-    proposed_ids: mx.array
-    last_read: mx.array
+    own_ids: mx.array  # (n,) the model's own tokens that stand for one of the target's when they are proposed
+    proposed_ids: mx.array  # (n,) the target's tokens that they stand for
+    last_read: mx.array  # (V,) the model's own token that the target's is read as, or the last of them
 
     @classmethod
     def of(cls, vocabulary_map: VocabularyMap) -> TokenTables:
@@ -59,19 +53,12 @@ class TokenTables:
 
 @attrs.frozen
 class Reading:
-    """Tokens of the target, as the model is fed them.
+    """Tokens of the target, as the model is fed them."""
 
-    Attributes:
-        tokens: the model's own.
-        ends: the length of the text in the model's own tokens after each of the target's.
-        num_rows: rows of logits to ask for, from the end: those that are wanted, and others between them.
-        wanted: which of those rows are wanted.
-    """
-
-    tokens: tuple[int, ...]
-    ends: tuple[int, ...]
-    num_rows: int
-    wanted: tuple[int, ...]
+    tokens: tuple[int, ...]  # the model's own
+    ends: tuple[int, ...]  # the length of the text in the model's own tokens after each of the target's
+    num_rows: int  # of logits to ask for, from the end: those that are wanted, and others between them
+    wanted: tuple[int, ...]  # which of those rows are wanted
 
 
 class TranslatedSequence(ReusableSequence):
@@ -84,11 +71,7 @@ class TranslatedSequence(ReusableSequence):
     """
 
     def __init__(
-        self,
-        own: ReusableSequence,
-        vocabulary_map: VocabularyMap,
-        tables: TokenTables,
-        context_length: int | None,
+        self, own: ReusableSequence, vocabulary_map: VocabularyMap, tables: TokenTables, context_length: int | None
     ) -> None:
         """Make an empty sequence of an empty one of the model's; `context_length` is in the model's own tokens."""
         self.own = own

@@ -60,17 +60,14 @@ class Windows:
     """Windows of equally many tokens, cut from texts that follow one another.
 
     Attributes:
-        held_out: (n, length) int32 windows that are not learnt from.
-        learnt: (m, length) int32 the others.
-        num_tokens: tokens of all texts.
+        held_out, learnt: (n, length) int32.
+        num_tokens: of all texts.
         digest: identifies the texts and the length of a window, in hexadecimal.
     """
 
     def __init__(self, texts: Iterator[str], tokenizer: Any, length: int) -> None:
-        """Cut texts into windows of `length` tokens, >= 8.
-
-        Of at least `HELD_OUT_EVERY` texts, whole ones are held out, else windows. The tokenizer's end-of-text token, if
-        it has one, stands between two texts.
+        """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Of at least
+        `HELD_OUT_EVERY` texts, whole ones are held out, else windows.
 
         Raises: SettingsError: there is less than two windows of text.
         """
@@ -83,10 +80,9 @@ class Windows:
         self.digest = hashlib.sha256(" ".join([str(length), *digests]).encode()).hexdigest()[:16]
         num_held_out = len(encoded) // HELD_OUT_EVERY
         held_out = set(sorted(digests)[:num_held_out])
-        learnt = _windows(
-            [tokens for tokens, digest in zip(encoded, digests, strict=True) if digest not in held_out], length
-        )
-        kept = _windows([tokens for tokens, digest in zip(encoded, digests, strict=True) if digest in held_out], length)
+        pairs = [*zip(encoded, digests, strict=True)]
+        kept = _windows([text for text, digest in pairs if digest in held_out], length)
+        learnt = _windows([text for text, digest in pairs if digest not in held_out], length)
         if learnt.shape[0] + kept.shape[0] < 2:
             raise SettingsError(
                 f"the texts have {self.num_tokens} tokens, and at least {2 * length} are needed; give more files"

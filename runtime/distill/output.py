@@ -30,11 +30,8 @@ def write_drafter(
     dtype: mx.Dtype,
     card: str,
 ) -> None:
-    """Write a drafter's folder, in the format of Speculators.
-
-    Args:
-        target_ids: (draft_vocab_size,) the target's id of each of the drafter's, ascending; None if they are the same.
-        embedding: (vocab_size, hidden size) to go with it; None if the drafter reads its target's.
+    """Write a drafter's folder, as Speculators has it, with the (draft_vocab_size,) ids of the target, ascending, if
+    they are other ones, and with an embedding if the drafter does not read its target's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(drafter.parameters()))  # type: ignore[no-untyped-call]
@@ -61,12 +58,8 @@ def config_for(
     draft_vocab_size: int,
     intermediate_size: int | None,
 ) -> dict[str, Any]:
-    """The `config.json` of a new drafter, as Speculators has it.
-
-    Args:
-        target: the arguments of the target; what a family does not have is left to defaults.
-        vocab_size: width of the target's logits.
-        intermediate_size: width of the feed-forward part; None for about the target's.
+    """The `config.json` of a new drafter, as Speculators has it, for a target with some arguments; `intermediate_size`
+    None is about the target's.
     """
     widths = (128, 64, 32, 16, 8, 4, 2) if hidden_size >= 1024 else (64, 32, 16, 8, 4, 2)
     head_dim = next(width for width in widths if hidden_size % width == 0)
@@ -118,16 +111,9 @@ def model_card(
     num_continuations: int,
     files: Sequence[str],
 ) -> str:
-    """The model card of a drafter.
-
-    Args:
-        acceptance: on held-out text, of each draft step where those before it were accepted.
-        num_tokens: that were learnt from, each time that they were.
-        num_continuations: how many of the windows the target wrote itself.
-    """
-    shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (
-        f" and {len(files) - MAX_FILES_SHOWN} more" if len(files) > MAX_FILES_SHOWN else ""
-    )
+    """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
+    num_more = len(files) - MAX_FILES_SHOWN
+    shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
     rows = "\n".join(f"| {step} | {rate:.3f} |" for step, rate in enumerate(acceptance, 1))
     return f"""---
 tags: [speculative-decoding, eagle3]

@@ -21,15 +21,11 @@ T = TypeVar("T")
 
 
 async def distill(
-    options: DistillOptions,
-    *,
-    on_progress: Callable[[str], None],
-    on_evaluation: Callable[[Evaluation], None],
+    options: DistillOptions, *, on_progress: Callable[[str], None], on_evaluation: Callable[[Evaluation], None]
 ) -> None:
     """Train a drafter until it learns nothing more, and write it to `options.out`.
 
-    A cancellation ends the training after the batch at hand, and saves its state: the same call goes on from there. The
-    best drafter so far is in the output folder.
+    A cancellation ends the training after the batch at hand, and saves its state: the same call goes on from there.
 
     Raises:
         ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.

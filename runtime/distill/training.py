@@ -119,12 +119,9 @@ class Training:
         *,
         learning_rate: float = 1e-3,
     ) -> None:
-        """Begin, or go on after `restore`.
-
-        Args:
-            target: mlx-lm's model; its weights stay as they are.
-            embedding: (vocab_size, hidden size), which the drafter reads; stays as it is.
-            target_ids: (draft_vocab_size,) the target's id of each of the drafter's; None if they are the same.
+        """Begin, or go on after `restore`. The weights of mlx-lm's `target` stay, and so does the (vocab_size, hidden
+        size) embedding, which the drafter reads. `target_ids` are the target's id of each of the drafter's; None if
+        they are the same.
         """
         self._target = target
         self.drafter = drafter

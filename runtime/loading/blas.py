@@ -1,11 +1,8 @@
 """The BLAS of MLX's CPU backend: another library, such as OpenBLAS, loaded in place of MLX's own.
 
 On Linux, MLX's CPU wheel brings the reference BLAS, with which verifying k tokens in float32 takes about k times as
-long as decoding one. A BLAS that is loaded with global symbols before MLX replaces it. So neither this module nor
-anything imported before it may import mlx.
-
-A restart of the process with LD_PRELOAD is no alternative: it would run a program a second time up to its import of
-`runtime`.
+long as decoding one. A BLAS that is loaded with global symbols before MLX replaces it, so neither this module nor
+anything imported before it may import mlx. (A restart with LD_PRELOAD would run a program twice up to here.)
 """
 
 from __future__ import annotations
@@ -98,12 +95,9 @@ _loaded = _LoadedBlas()
 
 
 def load_before_mlx(wanted: str) -> None:
-    """Load a BLAS, so that MLX uses it in this process. To be called before mlx is imported.
+    """Load a BLAS, as `choose` finds it, so that MLX uses it in this process. To be called before mlx is imported.
 
     The models that compute at the same time then share the cores; see `shares_cores`.
-
-    Args:
-        wanted: see `choose`.
 
     Raises: SettingsError: this is not Linux, mlx is imported already, there is no such library or it is not a BLAS, or
         another one was loaded before.

@@ -12,13 +12,8 @@ _SYSCTL = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def use_device(device: str | None, option: str = "--device") -> None:
-    """Make a device the default of MLX, and so of this process.
-
-    Args:
-        device: "cpu" or "gpu"; None leaves MLX's own default.
-        option: the name of what asks for it.
-
-    Raises: SettingsError: the device is not available.
+    """Make "cpu" or "gpu" the default of MLX, and so of this process; None leaves it. `option` asks for it, in
+    messages. Raises: SettingsError: the device is not available.
     """
     if device is None:
         return

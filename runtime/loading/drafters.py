@@ -185,10 +185,9 @@ def _has_mtp(directory: Path, config: dict[str, Any]) -> bool:
 def _vocabulary(directory: Path) -> dict[str, int] | None:
     """Ids by token; None if there is no readable tokenizer."""
     try:
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        vocabulary: dict[str, int] = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab()
     except Exception:  # tokenizers raises plain Exception for every fault of a file
         return None
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return vocabulary
 
 
@@ -197,8 +196,8 @@ def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
     if ours is None or theirs is None:
         return False
     by_id = {id: token for token, id in ours.items()}
-    common = [(by_id[id], token) for token, id in theirs.items() if id in by_id]
-    return bool(common) and all(mine == token for mine, token in common)
+    common = [by_id[id] == token for token, id in theirs.items() if id in by_id]
+    return bool(common) and all(common)
 
 
 # --- the tables -----------------------------------------------------------------------------------
@@ -229,12 +228,8 @@ def _model_name(model: str) -> str:
 
 
 def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
-    """The small models that share a model's vocabulary, the smallest first; none if its family is not in the table.
-
-    Their vocabularies are checked when they are opened.
-
-    Args:
-        vocab_size: number of embedding rows, padding included.
+    """The small models that share a vocabulary of so many embedding rows, padding included, the smallest first; none if
+    the family is not in the table. Their vocabularies are checked when they are opened.
     """
     for family in _table("small_models"):
         low, high = family["vocab_sizes"]

@@ -28,10 +28,8 @@ def name_of(source: Any) -> str:
 
 
 def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
-    """The folder that a model source is loaded from; None if it was given as a model, or is not on this disk.
-
-    Args:
-        cache_dir: Hugging Face's cache; None for the default one.
+    """The folder that a model source is loaded from; None if it was given as a model, or is not on this disk, nor in
+    Hugging Face's cache at `cache_dir` (None: the default one).
     """
     if isinstance(source, tuple):
         return None

@@ -79,35 +79,29 @@ class DraftedModel(Protocol):
     @property
     def module(self) -> Module:
         """mlx-lm's model."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """See `Model.vocab_size`."""
-        ...
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
         """See `MLXModel.record_features`."""
-        ...
 
 
 class DraftedTarget(Protocol):
-    """The same with what comes with the model, as in `Loaded`."""
+    """The same with what comes with the model; see `Loaded`."""
 
     @property
     def model(self) -> DraftedModel:
         """The model."""
-        ...
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         """Its tokenizer, if it has one."""
-        ...
 
     @property
     def folder(self) -> Path | None:
         """With its files, if it was loaded from one."""
-        ...
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -258,13 +252,8 @@ def check_unknown(
     positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
-    """Report options that a function does not have, with a hint at what was meant.
-
-    Args:
-        options: the unknown options, by name.
-        known, positional: names of the function's keyword-only options, and of its other arguments.
-
-    Raises: SettingsError: there is at least one.
+    """Raises: SettingsError: there are `options` that a function does not have; with a hint at what was meant, among
+    its keyword-only options (`known`) and its other arguments (`positional`).
     """
     settings = attrs.fields_dict(Settings)
     for name in options:
@@ -337,10 +326,8 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
 async def load_draft_onto(
     worker: Worker, source: Source, options: CacheOptions, loaded_target: DraftedTarget
 ) -> LoadedDraft:
-    """Load a drafter on a worker's thread: a language model, or one that was trained for the target.
-
-    For the latter, the target records what it reads from then on; see `MLXModel.record_features`. A language model of
-    another vocabulary is translated.
+    """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or one that was
+    trained for the target, which records what it reads from then on; see `MLXModel.record_features`.
 
     Raises: as `load_onto`, and
         ModelError: it was trained for another target.

@@ -48,9 +48,7 @@ def copy_of(
 
     Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: of two
     threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set.
-
-    Args:
-        chat_template_args: variables that the copy gives its chat template, where a call does not give others.
+    `chat_template_args` are what the copy gives its chat template, where a call does not give others.
 
     Returns: the original where it cannot be copied (with variables, a copy of the wrapper alone). Takes a second where
         the vocabulary is large.

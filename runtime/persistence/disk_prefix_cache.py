@@ -100,11 +100,8 @@ class PrefixFiles:
     def __init__(
         self, folder: Path, max_bytes: int, fingerprint: Fingerprint, cache_options: Mapping[str, Any]
     ) -> None:
-        """Of the model with a fingerprint and options; files of others are left alone.
-
-        Args:
-            folder: exists.
-            max_bytes: bound of all files in the folder; the least recently used ones are deleted.
+        """Of the model with a fingerprint and options. `max_bytes` is the bound of all files in the folder, which
+        exists; the least recently used ones are deleted.
         """
         self._folder = folder
         self._max_bytes = max_bytes

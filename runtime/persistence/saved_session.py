@@ -63,29 +63,18 @@ class SavedStream:
 
 @attrs.frozen(kw_only=True)
 class SavedSession:
-    """A saved conversation or stream.
+    """A saved conversation or stream."""
 
-    Attributes:
-        messages: in order, including the system message; none for a stream.
-        tokens: the beginning of the next turn's prompt; for a stream, its prompt and its text.
-        thinking: see `Runtime.conversation`.
-        settings: by name, as JSON has them; without functions.
-        num_processors: number of `logits_processors`, which are functions and not in the file.
-        cache_options: the options of the models' caches that affect the cached values.
-        vocabulary: digest of the tokenizer's vocabulary; None where there was no tokenizer.
-        stream: the rest of a stream's state; None for a conversation.
-    """
-
-    messages: tuple[dict[str, Any], ...] = ()
-    tokens: tuple[int, ...]
-    thinking: bool | None = None
-    settings: Mapping[str, Any]
-    num_processors: int
-    cache_options: Mapping[str, int | None]
-    vocabulary: str | None
+    messages: tuple[dict[str, Any], ...] = ()  # in order, including the system message; none for a stream
+    tokens: tuple[int, ...]  # the beginning of the next turn's prompt; for a stream, its prompt and its text
+    thinking: bool | None = None  # see `Runtime.conversation`
+    settings: Mapping[str, Any]  # by name, as JSON has them; without functions
+    num_processors: int  # `logits_processors`, which are functions and not in the file
+    cache_options: Mapping[str, int | None]  # those that affect the cached values
+    vocabulary: str | None  # digest of the tokenizer's; None where there was no tokenizer
     target: SavedModelState
     draft: SavedModelState | None
-    stream: SavedStream | None = None
+    stream: SavedStream | None = None  # the rest of a stream's state; None for a conversation
 
     def __repr__(self) -> str:
         draft = "no draft model" if self.draft is None else "a draft model"

@@ -55,9 +55,9 @@ class Contents:
 def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = lambda: None) -> int:
     """Write a session file atomically; an existing file is replaced.
 
-    The file is written beside its place, flushed to the disk, and moved there in one step; a process that is killed
-    leaves a hidden file `.outrider-….tmp`. A symbolic link is followed. The file gets the permissions of the one that
-    it replaces; a new one is readable by its owner alone, since it has the texts of the session.
+    It is written beside its place, flushed to the disk, and moved there in one step; a process that is killed leaves a
+    hidden file `.outrider-….tmp`. A symbolic link is followed. A new file is readable by its owner alone, since it has
+    the texts of the session; otherwise permissions stay.
 
     Args:
         path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`, which is written
@@ -185,9 +185,7 @@ def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> C
             return _Reader(path, file, 0, size, check_cancelled).read()
     except (OSError, ValueError) as error:
         raise SessionFileError.of(
-            "cannot read {named}: {why}; give a file that {save} has written",
-            named=named(path),
-            why=_reason(error),
+            "cannot read {named}: {why}; give a file that {save} has written", named=named(path), why=_reason(error)
         ) from error
 
 
@@ -334,9 +332,7 @@ class _Reader:
 
     def _foreign(self, why: str) -> NoReturn:
         raise SessionFileError.of(
-            "{named} is no saved session: {why}; give a file that {save} has written",
-            named=named(self.path),
-            why=why,
+            "{named} is no saved session: {why}; give a file that {save} has written", named=named(self.path), why=why
         )
 
     def _damaged(self, why: str) -> NoReturn:

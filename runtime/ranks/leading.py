@@ -28,10 +28,7 @@ PASS_TIMEOUT_S = 60.0
 def check_group(group: Any, target: Source, draft: Source | None, draft_rank: Any = None) -> None:
     """Check the options `group` and `draft_rank` of `open`, and what does not go with them.
 
-    Raises:
-        SettingsError: it is no group of ranks, this is not rank 0, another runtime leads the group, or another option
-            does not go with ranks.
-        RankError: the group is broken.
+    Raises: SettingsError: one of them cannot be, or this is not rank 0. RankError: the group is broken.
     """
     if group is None and draft_rank is None:
         return

@@ -21,13 +21,7 @@ from actors.warm_up import time_drafter
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
 from protocol.drafter_wire import DrafterLoaded, DrafterNotLoaded, DraftNews, LoadDrafter, decode, encode
-from protocol.errors import (
-    ModelError,
-    OutriderError,
-    ProtocolError,
-    SettingsError,
-    VocabularyMismatchError,
-)
+from protocol.errors import ModelError, OutriderError, ProtocolError, SettingsError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
 from protocol.settings import AUTO_DRAFT
 from runtime.loading.model_files import folder_of
@@ -45,9 +39,8 @@ OPTIONS = ("max_batch", "prefix_cache_bytes", "work_ahead")
 async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError]) -> LoadedElsewhere:
     """Have the other end of a link load a drafter. That end speaks first, by a heartbeat.
 
-    Raises:
-        SettingsError, ModelError, VocabularyMismatchError: it cannot; the message says which end, and why.
-        lost: the link is lost, or the other end speaks another version.
+    Raises: SettingsError, ModelError, VocabularyMismatchError: it cannot. `lost`: the link is lost, or the other end
+        speaks another version.
 
     Cancellation: the link is not used any more.
     """

@@ -162,7 +162,7 @@ async def test_another_training_in_the_folder_is_refused(options: DistillOptions
 
 async def test_a_drafter_can_be_trained_further(options: DistillOptions, tmp_path: Path) -> None:
     options = attrs.evolve(options, learning_rate=1e-2)
-    before = await train(options, num_evaluations=20)
+    before = await train(options, num_evaluations=14)
     further = attrs.evolve(options, init=options.out, out=tmp_path / "further")
     (first,) = await train(further, num_evaluations=1)
     # It shows what there is to begin with.

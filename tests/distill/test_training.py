@@ -69,11 +69,11 @@ def test_the_learning_rate_falls_where_evaluations_gain_nothing() -> None:
 
 
 @pytest.mark.slow
-@sweep("name, target_ids", [("llama", DRAFT_IDS), ("gemma3_text", None), ("lfm2", None)])
+@sweep("name, target_ids", [("llama", DRAFT_IDS), ("lfm2", None)])
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)
     before = acceptance_of([learning.draft(batch) for batch in BATCHES])
-    losses = [learning.learn(BATCHES[i % len(BATCHES)]) for i in range(120)]
+    losses = [learning.learn(BATCHES[i % len(BATCHES)]) for i in range(90)]
     after = acceptance_of([learning.draft(batch) for batch in BATCHES])
     assert losses[-1] < losses[0]
     assert len(before) == NUM_STEPS

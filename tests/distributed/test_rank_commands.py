@@ -34,9 +34,7 @@ TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.
 
 
 @pytest.mark.parametrize(
-    "draft",
-    [pytest.param(["ngram"], marks=pytest.mark.slow), ["model", "--draft-rank", "1"]],
-    ids=["", "draft-rank"],
+    "draft", [pytest.param(["ngram"], marks=pytest.mark.slow), ["model", "--draft-rank", "1"]], ids=["", "draft-rank"]
 )
 def test_generate_gives_the_text_of_one_process(tmp_path: Path, draft: list[str]):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))

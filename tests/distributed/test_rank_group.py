@@ -93,12 +93,6 @@ def test_a_heartbeat_does_not_wait_for_an_end_that_takes_nothing():
     other.close()
 
 
-def test_a_heartbeat_arrives(pair):
-    group, end = pair
-    group._beat()
-    assert isinstance(end.receive(), Beat)
-
-
 # --- errors ---------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,24 +140,25 @@ async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: 
     assert sum(read) == expected < anew
 
 
-@sweep("template", [None, TEMPLATE])
-@sweep("system", [None, "Once upon a time"])
+@sweep(
+    ("template", "system", "said"),
+    [(None, None, ()), (None, "Once upon a time", (" there was a cat.",)), (TEMPLATE, None, ())],
+)
 async def test_a_base_model_goes_on_too_and_a_conversation_in_which_nothing_was_said(
-    tmp_path: Path, template: str | None, system: str | None
+    tmp_path: Path, template: str | None, system: str | None, said: tuple[str, ...]
 ) -> None:
     path = tmp_path / "session"
-    for said in ((), (" there was a cat.",)):
-        async with LLAMA.open(template) as rt:
-            conversation = rt.conversation(system, **GREEDY)
-            for text in said:
-                await conversation.generate(text)
-            await conversation.save(path)
-            expected = await conversation.generate(SAID[1])
-        async with LLAMA.open(template) as rt:
-            found = await (await rt.load(path)).generate(SAID[1])
-        assert ids(found) == ids(expected)
-        assert found.statistics.cached_tokens == expected.statistics.cached_tokens
-        assert (found.statistics.cached_tokens > 0) == bool(said)
+    async with LLAMA.open(template) as rt:
+        conversation = rt.conversation(system, **GREEDY)
+        for text in said:
+            await conversation.generate(text)
+        await conversation.save(path)
+        expected = await conversation.generate(SAID[1])
+    async with LLAMA.open(template) as rt:
+        found = await (await rt.load(path)).generate(SAID[1])
+    assert ids(found) == ids(expected)
+    assert found.statistics.cached_tokens == expected.statistics.cached_tokens
+    assert (found.statistics.cached_tokens > 0) == bool(said)
 
 
 async def test_a_conversation_can_be_saved_after_every_turn_and_loaded_twice(tmp_path: Path) -> None:
@@ -359,7 +358,7 @@ async def test_caches_that_are_made_otherwise_are_refused(tmp_path: Path) -> Non
 
 
 async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
-    for rewind in ("trim", "checkpoint", "none"):
+    for rewind in ("checkpoint", "none"):  # "auto", of the file, trims
         assert len((await next_turn(path, rewind=rewind)).tokens) == 20
 
 
@@ -369,7 +368,7 @@ async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
 async def test_a_damaged_file_changes_nothing(path: Path) -> None:
     whole = path.read_bytes()
     async with LLAMA.open() as rt:
-        for i in range(0, len(whole), len(whole) // 23):
+        for i in range(0, len(whole), len(whole) // 7):
             path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :])
             await refusal(rt, path)
             path.write_bytes(whole[:i])
@@ -478,11 +477,11 @@ async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) ->
 async def test_other_streams_go_on_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "session"
     async with LLAMA.open() as rt, trio.open_nursery() as nursery:
-        expected = ids(await rt.generate("Once", **GREEDY | {"max_tokens": 100}))
+        expected = ids(await rt.generate("Once", **GREEDY | {"max_tokens": 50}))
         found: list[int] = []
 
         async def generate() -> None:
-            found.extend(ids(await rt.generate("Once", **GREEDY | {"max_tokens": 100})))
+            found.extend(ids(await rt.generate("Once", **GREEDY | {"max_tokens": 50})))
 
         conversation = rt.conversation(**GREEDY)
         await conversation.generate(SAID[0])
@@ -636,29 +635,6 @@ def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path, capfd: Any, monke
 
 
 # --- the system says no ---------------------------------------------------------------------------
-
-
-async def test_what_the_system_refuses_is_told_with_the_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = path.read_bytes()
-    async with LLAMA.open() as rt:
-        conversation = await rt.load(path)
-        for place in (path.parent, path.parent / "nowhere" / "session"):
-            with pytest.raises(runtime.SessionFileError, match="cannot write") as refused:
-                await conversation.save(place)
-            assert isinstance(refused.value.__cause__, OSError)
-            assert str(place) in str(refused.value)
-
-        def full(*_: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        with monkeypatch.context() as patch:
-            patch.setattr(session_file.os, "fsync", full)
-            with pytest.raises(runtime.SessionFileError, match="No space left"):
-                await conversation.save(path)
-        assert path.read_bytes() == before
-        assert os.listdir(path.parent) == ["session"]
-        await conversation.save(path)
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @sweep("where", [None, 3, "", b"session", ["a"]])

@@ -40,8 +40,8 @@ from runtime.persistence import saved_session, session_file
 from runtime.persistence.session_file import Contents
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-NUM_TOKENS = 24
-CUTS = (0, 7, 23)
+NUM_TOKENS = 16
+CUTS = (0, 7, 15)
 
 
 @attrs.frozen
@@ -133,7 +133,8 @@ async def check(
     ("name", "kind"),
     [
         *(("attention", kind) for kind in KINDS),
-        *((name, kind) for name in ("recurrent", "hybrid") for kind in ("greedy", "rejection")),
+        ("recurrent", "greedy"),
+        ("hybrid", "rejection"),
         ("sliding window", "seeded"),
     ],
 )
@@ -191,7 +192,7 @@ async def test_stop_strings_and_characters_may_be_half_there(tmp_path: Path) -> 
         whole = await rt.generate(PROMPT, max_tokens=NUM_TOKENS)
     text, ids = whole.text, ids_of(whole.tokens)
     almost = [text[i : i + 4] + "☂" for i in range(len(text))]
-    stop = byte_level().decode(ids[:18])[len(byte_level().decode(ids[:6])) :]
+    stop = byte_level().decode(ids[:12])[len(byte_level().decode(ids[:6])) :]
     assert text.find(stop) == text.rfind(stop) > 0
     cuts = tuple(range(0, 12, 3))
     streams = await check(tmp_path / "stream", LLAMA, cuts, tokenizer=byte_level(), stop=[*almost, stop], lookahead=1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from runtime.engine.events import Events
 from runtime.engine.opening import running
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12, 13, 14, 15]]
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 @asynccontextmanager
@@ -62,16 +63,17 @@ async def drafted(
             yield await stack.enter_async_context(running((target, target_worker), at_draft, **options))
 
 
-async def check_greedy(rt: Any, built: Any, lookahead: Any) -> Any:
-    """Compare greedy texts with those of the target alone. Returns: the statistics of the last one."""
-    for prompt in PROMPTS:
+async def check_greedy(rt: Any, built: Any, lookaheads: Sequence[Any]) -> list[Any]:
+    """Compare a greedy text for each lookahead with that of the target alone. Returns: the statistics of each."""
+    found = []
+    for prompt, lookahead in zip(cycle(PROMPTS), lookaheads, strict=False):
         stream = rt.stream(prompt, max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
         assert [token.id async for token in stream] == greedy(built, prompt, NUM_TOKENS)
-        statistics = stream.statistics()
-        assert statistics.draft_failures == 0
+        found.append(stream.statistics())
+        assert found[-1].draft_failures == 0
         if lookahead != "auto":
-            assert statistics.proposed > 0
-    return statistics
+            assert found[-1].proposed > 0
+    return found
 
 
 async def check_seeded(rt: Any, lookahead: Any) -> None:
@@ -102,7 +104,7 @@ async def fresh_proposals(
     events = Events()
     events.listen(seen.append)
     async with drafted(folder, built, events=events) as rt:
-        completion = await rt.generate(PROMPTS[0], max_tokens=NUM_TOKENS, lookahead=lookahead, ignore_eos=True)
+        completion = await rt.generate(PROMPTS[0], max_tokens=40, lookahead=lookahead, ignore_eos=True)
     found, has_missed, position = [], False, 0
     for event in seen:
         if not isinstance(event, Instant):

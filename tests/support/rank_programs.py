@@ -98,7 +98,7 @@ async def cancelled_texts(target: nn.Module, draft: nn.Module | None, group: Any
     async with runtime.open((target, None), source, group=group, max_streams=6) as rt:
 
         async def generate(i: int) -> None:
-            completion = await rt.generate(PROMPTS[i], max_tokens=40, ignore_eos=True, **SETTINGS[i])
+            completion = await rt.generate(PROMPTS[i], max_tokens=24, ignore_eos=True, **SETTINGS[i])
             found[f"beside cancelled {i}"] = [token.id for token in completion.tokens]
 
         async def cancelled(num_checkpoints: int, num_tokens: int, reuse_prefix: bool) -> None:

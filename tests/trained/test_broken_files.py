@@ -9,10 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from architectures import VOCAB_SIZE
+from architectures import VOCAB_SIZE, build
 from sweeps import sweep
-from trained_drafters import KINDS, make
+from trained_drafters import KINDS, make, write_dflash, write_eagle3
 
+import runtime
+from actors.trained.drafter_files import check_named_target
 from actors.trained.drafter_model import TrainedDrafter
 from protocol.errors import ModelError
 
@@ -122,11 +124,7 @@ BROKEN: list[tuple[str, Break, str]] = [
         "names ids that its target, with 64, does not have",
     ),
     ("dflash", settings(LAYER, hidden_act="gelu"), "activation 'gelu'"),
-    (
-        "dflash",
-        settings(LAYER, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
-        "different rotary embeddings",
-    ),
+    ("dflash", settings(LAYER, rope_parameters={"full_attention": {"rope_theta": 1e6}}), "different rotary embeddings"),
     ("mtp_deep", without("model.layers.3.enorm.weight"), "it has no embedding_norm.weight"),
     ("dspark", without("confidence_head.proj.bias"), "it has no confidence_head.proj.bias"),
     ("dspark", settings(confidence_head_with_markov=False), r"proj.weight is \(1, 36\), and should be \(1, 32\)"),
@@ -178,3 +176,59 @@ def test_missing_files_are_named(kind: str, tmp_path: Path) -> None:
             file.unlink()
         with pytest.raises(ModelError, match=f"draft 'org/head'.*{said}|{said}.*draft 'org/head'"):
             TrainedDrafter(tmp_path, target, VOCAB_SIZE, "draft 'org/head'")
+
+
+# --- of another target ----------------------------------------------------------------------------
+
+
+def naming(*architectures: str, name: str | None = None) -> dict[str, Any]:
+    return {"speculators_config": {"verifier": {"architectures": list(architectures), "name_or_path": name}}}
+
+
+@sweep(
+    ("family", "architecture"),
+    [
+        ("llama", "LlamaForCausalLM"),
+        ("qwen3_next", "Qwen3NextForCausalLM"),
+        ("gemma3_text", "Gemma3ForConditionalGeneration"),
+        ("glm4_moe", "Glm4MoeForCausalLM"),
+        # What mlx-lm does not know may be another name of what it knows.
+        ("llama", "SomethingForCausalLM"),
+    ],
+)
+def test_a_target_of_the_kind_that_is_named_is_taken(family: str, architecture: str) -> None:
+    check_named_target(naming(architecture, name="org/other-name"), build(family), "the drafter")
+
+
+@sweep(
+    "config", [{}, {"speculators_config": None}, {"speculators_config": {"verifier": []}}, naming(), naming("Llama")]
+)
+def test_files_that_do_not_say_are_taken(config: dict[str, Any]) -> None:
+    check_named_target(config, build("llama"), "the drafter")
+
+
+@pytest.mark.parametrize("write", [write_eagle3, write_dflash])
+async def test_a_target_of_another_kind_is_refused(write: Any, tmp_path: Path) -> None:
+    built = build("llama")
+    write(tmp_path, built, **naming("Qwen3ForCausalLM", name="Qwen/Qwen3-8B"))
+    said = r"target of the kind Qwen3ForCausalLM \(Qwen/Qwen3-8B\), and this one is a llama"
+    with pytest.raises(ModelError, match=said):
+        async with runtime.open((built, None), tmp_path):
+            raise AssertionError("should not be reached")
+
+
+async def test_another_number_of_layers_is_refused(tmp_path: Path) -> None:
+    built = build("llama")
+    write_dflash(tmp_path, built)
+    layer = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    num_layers = len(built.layers) + 2
+    for read, said in (
+        ([0, 1], "is not what its configuration says"),
+        ([0, 1, 2], f"made for a target with {num_layers} layers, and this one has {len(built.layers)}"),
+    ):
+        authors = {"num_hidden_layers": 2, "dflash_config": {"mask_token_id": 1, "target_layer_ids": read}}
+        of_target = {"architectures": ["DFlashDraftModel"], "num_target_layers": num_layers}
+        (tmp_path / "config.json").write_text(json.dumps(layer | authors | of_target))
+        with pytest.raises(ModelError, match=said):
+            async with runtime.open((built, None), tmp_path):
+                raise AssertionError("should not be reached")

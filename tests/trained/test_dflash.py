@@ -9,11 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from drafted_runtime import (
-    NUM_TOKENS,
-    PROMPTS,
-    drafted,
-)
+from drafted_runtime import NUM_TOKENS, PROMPTS, drafted
 from sweeps import sweep
 from trained_drafters import make
 

@@ -10,21 +10,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from architectures import ARCHITECTURES, build
 from sweeps import sweep
 
-from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.features import FeatureRecorder, recording
 from actors.trained.kinds.medusa import HeadSequence, Medusa, load_medusa
-from actors.trained.kinds.target_parts import final_norm_of, head_of, width_of
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError, RewindError
 
 CASES = sorted(path for path in (Path(__file__).parent / "medusa").iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@sweep("case", CASES)
 def test_the_logits_are_those_of_the_authors_definition(case: Path) -> None:
     expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
     model = load_medusa(DrafterFiles.read(case))
@@ -52,7 +48,7 @@ class _Runs:
         return print, ("this must not run",)
 
 
-@pytest.mark.parametrize("content", [_Runs(), {"a": 1}, [1]], ids=["code", "number", "list"])
+@sweep("content", [_Runs(), {"a": 1}, [1]])
 def test_a_file_of_torch_with_anything_but_tensors_is_refused(
     content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,48 +68,9 @@ def test_a_damaged_file_of_torch_is_an_error_of_the_drafter(tmp_path: Path) -> N
         load_medusa(DrafterFiles.read(tmp_path))
 
 
-# --- what the heads read --------------------------------------------------------------------------
-
-# What enters their layers is not one vector a token, or some part is not a module of its own.
-WITHOUT_PARTS = {
-    "deepseek_v41",
-    "gemma3n",
-    "iquestloopcoder",
-    "longcat_flash_ngram",
-    "nanochat",
-    "phixtral",
-    "talkie",
-}
-
-
-@sweep("name", ARCHITECTURES)
-def test_norm_and_head_of_every_family_give_its_logits_or_are_said_to_be_missing(name: str) -> None:
-    model = build(name)
-    tokens = mx.array([[3, 1, 4, 1, 5]])
-    recorder = FeatureRecorder(model, (len(model.layers),))
-    with evaluating_layers(model), recording(recorder):
-        logits = model(tokens)
-    try:
-        hidden = final_norm_of(model, "the drafter")(recorder.take((1, 5)))
-        found = head_of(model, "the drafter")(hidden)
-        width = width_of(model, "the drafter")
-    except ModelError:
-        assert name in WITHOUT_PARTS
-        return
-    assert name not in WITHOUT_PARTS
-    assert width == hidden.shape[-1]
-    # Some families scale or bound the logits of their head.
-    order = mx.argsort(logits[0], axis=-1)[:, -3:]
-    assert mx.array_equal(order, mx.argsort(found[0], axis=-1)[:, -3:])
-
-
 # --- a text ---------------------------------------------------------------------------------------
 
 FEATURES = mx.random.normal((100, 16), key=mx.random.key(3))
-
-
-def doubled(hidden: mx.array) -> mx.array:
-    return hidden * 2
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +79,7 @@ def heads() -> Medusa:
 
 
 def text(heads: Medusa) -> HeadSequence:
-    return HeadSequence(doubled, heads.heads, 16, 40)
+    return HeadSequence(lambda hidden: 2 * hidden, heads.heads, 16, 40)
 
 
 def test_each_position_is_drafted_by_its_head_on_the_last_features(heads: Medusa) -> None:
@@ -151,7 +108,7 @@ def test_each_position_is_drafted_by_its_head_on_the_last_features(heads: Medusa
         sequence.check(12)
 
 
-@pytest.mark.parametrize("chunks", [(90,), (30, 60), (80, 5, 5), (89, 1)])
+@sweep("chunks", [(90,), (30, 60), (80, 5, 5), (89, 1)])
 def test_several_rows_at_once_are_those_of_one_at_a_time(heads: Medusa, chunks: tuple[int, ...]) -> None:
     sequence = text(heads)
     begin = 0

@@ -11,13 +11,13 @@ import mlx.core as mx
 import pytest
 from architectures import VOCAB_SIZE
 from models import greedy
+from sweeps import sweep
 from trained_drafters import KINDS, make
 
 import runtime
 from actors.mlx.model import is_quantized
 from actors.trained.drafter_model import TrainedDrafter
 
-every_kind = pytest.mark.parametrize("kind", KINDS)
 FORMATS: dict[str, tuple[dict[str, Any], ...]] = {
     "4 bits": ({"bits": 4, "group_size": 32},),
     "8 bits": ({"bits": 8, "group_size": 32},),
@@ -71,13 +71,10 @@ def logits_of(folder: Path, target: Any) -> tuple[TrainedDrafter, mx.array]:
     return drafter, given
 
 
-@every_kind
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_quantised_files_give_the_logits_of_what_is_left_of_the_weights(
-    kind: str, formats: tuple[dict[str, Any], ...], tmp_path: Path
-) -> None:
+@sweep(("kind", "name"), [*((kind, "each layer otherwise") for kind in KINDS), *(("eagle3", name) for name in FORMATS)])
+def test_quantised_files_give_the_logits_of_what_is_left_of_the_weights(kind: str, name: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path / "whole")
-    quantized, left = write_quantized(tmp_path / "whole", tmp_path, formats)
+    quantized, left = write_quantized(tmp_path / "whole", tmp_path, FORMATS[name])
     drafter, given = logits_of(quantized, target)
     other, expected = logits_of(left, target)
     assert mx.allclose(given, expected, rtol=1e-4, atol=1e-4)
@@ -86,8 +83,17 @@ def test_quantised_files_give_the_logits_of_what_is_left_of_the_weights(
     assert drafter.num_bytes < other.num_bytes
 
 
-@every_kind
-async def test_one_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
+@sweep("kind", KINDS)
+def test_every_kind_is_quantised_as_it_is_loaded(kind: str, tmp_path: Path) -> None:
+    target = make(kind, tmp_path)
+    drafter = TrainedDrafter(tmp_path, target, VOCAB_SIZE)
+    quantized = drafter.quantized({"bits": 8, "group_size": 32, "mode": "affine"})
+    assert is_quantized(quantized.module)
+    assert quantized.num_bytes < drafter.num_bytes
+
+
+@sweep("kind", ["eagle3", "gemma4"])
+async def test_texts_of_a_quantised_one_are_the_targets(kind: str, tmp_path: Path) -> None:
     target = make(kind, tmp_path)
     spec = runtime.ModelSpec(tmp_path, quantize={"bits": 8, "group_size": 32})
     async with runtime.open((target, None), spec) as rt:
@@ -117,7 +123,7 @@ async def test_a_quantisation_that_is_not_mlxs_is_named(tmp_path: Path) -> None:
             raise AssertionError("should not be reached")
 
 
-@pytest.mark.parametrize("options", [{"adapter_path": "adapter"}, {"model_config": {"rope_theta": 1e6}}])
+@sweep("options", [{"adapter_path": "adapter"}, {"model_config": {"rope_theta": 1e6}}])
 async def test_what_only_a_language_model_has_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     target = make("eagle3", tmp_path)
     with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):

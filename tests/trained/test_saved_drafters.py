@@ -32,9 +32,11 @@ from runtime.engine.events import Events
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
 
-NUM_TOKENS = 30
+NUM_TOKENS = 20
 ASKED: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 3, "ignore_eos": True}
 Proposals = list[tuple[int, ...]]
+# Others have texts of the same classes.
+SELDOM = dict.fromkeys(("peagle", "mtp", "dspark", "dflash2"), pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +91,10 @@ def rewritten(file: Path, change: Callable[[Any], None]) -> None:
 # --- saved streams --------------------------------------------------------------------------------
 
 
-@sweep("kind", KINDS)
-@sweep("temperature", [0.0, 1.0])
+@sweep(
+    ("kind", "temperature"),
+    [pytest.param(kind, float(index % 2), marks=SELDOM.get(kind, ())) for index, kind in enumerate(KINDS)],
+)
 async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
     kind: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,14 +114,14 @@ async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
     assert without != found
 
 
-@sweep("kind", ["eagle3", "medusa", "dflash", "gemma4"])
+@sweep("kind", ["eagle3", "medusa", "gemma4"])
 async def test_a_stream_can_be_saved_again_and_again(kind: str, tmp_path: Path) -> None:
     folder, file = tmp_path / "drafter", tmp_path / "stream"
     target, text, expected = await save(folder, file, kind=kind, cut=4)
     got = text[:4]
     while len(got) < NUM_TOKENS:
         async with noted(folder, target) as (rt, proposals), await rt.load_stream(file) as resumed:
-            got += [(await anext(resumed)).id for _ in range(min(3, NUM_TOKENS - len(got)))]
+            got += [(await anext(resumed)).id for _ in range(min(6, NUM_TOKENS - len(got)))]
             await resumed.save(file)
             assert not proposals or proposals[0] in expected
     assert got == text
@@ -127,7 +131,7 @@ async def test_what_is_saved_is_bounded_and_enough(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
     monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
     folder, file = tmp_path / "drafter", tmp_path / "stream"
-    target, text, expected = await save(folder, file, cut=20)
+    target, text, expected = await save(folder, file, cut=12)
     contents = session_file.read(file)
     described = contents.content["draft"]["line"]
     tensors = {name: tensor.shape for name, tensor in contents.tensors.items() if name.startswith("draft.")}
@@ -136,7 +140,7 @@ async def test_what_is_saved_is_bounded_and_enough(tmp_path: Path, monkeypatch: 
     assert sorted(tensors.values()) == [(1, 2, num_tokens - 1, 8)] * 2 + [(4, 32), (num_tokens,)]
     assert described["features"]["start"] + 4 == num_tokens
     rest, found, _ = await resume(folder, file, target)
-    assert (rest, found) == (text[20:], expected[-len(found) :])
+    assert (rest, found) == (text[12:], expected[-len(found) :])
 
 
 async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -246,13 +250,13 @@ async def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
 # --- from turn to turn ----------------------------------------------------------------------------
 
 
-@sweep("kind", KINDS)
+@sweep("kind", [pytest.param(kind, marks=SELDOM.get(kind, ())) for kind in KINDS])
 async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
     folder, disk = tmp_path / "drafter", tmp_path / "disk"
-    target, prompt = make(kind, folder), prompt_of(50, vocab_size=48)
+    target, prompt = make(kind, folder), prompt_of(36, vocab_size=48)
     asked = ASKED | {"reuse_prefix": True}
     text = greedy(target, prompt, NUM_TOKENS)
     longer = [*prompt, *text, *prompt_of(5, seed=3, vocab_size=48)]
@@ -287,7 +291,7 @@ async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(
     monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
     folder, disk = tmp_path / "drafter", tmp_path / "disk"
     target, prompt = make("eagle3", folder), prompt_of(60, vocab_size=48)
-    asked = ASKED | {"reuse_prefix": True}
+    asked = ASKED | {"reuse_prefix": True, "max_tokens": 30}
     async with noted(folder, target, prefix_cache_dir=disk) as (rt, _):
         await rt.generate(prompt, **asked)
     async with noted(folder, target, prefix_cache_dir=disk) as (rt, _):
@@ -297,11 +301,12 @@ async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(
         assert stored.lengths == tuple(range(len(stored.tokens) - 4, len(stored.tokens) + 1))
         other = [*prompt[:50], *prompt_of(20, seed=8, vocab_size=48)]
         completion = await rt.generate(other, **asked)
-        assert ids(completion.tokens) == greedy(target, other, NUM_TOKENS)
+        assert ids(completion.tokens) == greedy(target, other, 30)
         assert (completion.statistics.draft_failures, completion.statistics.cached_tokens) == (0, 50)
         assert completion.statistics.proposed > 0
 
 
+@pytest.mark.slow
 async def test_acceptance_is_the_same_in_a_saved_conversation(tmp_path: Path) -> None:
     found, path = [], tmp_path / "conversation"
 
@@ -317,7 +322,7 @@ async def test_acceptance_is_the_same_in_a_saved_conversation(tmp_path: Path) ->
             if path.exists() and not cache_bytes:
                 conversation = await rt.load(path)
             else:
-                conversation = rt.conversation(max_tokens=24, lookahead=2)
+                conversation = rt.conversation(max_tokens=16, lookahead=2)
                 await conversation.generate(first)
                 if not cache_bytes:
                     await conversation.save(path)
@@ -325,7 +330,7 @@ async def test_acceptance_is_the_same_in_a_saved_conversation(tmp_path: Path) ->
     in_memory, loaded, anew = found
     assert in_memory == loaded
     assert in_memory == (*anew[:3], True)
-    assert in_memory[2] > 10
+    assert in_memory[2] > 5
 
 
 async def test_a_detached_drafter_is_freed_and_its_texts_are_on_disk(tmp_path: Path) -> None:

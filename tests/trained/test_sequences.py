@@ -19,6 +19,7 @@ from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.dflash import BlockSequence, DFlashReader, load_dflash
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
 from actors.trained.kinds.medusa import HeadSequence, load_medusa
+from actors.trained.positioned_rows import PositionedRows
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError
 from protocol.messages import Features
@@ -126,7 +127,7 @@ def close(found: mx.array, expected: mx.array) -> bool:
     return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-4 * (1 + mx.abs(expected)))))
 
 
-@sweep("seed", range(6))
+@sweep("seed", range(3))
 def test_what_is_foreseen_follows_from_the_features_that_came_last_however_they_came(
     subject: Subject, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,3 +370,47 @@ def test_a_pass_that_is_timed_computes_something() -> None:
     assert sum(reader.passes) == 9  # all but the first, which nothing comes before
     assert rows is not None
     assert rows.tolist() == [[1.0] * reader.vocab_size] * 2
+
+
+# --- rows of successive positions -----------------------------------------------------------------
+
+ROWS = mx.arange(600).reshape(300, 2)
+
+
+@sweep("seed", range(8))
+def test_each_row_is_that_of_its_position(seed: int) -> None:
+    draws = random.Random(seed)
+    rows = PositionedRows()
+    for _ in range(60):
+        match draws.choice(("add", "add", "drop_from", "drop_before", "gap")):
+            case "add":
+                start = rows.end if rows.pieces else draws.randrange(5)
+                rows.add(start, ROWS[start : start + draws.choice((1, 3, 40))])
+            case "gap":
+                rows.add(start := draws.randrange(100, 120), ROWS[start : start + 2])
+                assert (rows.begin, rows.end) == (start, start + 2) or rows.end == start + 2
+            case "drop_from":
+                rows.drop_from(draws.randint(max(0, rows.begin - 2), rows.end + 2))
+            case "drop_before":
+                rows.drop_before(draws.randint(max(0, rows.begin - 2), rows.end))
+        assert sum(piece.shape[0] for piece in rows.pieces) == rows.end - rows.begin
+        if rows.pieces:
+            begin = draws.randrange(rows.begin, rows.end)
+            end = draws.randint(begin + 1, rows.end)
+            assert mx.array_equal(rows.between(begin, end), ROWS[begin:end])
+
+
+def test_adding_does_not_copy_what_is_there() -> None:
+    rows = PositionedRows()
+    for position in range(200):
+        rows.add(position, ROWS[position : position + 1])
+    first, *_ = rows.pieces
+    assert 3 <= len(rows.pieces) <= 5
+    rows.add(200, ROWS[200:203])
+    assert rows.pieces[0] is first
+    assert rows.num_bytes == 203 * ROWS[0].nbytes
+    # Of another drafter.
+    rows.add(203, mx.zeros((2, 5)))
+    assert (rows.begin, rows.end) == (203, 205)
+    rows.clear()
+    assert (rows.begin, rows.end, rows.pieces) == (0, 0, [])

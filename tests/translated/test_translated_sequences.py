@@ -214,8 +214,15 @@ def in_own_tokens(script: Script) -> Script:
     return logits
 
 
-@sweep("lookahead", [3, "auto"])
-@sweep("cache", [{}, {"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(9), "keeps_states": True}])
+@sweep(
+    ("lookahead", "cache"),
+    [
+        (3, {}),
+        ("auto", {"undo": never}),
+        (3, {"undo": never, "keeps_states": True}),
+        ("auto", {"undo": within(9), "keeps_states": True}),
+    ],
+)
 async def test_the_text_is_the_targets_whatever_is_drafted(lookahead: Any, cache: Any, autojump_clock: Any) -> None:
     for agreement in (0.0, 0.7, 1.0):
         drafter = TranslatedScript(in_own_tokens(agreeing(agreement)), SCRIPT_MAP, **cache)
@@ -228,7 +235,7 @@ async def test_the_text_is_the_targets_whatever_is_drafted(lookahead: Any, cache
             assert 0.6 < sum(token.from_draft for token in completion.tokens) / 50 + 1 / (1 + lookahead) < 1.1
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(deadline=None, derandomize=True, max_examples=15)
 @given(
     prompts=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6), min_size=1, max_size=3),
     lookahead=st.sampled_from([1, 2, 5, "auto"]),

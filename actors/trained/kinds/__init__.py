@@ -10,6 +10,6 @@
 * `torch_file`: reads the files of `torch.save`.
 * `target_parts`: a target's embedding, final norm and head, which drafters share.
 
-Their texts are in `actors.trained`. A new kind goes here: a module that loads and attaches it, its entry in `attach`,
-and how it is told apart in `recognition`.
+Their texts are in `actors.trained`. A new kind is a module that loads and attaches it, its entry in `attach`, and how
+it is told apart in `recognition`.
 """

@@ -16,31 +16,21 @@ from protocol.errors import ModelError
 
 @attrs.frozen
 class Attached:
-    """A drafter, and what it reads of its target.
+    """A drafter, and what it reads of its target."""
 
-    Attributes:
-        feature_layers: of the target, whose inputs are recorded; see `FeatureRecorder`.
-        vocab_size: width of the logits, whose ids are the target's.
-        open_sequence: makes an empty text.
-        module: its weights.
-        num_draft_tokens: how many of the target's tokens it can propose.
-        arrays: those of its weights that are no parameters of the module.
-    """
-
-    feature_layers: tuple[int, ...]
-    vocab_size: int
+    feature_layers: tuple[int, ...]  # of the target, whose inputs are recorded; see `FeatureRecorder`
+    vocab_size: int  # width of the logits, whose ids are the target's
     open_sequence: Callable[[], TrainedSequence]
     module: Module
-    num_draft_tokens: int
-    arrays: tuple[mx.array, ...] = ()
+    num_draft_tokens: int  # how many of the target's tokens it can propose
+    arrays: tuple[mx.array, ...] = ()  # those of its weights that are no parameters of the module
 
 
 def check_target(
     files: DrafterFiles, target: Module, target_vocab_size: int, *, hidden_size: int, vocab_size: int
 ) -> None:
-    """Check that a target fits a drafter that reads hidden states of a width, and knows so many of its tokens.
-
-    Raises: ModelError: the target is narrower or wider, or has fewer tokens.
+    """Raises: ModelError: a target's hidden states have another width than a drafter reads, or it has fewer tokens than
+    the drafter knows.
     """
     if (width := width_of(target, files.named)) != hidden_size:
         raise ModelError(

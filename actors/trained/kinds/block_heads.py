@@ -41,14 +41,8 @@ class MarkovHead(Module):
         return result
 
     def __call__(self, logits: mx.array, hidden: mx.array, before: Sequence[int], num_rows: int) -> mx.array:
-        """The logits of the last positions.
-
-        Args:
-            logits, hidden: (n, V) and (n, hidden size), of the positions of a block up to them.
-            before: the n tokens before the positions.
-            num_rows: how many of them are wanted.
-
-        Returns: (num_rows, V), lazy.
+        """(num_rows, V) logits of the last of n positions of a block, lazy; from (n, V) logits and (n, hidden size)
+        hidden states of them all, and the n tokens before the positions.
         """
         rows = len(before) if self._form == "rnn" else num_rows
         embedded, hidden = self.embedded(before[-rows:]), hidden[-rows:]

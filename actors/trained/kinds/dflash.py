@@ -1,8 +1,7 @@
 """DFlash: layers that draft a block of tokens in one pass, from hidden states of their target.
 
-A block is the last token of a text, its *anchor*, and mask tokens after it. Each position of the block attends to the
-whole block, and to the *context*: keys and values made of the target's features at the positions before the anchor. The
-features are the hidden states that enter some of the target's layers, side by side. Embedding and head are the
+A block is the last token of a text, its *anchor*, and mask tokens after it. Each position attends to the whole block,
+and to the *context*: keys and values made of the target's features before the anchor. Embedding and head are the
 target's; a drafter with a reduced vocabulary has a head of its own.
 
 Source: Chen, Liang and Liu 2026, "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Files:
@@ -35,13 +34,7 @@ from actors.trained.drafter_files import (
     widened,
 )
 from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.block_heads import (
-    AcceptanceHead,
-    BlockConvolution,
-    CandidateSelector,
-    MarkovHead,
-    convolved,
-)
+from actors.trained.kinds.block_heads import AcceptanceHead, BlockConvolution, CandidateSelector, MarkovHead, convolved
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
 from protocol.errors import ModelError
@@ -54,17 +47,11 @@ _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.suc
 
 @attrs.frozen
 class LayerReach:
-    """What the positions of a block attend to in a layer.
+    """What the positions of a block attend to in a layer."""
 
-    Attributes:
-        window: positions of the context that are seen; None for all.
-        slides: whether the window ends at each position of the block, not at the anchor for all of them.
-        is_causal: whether a position sees only those before it in the block.
-    """
-
-    window: int | None = None
-    slides: bool = False
-    is_causal: bool = False
+    window: int | None = None  # positions of the context that are seen; None for all
+    slides: bool = False  # the window ends at each position of the block, not at the anchor for all of them
+    is_causal: bool = False  # a position sees only those before it in the block
 
     def mask(self, num_context: int, num_block: int) -> mx.array | None:
         """(num_block, num_context + num_block): what is seen; None if all is."""
@@ -80,45 +67,28 @@ class LayerReach:
 
 @attrs.frozen
 class DFlashConfig:
-    """The configuration of a drafter.
+    """The configuration of a drafter."""
 
-    Attributes:
-        hidden_size: width of its hidden states, and of the target's.
-        layer: further settings of its layers, by their names in a `config.json` of Qwen 3.
-        reaches: what each layer attends to.
-        vocab_size, draft_vocab_size: width of the target's logits, and of its own.
-        block_size: tokens of a block, the anchor included.
-        mask_token_id: the target's id of the tokens after the anchor.
-        feature_layers: whose inputs the features are.
-        drafts_from_anchor: whether each position predicts the token after it, the anchor's included; otherwise each but
-            the anchor's predicts the token that stands there.
-        num_target_layers: of the target that it was made for; None if the files do not say.
-        embedding_scale, logit_scale: factors of the target's embeddings, and of the logits.
-        logit_cap: bound of the logits after that, by a tangent; None for none.
-        markov: rank and form of DSpark's `MarkovHead`; None for none.
-        selector: rank and number of candidates of DFlash 2's `CandidateSelector`; None for none.
-        convolution: kernel and group size of DFlash 2's `BlockConvolution`; None for none.
-        estimates_acceptance: whether DSpark does; `estimates_by_token` says whether from the token before, too.
-    """
-
-    hidden_size: int
-    layer: Mapping[str, Any]
+    hidden_size: int  # of the target, too
+    layer: Mapping[str, Any]  # further settings of its layers, by their names in a `config.json` of Qwen 3
     reaches: tuple[LayerReach, ...]
-    vocab_size: int
+    vocab_size: int  # width of the target's logits
     draft_vocab_size: int
-    block_size: int
-    mask_token_id: int
+    block_size: int  # the anchor included
+    mask_token_id: int  # the target's
     feature_layers: tuple[int, ...]
+    # Whether each position predicts the token after it, the anchor's included; otherwise each but the anchor's predicts
+    # the token that stands there.
     drafts_from_anchor: bool = False
-    num_target_layers: int | None = None
-    embedding_scale: float = 1.0
+    num_target_layers: int | None = None  # None if the files do not say
+    embedding_scale: float = 1.0  # of the target's embeddings
     logit_scale: float = 1.0
-    logit_cap: float | None = None
-    markov: tuple[int, str] | None = None
-    selector: tuple[int, int] | None = None
-    convolution: tuple[int, int] | None = None
+    logit_cap: float | None = None  # bound of the logits after that, by a tangent
+    markov: tuple[int, str] | None = None  # rank and form of DSpark's `MarkovHead`
+    selector: tuple[int, int] | None = None  # rank and number of candidates of DFlash 2's `CandidateSelector`
+    convolution: tuple[int, int] | None = None  # kernel and group size of DFlash 2's `BlockConvolution`
     estimates_acceptance: bool = False
-    estimates_by_token: bool = False
+    estimates_by_token: bool = False  # from the token before, too
 
     @property
     def num_foreseen(self) -> int:
@@ -188,15 +158,9 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
 
 
 _LAYER = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "rms_norm_eps",
-    "rope_theta",
-    "max_position_embeddings",
-)
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps",
+    "rope_theta", "max_position_embeddings",
+)  # fmt: skip
 _MAY_LACK: dict[str, Any] = {
     "attention_bias": False,
     "attention_sink_bias": False,
@@ -335,18 +299,12 @@ class DFlash(Module):
 
 @attrs.frozen
 class Block:
-    """What the pass of a block gave.
+    """What the pass of a block gave."""
 
-    Attributes:
-        position, anchor: the anchor's position and id.
-        logits: (num_foreseen, its vocabulary), lazy.
-        hidden: (num_foreseen, width), lazy.
-    """
-
-    position: int
-    anchor: int
-    logits: mx.array
-    hidden: mx.array
+    position: int  # of the anchor
+    anchor: int  # its id
+    logits: mx.array  # (num_foreseen, its vocabulary), lazy
+    hidden: mx.array  # (num_foreseen, width), lazy
 
 
 class DFlashReader:
@@ -402,11 +360,8 @@ class DFlashReader:
 
 
 class BlockSequence(ContextSequence):
-    """See `TrainedSequence`.
-
-    The tokens after a text are drafted by the pass of one block, whose anchor is the last token that the target has
-    committed, and read one by one: what the pass computes for a position does not depend on the tokens between. Some
-    kinds correct each by the token before it.
+    """See `TrainedSequence`. The pass of a block, whose anchor is the last token that the target has committed, drafts
+    the tokens after a text. Some kinds correct each by the token before it.
     """
 
     def __init__(self, reader: DFlashReader) -> None:
@@ -459,9 +414,8 @@ class BlockSequence(ContextSequence):
 
 
 def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
-    """Load a drafter from a folder with `config.json` and safetensors.
+    """A drafter, and its `target_ids_of`, from a folder with `config.json` and safetensors.
 
-    Returns: the drafter, and its `target_ids_of`.
     Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
     """
     config = read_config(files.config)

@@ -1,9 +1,8 @@
 """EAGLE-3: a decoder layer that drafts from hidden states of its target.
 
-Position i of the drafter reads the token at position i + 1 of the text, and the target's *features* at position i: the
-hidden states that enter three of the target's layers, side by side, or what the target's head reads. It predicts the
-token at position i + 2. Where the target has not computed a position yet, the drafter's own hidden state stands for the
-features.
+Position i reads the token at position i + 1 of the text, and the target's *features* at position i: the hidden states
+that enter three of its layers, side by side, or what its head reads. It predicts the token at position i + 2. Where the
+target has not computed a position yet, the drafter's own hidden state stands for the features.
 
 P-EAGLE foresees several tokens in one pass: rows of a mask token, beside a hidden state of its own, come after the
 last position with features, and each predicts one token further on.
@@ -61,35 +60,20 @@ _NUM_DEPTHS = 8
 
 @attrs.frozen
 class Eagle3Config:
-    """The configuration of an EAGLE-3 drafter.
+    """The configuration of an EAGLE-3 drafter."""
 
-    Attributes:
-        architecture: of its layers.
-        layer: the configuration of its layers, as mlx-lm's `ModelArgs` takes it.
-        draft_vocab_size, vocab_size: width of its own logits, and of the target's.
-        target_hidden_size: width of the target's hidden states.
-        feature_layers: whose input the features are, ascending; the number of the target's layers stands for what the
-            last one gives. None for the default: see `feature_layers_of`.
-        reads_output: whether the features are what the target's head reads, instead.
-        normalizes_residual: whether the residual is the normalised hidden state.
-        normalizes_features: "whole" for all features of a position together, "each" for each layer's, None for neither.
-        normalizes_output: whether the hidden state that goes on is the normalised one.
-        mask_token_id, num_parallel: the target's id of the tokens that P-EAGLE puts after the text, and how many of
-            them; 0 for EAGLE-3.
-    """
-
-    architecture: Literal["llama", "qwen3"]
-    layer: Mapping[str, Any]
+    architecture: Literal["llama", "qwen3"]  # of its layers
+    layer: Mapping[str, Any]  # as mlx-lm's `ModelArgs` takes it
     draft_vocab_size: int
-    vocab_size: int
+    vocab_size: int  # width of the target's logits
     target_hidden_size: int
-    feature_layers: tuple[int, ...] | None = None
-    reads_output: bool = False
-    normalizes_residual: bool = False
-    normalizes_features: Literal["whole", "each"] | None = None
-    normalizes_output: bool = False
-    mask_token_id: int = 0
-    num_parallel: int = 0
+    feature_layers: tuple[int, ...] | None = None  # ascending; None for the default, see `feature_layers_of`
+    reads_output: bool = False  # the features are what the target's head reads
+    normalizes_residual: bool = False  # the residual is the normalised hidden state
+    normalizes_features: Literal["whole", "each"] | None = None  # those of a position together, or of each layer
+    normalizes_output: bool = False  # the hidden state that goes on is the normalised one
+    mask_token_id: int = 0  # the target's id of the tokens that P-EAGLE puts after the text
+    num_parallel: int = 0  # how many of them; 0 for EAGLE-3
 
     @property
     def hidden_size(self) -> int:
@@ -233,9 +217,9 @@ class Eagle3(Module):
 
         Args:
             hidden: (B, W, hidden size) projected features, or the drafter's own hidden states.
-            embedded: (B, W, hidden size) embeddings of the tokens one position further on.
+            embedded: of the same shape, of the tokens one position further on.
 
-        Returns: (B, W, hidden size) hidden states, which stand for the features of the next positions, and
+        Returns: hidden states of the same shape, which stand for the features of the next positions, and
             (B, W, draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
@@ -264,16 +248,11 @@ class Eagle3(Module):
 
 @attrs.frozen
 class LoadedEagle3:
-    """A drafter that was loaded.
-
-    Attributes:
-        target_ids: see `target_ids_of`.
-        embedding: its own, of the target's vocabulary, quantised or not; None if it reads the target's.
-    """
+    """A drafter that was loaded."""
 
     model: Eagle3
-    target_ids: mx.array | None
-    embedding: Any
+    target_ids: mx.array | None  # see `target_ids_of`
+    embedding: Any  # its own, of the target's vocabulary, quantised or not; None if it reads the target's
 
 
 class Eagle3Reader:

@@ -1,13 +1,12 @@
 """Gemma 4's assistants: layers that draft token by token, and attend to keys and values of their target.
 
-An assistant makes no keys and values. Its sliding layers attend to those of the target's last sliding layer that makes
-some, and its full layers to those of the last full one; the target's layers behind those share them, too. A step reads
-the embedding of a token, and beside it what the target's head reads at the position before. Where the target has not
-computed that position yet, what the step before gives stands for it; keys, values and the position of the step stay.
+Its sliding layers attend to keys and values of the target's last sliding layer that makes some, its full layers to
+those of the last full one. A step reads the embedding of a token, and beside it what the target's head reads at the
+position before. Where the target has not computed that position yet, what the step before gives stands for it; keys,
+values and the position of the step stay.
 
-Features are what enters these two layers, and what the last layer gives. Their keys and values are made of it once
-more, by the target's own projections. So features are rows by position, as those of other drafters, whatever the order
-in which the target's caches hold keys, and they can travel.
+Features are what enters these two layers, and what the last layer gives. Keys and values are made of it once more, by
+the target's own projections: so features are rows by position, as those of other drafters, and can travel.
 
 Sources: transformers (https://github.com/huggingface/transformers, `models/gemma4_assistant`), vLLM
 (https://github.com/vllm-project/vllm, `v1/spec_decode/gemma4.py`) and mlx-vlm (https://github.com/Blaizzy/mlx-vlm,
@@ -44,20 +43,14 @@ _SLIDING = "sliding_attention"
 
 @attrs.frozen
 class Gemma4AssistantConfig:
-    """The configuration of an assistant.
+    """The configuration of an assistant."""
 
-    Attributes:
-        args: of its layers, as mlx-lm has them.
-        target_hidden_size: width of the target's hidden states.
-        ordered: of the head of assistants of small targets, the number of groups of tokens, all of one size, and of
-            those whose tokens have logits; None for a plain head.
-        ties_head: whether the files have the head's weights as those of an embedding. It has no other use.
-    """
-
-    args: gemma4_text.ModelArgs
+    args: gemma4_text.ModelArgs  # of its layers
     target_hidden_size: int
+    # Of the head of assistants of small targets, the number of groups of tokens, all of one size, and of those whose
+    # tokens have logits; None for a plain head.
     ordered: tuple[int, int] | None
-    ties_head: bool
+    ties_head: bool  # the files have the head's weights as those of an embedding, which has no other use
 
 
 def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
@@ -126,13 +119,12 @@ class Gemma4Assistant(Module):
         """Process successive positions.
 
         Args:
-            hidden: (n, target's hidden size) hidden states of the positions.
-            embedded: (n, target's hidden size) embeddings of the tokens one position further on.
+            hidden: (n, target's hidden size) of the positions.
+            embedded: of the same shape, of the tokens one position further on.
             position: the last one.
             context: by type of layer, keys and values of the positions up to that one, at least n.
 
-        Returns: (n, target's hidden size) hidden states that stand for those of the next positions, and (n, V) logits;
-            lazy.
+        Returns: hidden states of the same shape that stand for those of the next positions, and (n, V) logits; lazy.
         """
         num_rows = hidden.shape[0]
         given = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[None]
@@ -254,7 +246,7 @@ class Gemma4AssistantSequence(ContextSequence):
 
 
 def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
-    """Load an assistant from a folder with `config.json` and safetensors.
+    """An assistant from a folder with `config.json` and safetensors.
 
     Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
     """

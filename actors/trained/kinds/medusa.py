@@ -41,18 +41,11 @@ NUM_KEPT = 64
 
 @attrs.frozen
 class MedusaConfig:
-    """What a drafter's weights and its configuration say.
-
-    Attributes:
-        num_heads: how many tokens are predicted.
-        num_layers: residual blocks of each head.
-        hidden_size: width of the target's hidden states.
-        vocab_size: width of the logits.
-    """
+    """What a drafter's weights and its configuration say."""
 
     num_heads: int
-    num_layers: int
-    hidden_size: int
+    num_layers: int  # residual blocks of each head
+    hidden_size: int  # of the target
     vocab_size: int
 
 
@@ -194,12 +187,11 @@ class HeadSequence(TrainedSequence):
 
 
 def load_medusa(files: DrafterFiles) -> Medusa:
-    """Load heads from a folder with `config.json` and `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
+    """Heads from a folder with `config.json` and `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
-    How many heads there are is for the weights to say: in some of the authors' folders the configuration has a smaller
-    number. More in the configuration than in the weights is an error.
+    The weights say how many there are: in some of the authors' folders the configuration has a smaller number.
 
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads.
+    Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads, or fewer.
     """
     weights = _weights(files)
     found = _config_of(files.config, weights, files.folder)

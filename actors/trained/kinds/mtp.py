@@ -4,9 +4,8 @@ Position t of the layer reads the hidden state that the target's head reads at p
 token at position t + 1. It predicts the token at position t + 2. Where the target has not computed a position yet, the
 layer's own hidden state stands for the target's. Embedding and head are the target's, or the layer's own.
 
-Where there are several layers, layer k reads at position t the hidden state that the layer before it gave there, and
-the token at position t + 1 + k. So the first drafts the first token after what the target has committed, the second the
-one after it, and the last one all further ones.
+Of several layers, layer k reads at position t the hidden state that the layer before it gave there, and the token at
+position t + 1 + k; the last one drafts all further tokens.
 
 The weights lie in the target's own files, where mlx-lm drops them, or in a folder of their own: under the same names,
 or as mlx-vlm writes them, which leaves the beginnings of the names out and adds to norms what Qwen's files lack.
@@ -55,39 +54,25 @@ from protocol.errors import ModelError
 
 @attrs.frozen
 class _Family:
-    """What lies around the decoder layer in a family, and where.
+    """What lies around the decoder layer in a family, and where."""
 
-    Attributes:
-        module: mlx-lm's, with the family's classes.
-        prefix: pattern of the beginning of the names of all weights; empty where mlx-vlm has left it out.
-        embedding_norm, hidden_norm, projection, output_norm: the rest of their names.
-        layers: pattern of what stands before the names of a decoder layer's weights, after the prefix.
-        changes: of the arguments of a model, so that its layers are those of MTP: arguments, configuration and the
-            number of the layer to changed arguments.
-        hidden_first: whether the hidden state is the first half of what is projected.
-        normalizes_output: whether the hidden state that goes on is the normalised one.
-        norms_from_one: whether the original files have the difference of a norm's weights to one.
-        renamed: patterns in names, and what the rest of the family has in their place.
-        brings_own: whether an embedding and a head beside the layer are its own, and not the target's once more.
-        inner: where the class has its layers.
-        is_chain: whether a layer after the first reads what the one before it gives; else the first one alone is used.
-    """
-
-    module: Any
-    prefix: str
-    embedding_norm: str
+    module: Any  # mlx-lm's, with the family's classes
+    prefix: str  # pattern of the beginning of the names of all weights; empty where mlx-vlm has left it out
+    embedding_norm: str  # the rest of their names
     hidden_norm: str
     projection: str
     output_norm: str
+    # Of the arguments of a model, so that its layers are those of MTP: arguments, configuration and the number of the
+    # layer to changed arguments.
     changes: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]]
-    layers: str = ""
-    hidden_first: bool = False
-    normalizes_output: bool = True
-    norms_from_one: bool = False
-    renamed: tuple[tuple[str, str], ...] = ()
-    brings_own: bool = False
-    inner: str = "model"
-    is_chain: bool = True
+    layers: str = ""  # pattern of what stands before the names of a decoder layer's weights, after the prefix
+    hidden_first: bool = False  # the hidden state is the first half of what is projected
+    normalizes_output: bool = True  # the hidden state that goes on is the normalised one
+    norms_from_one: bool = False  # the original files have the difference of a norm's weights to one
+    renamed: tuple[tuple[str, str], ...] = ()  # patterns in names, and what the rest of the family has in their place
+    brings_own: bool = False  # an embedding and a head beside the layer are its own, not the target's once more
+    inner: str = "model"  # where the class has its layers
+    is_chain: bool = True  # a layer after the first reads what the one before it gives; else the first alone is used
 
 
 def _one_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:

@@ -15,26 +15,13 @@ from protocol.errors import ModelError
 Layer = Callable[[mx.array], mx.array]
 
 _EMBEDDINGS = (
-    "embed_tokens",
-    "wte",
-    "tok_embeddings",
-    "word_embeddings",
-    "token_embeddings",
-    "embeddings",
-    "embedding",
+    "embed_tokens", "wte", "tok_embeddings", "word_embeddings", "token_embeddings", "embeddings", "embedding",
     "embed_in",
-)
+)  # fmt: skip
 _HEADS = ("lm_head", "output", "embed_out")
 _FINAL_NORMS = (
-    "norm",
-    "ln_f",
-    "final_layernorm",
-    "norm_f",
-    "embedding_norm",
-    "output_norm",
-    "final_layer_norm",
-    "final_norm",
-)
+    "norm", "ln_f", "final_layernorm", "norm_f", "embedding_norm", "output_norm", "final_layer_norm", "final_norm",
+)  # fmt: skip
 
 
 def embedding_of(target: Module, named: str) -> Layer:
