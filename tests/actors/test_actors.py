@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -34,22 +33,6 @@ PROMPT = [5, 6, 7]
 # --- the greedy text ------------------------------------------------------------------------------
 
 
-@sweep("agreement", AGREEMENTS)
-@sweep("lookahead", [*LOOKAHEADS, 64])
-async def test_the_text_is_the_targets_whatever_is_drafted(
-    lookahead: Any, agreement: float, autojump_clock: Any
-) -> None:
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
-        completion = await simulation.runtime.generate(PROMPT, max_tokens=50, lookahead=lookahead)
-
-    assert ids(completion.tokens) == continuation(PROMPT, 50)
-    assert completion.finish_reason == "length"
-    assert [token.index for token in completion.tokens] == list(range(50))
-    assert [token.finish_reason for token in completion.tokens] == [None] * 49 + ["length"]
-    # Each job of both workers compares the sequence with the session state.
-    assert simulation.target_worker.num_comparisons >= completion.statistics.rounds
-
-
 async def test_without_a_drafter_the_text_is_the_targets(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         assert await text_of(simulation, PROMPT, max_tokens=50) == continuation(PROMPT, 50)
@@ -74,15 +57,17 @@ async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(looka
     for agreement in AGREEMENTS[1:]:
         async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
             for num_tokens in range(1, 13):
-                # The tokens behind the first stop token are never reached.
-                stop = text[num_tokens - 1 : num_tokens + 2]
-                for max_tokens in (30, num_tokens):  # the last token allowed may be a stop, too
-                    completion = await simulation.runtime.generate(
-                        prompt, max_tokens=max_tokens, stop_tokens=stop, lookahead=lookahead
-                    )
-                    assert ids(completion.tokens) == text[:num_tokens]
-                    assert completion.finish_reason == "stop"
-                    assert completion.tokens[-1].finish_reason == "stop"
+                completion = await simulation.runtime.generate(
+                    prompt,
+                    # The last token allowed may be a stop, too.
+                    max_tokens=30 if agreement < 1 else num_tokens,
+                    # The tokens behind the first stop token are never reached.
+                    stop_tokens=text[num_tokens - 1 : num_tokens + 2],
+                    lookahead=lookahead,
+                )
+                assert ids(completion.tokens) == text[:num_tokens]
+                assert completion.finish_reason == "stop"
+                assert completion.tokens[-1].finish_reason == "stop"
 
 
 @sweep("lookahead", [1, 2, 3, 5, "auto"])
@@ -115,18 +100,20 @@ async def test_a_prompt_that_ends_with_a_stop_token_still_has_a_continuation(aut
 async def test_a_text_ends_with_the_targets_context_and_not_with_the_drafters(
     lookahead: Any, autojump_clock: Any
 ) -> None:
-    for agreement, context_length in itertools.product((0.5, 1.0), range(4, 18)):
-        target = ScriptedModel(truthful, context_length=context_length)
-        async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
-            completion = await simulation.runtime.generate(PROMPT, max_tokens=None, lookahead=lookahead)
-            assert ids(completion.tokens) == continuation(PROMPT, context_length - 3)
-            assert completion.finish_reason == "length"
-    for agreement, context_length in itertools.product((0.5, 1.0), range(1, 18)):  # also shorter than the prompt
-        draft = ScriptedModel(agreeing(agreement), context_length=context_length)
-        async with simulated(ScriptedModel(truthful), draft) as simulation:
-            completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
-            assert ids(completion.tokens) == continuation(PROMPT, 20)
-            assert completion.statistics.draft_failures == 0
+    for context_length in range(1, 18):
+        draft = ScriptedModel(agreeing((0.5, 1.0)[context_length % 2]))
+        if context_length > len(PROMPT):
+            target = ScriptedModel(truthful, context_length=context_length)
+            async with simulated(target, draft) as simulation:
+                completion = await simulation.runtime.generate(PROMPT, max_tokens=None, lookahead=lookahead)
+                assert ids(completion.tokens) == continuation(PROMPT, context_length - 3)
+                assert completion.finish_reason == "length"
+        if lookahead != 0:
+            draft = ScriptedModel(agreeing((1.0, 0.5)[context_length % 2]), context_length=context_length)
+            async with simulated(ScriptedModel(truthful), draft) as simulation:
+                completion = await simulation.runtime.generate(PROMPT, max_tokens=20, lookahead=lookahead)
+                assert ids(completion.tokens) == continuation(PROMPT, 20)
+                assert completion.statistics.draft_failures == 0
 
 
 @sweep("lookahead", [1, 2, 3, 8])
@@ -261,9 +248,17 @@ async def test_two_models_of_which_neither_can_rewind_still_get_it_right(autojum
             assert target.sequences[0].rewinds == draft.sequences[0].rewinds == []
 
 
-@sweep("lookahead", LOOKAHEADS[1:])
-@sweep("who", ["target", "draft", "both"])
-@sweep("agreement, window", [(0.3, 2), (1.0, 9), (0.3, 16)])
+WHO = ["target", "draft", "both"]
+
+
+@sweep(
+    "lookahead, agreement, window, who",
+    [
+        (lookahead, agreement, window, WHO[(i + n) % 3])
+        for i, lookahead in enumerate(LOOKAHEADS[1:])
+        for n, (agreement, window) in enumerate([(0.3, 2), (1.0, 9), (0.3, 16)])
+    ],
+)
 async def test_a_cache_that_can_rewind_until_it_is_full_gives_the_same_text_across_the_boundary(
     agreement: float, window: int, lookahead: Any, who: str, autojump_clock: Any
 ) -> None:
@@ -298,14 +293,22 @@ async def test_a_drafter_that_can_rewind_until_it_is_full_looks_ahead_until_then
 
 
 @sweep("agreement", AGREEMENTS)
-@sweep("lookahead", LOOKAHEADS)
-async def test_the_counts_add_up_to_what_happened(lookahead: Any, agreement: float, autojump_clock: Any) -> None:
+@sweep("lookahead", [*LOOKAHEADS, 64])
+async def test_the_text_is_the_targets_whatever_is_drafted_and_the_counts_add_up_to_what_happened(
+    lookahead: Any, agreement: float, autojump_clock: Any
+) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=40, lookahead=lookahead)
         statistics = completion.statistics
         verdicts = simulation.instants("verdict")
         proposals = simulation.instants("proposal")
 
+    assert ids(completion.tokens) == continuation(PROMPT, 40)
+    assert completion.finish_reason == "length"
+    assert [token.index for token in completion.tokens] == list(range(40))
+    assert [token.finish_reason for token in completion.tokens] == [None] * 39 + ["length"]
+    # Each job of both workers compares the sequence with the session state.
+    assert simulation.target_worker.num_comparisons >= statistics.rounds
     assert statistics.prompt_tokens == 3
     assert statistics.generated_tokens == 40
     assert statistics.rounds == len(verdicts) == len(simulation.spans("target", "verify", "decode"))

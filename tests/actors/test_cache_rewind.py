@@ -130,8 +130,9 @@ class Exerciser:
 
     def assert_nothing_shows(self) -> None:
         """Assert that all logits equal those of a sequence that was never rewound."""
-        for text, row in sorted(self.seen, key=lambda pair: -len(pair[0])):
-            off = mx.abs(row - self.subject.row(self.num_prefilled, text)).max().item()
+        expected = self.subject.rows(self.num_prefilled, [text for text, _ in self.seen])
+        for (text, row), other in zip(self.seen, expected, strict=True):
+            off = mx.abs(row - other).max().item()
             assert off < ATOL, f"the logits after {len(text)} tokens are off by {off}"
         self.seen.clear()
 
@@ -312,9 +313,9 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
     rounds = Rounds(SMALL[name](), "checkpoint")
-    assert 3 <= rounds.run(60) <= 4
+    assert 3 <= rounds.run(24) <= 4
     before = rounds.memory()
-    assert 3 <= rounds.run(100) <= 4
+    assert 3 <= rounds.run(40) <= 4
     checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(rounds.sequence.cache))
     # About three checkpoints; how much of them is shared with the caches depends on the round.
     assert rounds.memory() - before < 4 * checkpoint + 2**14
@@ -332,31 +333,31 @@ def wide_headed() -> nn.Module:
     return build("qwen3", head_dim=32)
 
 
-QUANTISED = [(8, 0, "right"), (8, 1, "near"), (8, 13, "near"), (4, 0, "near"), (4, 6, "near"), (4, 13, "right")]
-BOUNDED = [(7, "near"), (9, "right"), (16, "near")]
+QUANTISED = [(8, 0, "right"), (8, 13, "near"), (4, 1, "near"), (4, 6, "near")]
+BOUNDED = [(7, "near"), (16, "right")]
 
 
 @sweep(
-    "options, prompt_lengths, drafter",
+    "options, drafter",
     [
         *(
-            ({"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}, (1, 11), drafter)
+            ({"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}, drafter)
             for bits, start, drafter in QUANTISED
         ),
-        *(({"max_kv_size": size}, (1, 14, 20), drafter) for size, drafter in BOUNDED),
+        *(({"max_kv_size": size}, drafter) for size, drafter in BOUNDED),
     ],
 )
 async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with_them(
-    options: dict[str, Any], prompt_lengths: Sequence[int], drafter: str
+    options: dict[str, Any], drafter: str
 ) -> None:
     target = wide_headed()
     draft = target if drafter == "right" else near(target, noise=0.1)
     async with runtime.open((target, None), (draft, None), **options) as rt:
-        for length in prompt_lengths:
+        for length, lookaheads in ((1, (1,)), (12, (0, 3))):
             prompt = prompt_of(length, vocab_size=VOCAB_SIZE)
             text = greedy(target, prompt, 24, **options)
             assert len(set(text)) > 4
-            for lookahead in (0, 1, 3):
+            for lookahead in lookaheads:
                 completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
                 assert ids(completion) == text, f"prompt of {length}, lookahead {lookahead}"
                 assert completion.statistics.draft_failures == 0

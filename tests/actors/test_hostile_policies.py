@@ -142,15 +142,11 @@ def cousins(view: PolicyView, node: Node) -> list[Node]:
 # Knowledge that a policy may use.
 LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
     "nothing": (lambda view, node: True, lambda node: True),
-    "the token before": (lambda view, node: node.token in (0, 3), lambda node: True),
     "the text before": (lambda view, node: node.trail % 2 == 0, lambda node: True),
     "the position": (lambda view, node: node.position % 2 == 0, lambda node: True),
-    "the depth": (lambda view, node: view.tree.depth(node) % 2 == 0, lambda node: True),
     "the time": (lambda view, node: int(view.now_s * 2) % 3 == 0, lambda node: True),
     "whose turn it is": (lambda view, node: view.verdict_due_s is None, lambda node: True),
-    "the size of the tree": (lambda view, node: len(nodes_of(view)) % 2 == 0, lambda node: True),
     "the rank of what comes before": (lambda view, node: node.guess is None or node.guess.rank > 0, lambda node: True),
-    "whether the root was drafted": (lambda view, node: view.tree.root.guess is not None, lambda node: True),
     "what was drawn at its position elsewhere": (
         lambda view, node: any(cousin.token in (0, 2) for cousin in cousins(view, node)),
         lambda node: True,
@@ -163,7 +159,6 @@ LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
 ILLEGAL: dict[str, Callable[[Node], bool]] = {
     "the token": lambda node: node.token in (0, 2),
     "whether it is the likeliest": lambda node: node.guess.probs.tolist()[node.token] < max(node.guess.probs.tolist()),
-    "what was drafted after it": lambda node: node.choice is not None and node.choice.guess.raw > 0.28,
     "the corrections beside it": lambda node: 2 not in node.parent.children or node.token == 2,
 }
 
@@ -255,9 +250,8 @@ def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ILLEGAL)
 def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
-    # What follows a token says little about it, so the test needs more tokens. Rests would leave fewer drafts.
-    num_tokens = 5 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
-    assert likelihood(sampled(Hostile(admits=ILLEGAL[what], rests=False), num_tokens)) < SIGNIFICANCE
+    # Rests would leave fewer drafts.
+    assert likelihood(sampled(Hostile(admits=ILLEGAL[what], rests=False), NUM_TOKENS)) < SIGNIFICANCE
 
 
 @attrs.define

@@ -116,8 +116,10 @@ def sizes(simulation: Simulation) -> list[int]:
 # --- the text -------------------------------------------------------------------------------------
 
 
-@sweep("kind", SCRIPTS)
-@sweep("lookahead", LOOKAHEADS)
+@sweep(
+    "kind, lookahead",
+    [(kind, LOOKAHEADS[n]) for i, kind in enumerate(SCRIPTS) for n in range(i % 2, len(LOOKAHEADS), 2)],
+)
 async def test_the_text_is_the_targets_own(kind: str, lookahead: Any, autojump_clock: Any) -> None:
     prompt = never_the_same(6)[:9]
     async with simulated(ScriptedModel(SCRIPTS[kind]), "ngram") as simulation:
@@ -194,15 +196,15 @@ async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_err
     assert statistics.accepted > 0.6 * 2 * length
 
 
-@sweep("lookahead", LOOKAHEADS)
-async def test_a_prediction_that_misleads_changes_nothing_of_the_text(lookahead: Any, autojump_clock: Any) -> None:
-    prompt = never_the_same(6)[:9]
-    for draft in ("ngram", ScriptedModel(truthful)):
-        async with simulated(ScriptedModel(slipping(0.2)), draft) as simulation:
-            text = await text_of(
-                simulation, prompt, max_tokens=60, lookahead=lookahead, prediction=never_the_same(6)[9:200]
-            )
-        assert text == plain_text(slipping(0.2), prompt, 60)
+@sweep("is_model, lookahead", [*((n % 2 == 0, each) for n, each in enumerate(LOOKAHEADS)), (True, "auto")])
+async def test_a_prediction_that_misleads_changes_nothing_of_the_text(
+    is_model: bool, lookahead: Any, autojump_clock: Any
+) -> None:
+    whole = never_the_same(6)
+    draft: Any = ScriptedModel(truthful) if is_model else "ngram"
+    async with simulated(ScriptedModel(slipping(0.2)), draft) as simulation:
+        text = await text_of(simulation, whole[:9], max_tokens=60, lookahead=lookahead, prediction=whole[9:200])
+    assert text == plain_text(slipping(0.2), whole[:9], 60)
 
 
 async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
@@ -341,7 +343,7 @@ async def seconds(script: Script, price: Price, num_tokens: int, draft: Any = "n
         return trio.current_time() - began
 
 
-@pytest.mark.parametrize("slope", [0.06, 0.3, 1.0])
+@pytest.mark.parametrize("slope", [0.06, 1.0])
 async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_clock: Any) -> None:
     text = never_the_same(8)
     price = sloped(slope)
@@ -510,7 +512,7 @@ async def cancelled_at_event(number: int) -> int:
 def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
     num_events = run(cancelled_at_event, -1)
     assert num_events > 40
-    for number in range(1, num_events + 1):
+    for number in range(1, num_events + 1, 3):
         run(cancelled_at_event, number)
 
 

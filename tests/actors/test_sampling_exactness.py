@@ -7,6 +7,7 @@ with the theory: if it passes once, it always passes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -164,8 +165,7 @@ def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_tokens", [1, 2, 3])
-@pytest.mark.parametrize("stop", [(), (1,), (0, 3)])
+@sweep("max_tokens, stop", [(1, ()), (2, ()), (2, (1,)), (3, (1,)), (3, (0, 3))])
 def test_under_rejection_texts_that_end_have_the_targets_distribution(max_tokens: int, stop: tuple[int, ...]) -> None:
     tokens = run(
         lambda: sample(NUM_SESSIONS, target(), drafter(), max_tokens=max_tokens, stop_tokens=stop, lookahead=2)
@@ -241,12 +241,6 @@ def copy_at_a_fixed_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_copy_that_decides_by_the_token_that_was_drawn_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     copy_at_a_fixed_lookahead(monkeypatch)
 
-    async def sampled() -> float:
-        tokens = await sample(6 * NUM_SESSIONS, target(), drafter(), prompt=QUOTABLE, max_tokens=6, lookahead=3)
-        return pooled_p_value(triples([PROMPT + ids(text) for text in tokens]))
-
-    assert run(sampled) > SIGNIFICANCE
-
     def choice(node: Node) -> Node | None:
         """The copy where the draw is another token, and else the draw."""
         children = sorted(node.children.values(), key=lambda child: child.copy is None)
@@ -254,7 +248,9 @@ def test_a_copy_that_decides_by_the_token_that_was_drawn_would_be_seen(monkeypat
 
     monkeypatch.setattr(Node, "best", property(lambda node: node.guess or node.copy))
     monkeypatch.setattr(Node, "choice", property(choice))
-    assert run(sampled) < SIGNIFICANCE
+    asked: dict[str, Any] = {"prompt": QUOTABLE, "max_tokens": 6, "lookahead": 3}
+    tokens = run(lambda: sample(6 * NUM_SESSIONS, target(), drafter(), **asked))
+    assert pooled_p_value(triples([PROMPT + ids(text) for text in tokens])) < SIGNIFICANCE
 
 
 def judged(tokens: Sequence[Token]) -> list[tuple[int, Token]]:
@@ -495,15 +491,34 @@ async def matched(
     return [ids(text) for text in await sample(4, target, draft, price_seed=price_seed, **{**MATCH, **settings})]
 
 
-@sweep("kind", DRAFTERS)
-@sweep("lookahead", [1, 2, 4, "auto"])
+@functools.cache
+def texts_alone() -> list[list[int]]:
+    texts: list[list[int]] = run(lambda: matched(None))
+    assert len({tuple(text) for text in texts}) == 4
+    return texts
+
+
+@sweep(
+    "kind, lookahead, price_seed",
+    [
+        (kind, lookahead, (i + j) % 2)
+        for i, kind in enumerate(DRAFTERS)
+        for j, lookahead in enumerate([1, 2, 4, "auto"])
+    ],
+)
 def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_or_timing(
-    kind: str, lookahead: Any
+    kind: str, lookahead: Any, price_seed: int
 ) -> None:
-    alone = run(lambda: matched(None))
-    assert len({tuple(text) for text in alone}) == 4
-    for price_seed in range(2):
-        assert run(lambda seed=price_seed: matched(ScriptedModel(DRAFTERS[kind]), seed, lookahead=lookahead)) == alone
+    draft = ScriptedModel(DRAFTERS[kind])
+    assert run(lambda: matched(draft, price_seed, lookahead=lookahead)) == texts_alone()
+
+
+QUOTING: dict[str, Any] = {"prompt": QUOTABLE, "acceptance": "match", "max_tokens": 40}
+
+
+@functools.cache
+def quotations_alone() -> list[list[int]]:
+    return [ids(text) for text in run(lambda: sample(4, target(), None, **QUOTING))]
 
 
 @sweep("undo", [always, never, within(9)])
@@ -511,10 +526,8 @@ def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_
 def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: Any, undo: Any) -> None:
     # Narrow enough to repeat itself.
     narrow = ScriptedModel(markov(TARGET), vocab_size=4, undo=undo)
-    settings = {"prompt": QUOTABLE, "acceptance": "match", "max_tokens": 40, "lookahead": lookahead}
-    alone = run(lambda: sample(4, target(), None, **settings))
-    looked_up = run(lambda: sample(4, narrow, "ngram", **settings))
-    assert [ids(text) for text in looked_up] == [ids(text) for text in alone]
+    looked_up = run(lambda: sample(4, narrow, "ngram", lookahead=lookahead, **QUOTING))
+    assert [ids(text) for text in looked_up] == quotations_alone()
     # These prices ignore the width of a pass, so auto's decision about lookups is noise.
     assert sum(token.from_draft for text in looked_up for token in text) > (0 if lookahead == "auto" else 10)
 
@@ -522,14 +535,13 @@ def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: 
 @pytest.mark.parametrize(("of_target", "of_draft"), [(never, always), (always, never), (within(9), within(14))])
 def test_under_match_a_seeds_text_does_not_hang_on_what_caches_can_undo(of_target: Any, of_draft: Any) -> None:
     draft = ScriptedModel(DRAFTERS["a near one"], undo=of_draft)
-    assert run(lambda: matched(draft, undo=of_target, lookahead=3)) == run(lambda: matched(None))
+    assert run(lambda: matched(draft, undo=of_target, lookahead=3)) == texts_alone()
 
 
 def test_under_match_a_seeds_text_survives_its_drafter() -> None:
-    alone = run(lambda: matched(None))
     for n in range(1, 120, 17):
         draft = ScriptedModel(DRAFTERS["a near one"], fails={"feed": {n, n + 30}})
-        assert run(lambda draft=draft: matched(draft, lookahead=3)) == alone
+        assert run(lambda draft=draft: matched(draft, lookahead=3)) == texts_alone()
 
 
 def test_under_match_a_drafter_that_is_the_target_is_always_right() -> None:
@@ -550,4 +562,4 @@ def test_under_match_texts_have_the_targets_distribution() -> None:
 
 def test_with_a_seed_and_nothing_said_the_rule_is_match() -> None:
     draft = ScriptedModel(DRAFTERS["a near one"])
-    assert run(lambda: matched(draft, acceptance="auto")) == run(lambda: matched(None))
+    assert run(lambda: matched(draft, acceptance="auto")) == texts_alone()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -67,10 +68,10 @@ def feed_ahead(wrapped: MLXModel, texts: list[Text]) -> list[mx.array]:
 PROMPT_SEEDS = {"apertus": 3, "plamo": 2, "qwen3_next": 2}
 
 
-def texts_of(name: str, model: nn.Module, wrapped: MLXModel) -> list[Text]:
+def texts_of(name: str, model: nn.Module, wrapped: MLXModel, num_tokens: int = NUM_TOKENS) -> list[Text]:
     draws = random.Random(PROMPT_SEEDS.get(name, 1))
     prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
-    return [Text(wrapped, prompt, greedy(model, prompt, NUM_TOKENS + 8)) for prompt in prompts]
+    return [Text(wrapped, prompt, greedy(model, prompt, num_tokens + 8)) for prompt in prompts]
 
 
 # One family of each kind of cache; the others are slow tests.
@@ -83,8 +84,9 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
     wrapped = MLXModel(model, CacheOptions())
     if name not in QUICK and wrapped.sharing_obstacle() is not None:
         return  # its texts take turns
-    texts, draws = texts_of(name, model, wrapped), random.Random(2)
-    while any(len(text.generated) < NUM_TOKENS for text in texts):
+    num_tokens = NUM_TOKENS if name in QUICK else 16
+    texts, draws = texts_of(name, model, wrapped, num_tokens), random.Random(2)
+    while any(len(text.generated) < num_tokens for text in texts):
         # Now and then a text takes no part, or another one joins again.
         present = [text for text in texts if draws.random() < 0.9] or texts[:1]
         most = draws.choice((0, 4))
@@ -98,7 +100,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
             draws.choice(texts).sequence.leave_batch()
     assert any(text.sequence.is_row for text in texts)
     for text in texts:
-        assert text.generated[:NUM_TOKENS] == list(text.truth[:NUM_TOKENS])
+        assert text.generated[:num_tokens] == list(text.truth[:num_tokens])
         text.sequence.check(text.sequence.length)
         text.sequence.close()
 
@@ -232,24 +234,31 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@sweep("settings", PLAIN_SETTINGS.values())
-@sweep("name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "lfm2"))])
+@sweep(
+    "name, kinds",
+    [
+        ("llama", PLAIN_SETTINGS),
+        *(pytest.param(name, ("greedy", "block", "processor"), marks=pytest.mark.slow) for name in ("gemma3_text", "lfm2")),
+    ],
+)
 async def test_streams_without_a_drafter_go_a_pass_ahead_together(
-    monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, name: str, kinds: Iterable[str]
 ) -> None:
-    ahead, feed_ahead = [], RowBatch.feed_ahead
+    ahead, feed_ahead = Counter[str](), RowBatch.feed_ahead
 
     def recorded(batch: RowBatch, keys: Any, tokens: Any, recorder: Any) -> mx.array:
-        ahead.append(len(keys))
+        ahead[kind] += 1
         return feed_ahead(batch, keys, tokens, recorder)
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
-    lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 40), ([8, 9], 40), ([3, 3, 7], 33)]
-    asked = [(prompt, {**settings, "max_tokens": length, "ignore_eos": True}) for prompt, length in lengths]
+    lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 32), ([8, 9], 32), ([3, 3, 7], 25)]
     async with runtime.open((build(name), None)) as rt:
-        alone = [ids(await rt.generate(prompt, **own)) for prompt, own in asked]
-        assert [ids(each) for each in await rt.generate_many(asked)] == alone
-    assert ahead
+        for kind in kinds:
+            settings = {**PLAIN_SETTINGS[kind], "ignore_eos": True}
+            asked = [(prompt, {**settings, "max_tokens": length}) for prompt, length in lengths]
+            alone = [ids(await rt.generate(prompt, **own)) for prompt, own in asked]
+            assert [ids(each) for each in await rt.generate_many(asked)] == alone, kind
+            assert ahead[kind]
 
 
 @pytest.mark.parametrize("beyond", [VOCAB_SIZE, VOCAB_SIZE + 1, 2**31 - 1])
