@@ -240,14 +240,6 @@ async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
         assert completion.statistics.acceptance_rate == 1
 
 
-async def test_two_models_of_which_neither_can_rewind_still_get_it_right(autojump_clock: Any) -> None:
-    for agreement in AGREEMENTS:
-        target, draft = ScriptedModel(truthful, undo=never), ScriptedModel(agreeing(agreement), undo=never)
-        async with simulated(target, draft) as simulation:
-            assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=3) == continuation(PROMPT, 30)
-            assert target.sequences[0].rewinds == draft.sequences[0].rewinds == []
-
-
 WHO = ["target", "draft", "both"]
 
 

@@ -19,7 +19,7 @@ from sweeps import sweep
 
 import runtime
 from actors.mlx.sequence import MLXSequence
-from actors.workers.worker import JobError, Step, Steps
+from actors.workers.worker import JobError, Steps
 
 PROMPT = prompt_of(9)
 
@@ -102,7 +102,10 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
 @sweep(
     ("with_drafter", "name", "at"),
     # Plain decoding has nothing to rewind.
-    [*((True, *moment) for moment in MOMENTS), *((False, *moment) for moment in (("feed", 2), ("feed", 7), ("check", 3)))],
+    [
+        *((True, *moment) for moment in MOMENTS),
+        *((False, *moment) for moment in (("feed", 2), ("feed", 7), ("check", 3))),
+    ],
 )
 async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and_no_other(
     monkeypatch: Any, name: str, at: int, with_drafter: bool
@@ -137,7 +140,11 @@ async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and
 
 @sweep(
     ("name", "at", "with_drafter"),
-    [*((*moment, True) for moment in MOMENTS if moment[0] in ("feed", "close")), ("feed", 2, False), ("feed", 7, False)],
+    [
+        *((*moment, True) for moment in MOMENTS if moment[0] in ("feed", "close")),
+        ("feed", 2, False),
+        ("feed", 7, False),
+    ],
 )
 async def test_a_target_that_fails_from_some_job_on_ends_every_stream_with_its_error(
     monkeypatch: Any, name: str, at: int, with_drafter: bool
@@ -323,7 +330,3 @@ async def test_a_targets_thread_that_dies_ends_every_stream_with_its_error() -> 
                 await rt.generate([VOCAB_SIZE - 1])
             assert rt.health() == runtime.Health(target=False, draft=False)
     assert outrider_threads() == []
-
-
-def test_a_step_is_what_the_deadly_one_is_not() -> None:
-    assert Steps("draft", lambda: Step(1), lambda *_: None).following(Step(1)) is None

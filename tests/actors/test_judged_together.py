@@ -86,7 +86,9 @@ def test_what_sees_the_text_or_is_the_users_is_judged_by_itself(settings: dict[s
 FILTERED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 7}
 
 
-@sweep("settings, lookahead", [({}, 0), (FILTERED, 0), (KINDS[3], 0), ({}, 3), (KINDS[1], 3), (KINDS[3], 3), (FILTERED, 3)])
+@sweep(
+    "settings, lookahead", [({}, 0), (FILTERED, 0), (KINDS[3], 0), ({}, 3), (KINDS[1], 3), (KINDS[3], 3), (FILTERED, 3)]
+)
 def test_texts_are_what_they_are_alone(
     lookahead: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,13 +124,6 @@ async def test_a_drafter_that_knows_the_penalties_is_right_and_one_with_other_ro
     assert completion.statistics.draft_failures == 0
 
 
-async def test_a_forbidden_token_never_comes() -> None:
-    first = plain(TARGET, 1)[0]
-    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, logit_bias={first: float("-inf")}, lookahead=3)
-    assert first not in ids(completion.tokens)
-
-
 # --- filters --------------------------------------------------------------------------------------
 
 
@@ -437,24 +430,6 @@ async def test_a_processor_that_returns_no_logits_is_told_so() -> None:
             processor = runtime.stateless(lambda tokens, logits, result=result: result)
             with pytest.raises(runtime.ProcessorError, match=r"must return logits of shape \(1, 80\), got"):
                 await rt.generate(PROMPT, logits_processors=[processor])
-
-
-async def test_a_processor_that_only_fails_the_drafter_costs_no_text() -> None:
-    target_threads: set[int] = set()
-
-    @runtime.stateless
-    def particular(tokens: mx.array, logits: mx.array) -> mx.array:
-        name = threading.current_thread().name
-        if name == "outrider-draft":
-            raise Tantrum(name)
-        target_threads.add(threading.get_ident())
-        return logits
-
-    async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=3, logits_processors=[particular])
-    assert ids(completion.tokens) == plain(TARGET)
-    assert completion.statistics.draft_failures == 1
-    assert len(target_threads) == 1
 
 
 # --- log-probabilities ----------------------------------------------------------------------------

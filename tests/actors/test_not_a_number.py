@@ -113,7 +113,11 @@ async def ends_with_an_error(
 
 @sweep(
     "mode, lookahead, position",
-    [(mode, lookahead, (5, 7, 12)[(i + j) % 3]) for i, mode in enumerate(MODES) for j, lookahead in enumerate(LOOKAHEADS)],
+    [
+        (mode, lookahead, (5, 7, 12)[(i + j) % 3])
+        for i, mode in enumerate(MODES)
+        for j, lookahead in enumerate(LOOKAHEADS)
+    ],
 )
 async def test_a_target_without_numbers_ends_its_stream_after_what_came_before(
     mode: str, lookahead: Any, position: int, autojump_clock: Any

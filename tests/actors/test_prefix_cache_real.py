@@ -71,7 +71,7 @@ def some_prompt(length: int, *, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name, lookahead",
+    ("name", "lookahead"),
     [
         ("llama", "auto"),
         *((name, 3) for name in FEW),

@@ -238,7 +238,10 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
     "name, kinds",
     [
         ("llama", PLAIN_SETTINGS),
-        *(pytest.param(name, ("greedy", "block", "processor"), marks=pytest.mark.slow) for name in ("gemma3_text", "lfm2")),
+        *(
+            pytest.param(name, ("greedy", "block", "processor"), marks=pytest.mark.slow)
+            for name in ("gemma3_text", "lfm2")
+        ),
     ],
 )
 async def test_streams_without_a_drafter_go_a_pass_ahead_together(
