@@ -32,10 +32,8 @@ class _Running:
 
 
 class Contention:
-    """A device that simulated workers share.
-
-    Two jobs at once progress at 1 / (1 + kappa) of their pace each: kappa is 0 for separate hardware and 1 for a device
-    that one of them saturates.
+    """A device that simulated workers share. Two jobs at once progress at 1 / (1 + kappa) of their pace each: kappa is
+    0 for separate hardware and 1 for a device that one of them saturates.
     """
 
     def __init__(self, kappa: float) -> None:
