@@ -32,7 +32,6 @@ from protocol.errors import (
     RewindError,
     RuntimeBrokenError,
     RuntimeClosedError,
-    StreamBusyError,
     StreamFailedError,
 )
 from protocol.lookahead_policy import ChainPolicy
@@ -463,21 +462,6 @@ async def test_a_message_that_has_no_place_ends_its_session_or_its_drafting_and_
 
 
 # --- consumers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lookahead", [0, 2])
-async def test_a_second_consumer_is_turned_away_and_the_first_goes_on(lookahead: int, autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), drafter()) as simulation, trio.open_nursery() as nursery:
-        stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
-
-        async def consume() -> None:
-            assert await collect(stream) == TEXT
-
-        nursery.start_soon(consume)
-        for _ in range(10):
-            await trio.sleep(2.125)
-            with pytest.raises(StreamBusyError):
-                await anext(stream)
 
 
 async def test_two_consumers_may_take_turns(autojump_clock: Any) -> None:
