@@ -151,7 +151,7 @@ operations = st.lists(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
+@sweep("name, rewind", CACHES_AND_MODES)
 def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str, rewind: str) -> None:
     @given(prompt_length=st.sampled_from([1, 4, 7, 10, 15]), steps=operations)
     @settings(deadline=None, derandomize=True, database=None, max_examples=6)
@@ -164,7 +164,7 @@ def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str,
     exercise()
 
 
-@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
+@sweep("name, rewind", CACHES_AND_MODES)
 def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: str) -> None:
     exerciser = Exerciser(subject(name), rewind, prompt_length=2)
     for i in range(5):
@@ -187,11 +187,11 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
 # --- sliding windows and bounded caches -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("rewind", ["auto", "checkpoint"])
-@pytest.mark.parametrize(
-    "name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"]
+@sweep("name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"])
+@sweep(
+    "num_settled, rewind",
+    [(WINDOW - 3, "auto"), (WINDOW, "checkpoint"), (WINDOW, "auto"), (3 * WINDOW, "auto"), (3 * WINDOW, "checkpoint")],
 )
-@pytest.mark.parametrize("num_settled", [WINDOW - 3, WINDOW, 3 * WINDOW])
 def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     name: str, rewind: str, num_settled: int
 ) -> None:
@@ -252,7 +252,7 @@ def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_toke
 # --- bounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_sequence_refuses_a_rewind_to_where_nothing_was_kept(name: str) -> None:
     sequence = subject(name).open_sequence("none")
     sequence.feed(tuple(TEXT[:5]), 1)
@@ -450,7 +450,7 @@ def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
 # --- single layers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
     made = subject(name)
     cache = made.options.make_cache(made.model)
@@ -474,7 +474,7 @@ def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
         assert lengths_of(cache) <= {2 * WINDOW + 2}
 
 
-@pytest.mark.parametrize("name", CAN_TRIM)
+@sweep("name", CAN_TRIM)
 def test_a_trimmed_layer_holds_what_is_left(name: str) -> None:
     made = subject(name)
     cache = made.options.make_cache(made.model)
