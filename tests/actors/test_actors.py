@@ -28,6 +28,7 @@ from sweeps import sweep
 LOOKAHEADS = [0, 1, 3, 8, "auto"]
 AGREEMENTS = [0.0, 0.7, 1.0]
 PROMPT = [5, 6, 7]
+NUM_TOKENS = 24
 
 
 # --- the greedy text ------------------------------------------------------------------------------
@@ -290,25 +291,27 @@ async def test_the_text_is_the_targets_whatever_is_drafted_and_the_counts_add_up
     lookahead: Any, agreement: float, autojump_clock: Any
 ) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
-        completion = await simulation.runtime.generate(PROMPT, max_tokens=40, lookahead=lookahead)
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
         statistics = completion.statistics
         verdicts = simulation.instants("verdict")
         proposals = simulation.instants("proposal")
 
-    assert ids(completion.tokens) == continuation(PROMPT, 40)
+    assert ids(completion.tokens) == continuation(PROMPT, NUM_TOKENS)
     assert completion.finish_reason == "length"
-    assert [token.index for token in completion.tokens] == list(range(40))
-    assert [token.finish_reason for token in completion.tokens] == [None] * 39 + ["length"]
+    assert [token.index for token in completion.tokens] == list(range(NUM_TOKENS))
+    assert [token.finish_reason for token in completion.tokens] == [None] * (NUM_TOKENS - 1) + ["length"]
     # Each job of both workers compares the sequence with the session state.
     assert simulation.target_worker.num_comparisons >= statistics.rounds
     assert statistics.prompt_tokens == 3
-    assert statistics.generated_tokens == 40
+    assert statistics.generated_tokens == NUM_TOKENS
     assert statistics.rounds == len(verdicts) == len(simulation.spans("target", "verify", "decode"))
     assert statistics.accepted == sum(instant.num_tokens for instant in verdicts)
     assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
     assert statistics.proposed == sum(instant.num_tokens for instant in proposals)
     assert statistics.proposed == statistics.accepted + statistics.rejected
-    assert statistics.accepted + statistics.rounds == 40  # each round's verdict adds a token of the target's own
+    assert (
+        statistics.accepted + statistics.rounds == NUM_TOKENS
+    )  # each round's verdict adds a token of the target's own
     sizes = {instant.round: instant.num_tokens for instant in proposals}
     assert len(sizes) == len(proposals)
     assert statistics.bonus == sum(sizes.get(v.round, 0) == v.num_tokens > 0 for v in verdicts)

@@ -388,7 +388,7 @@ def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(na
     dice = random.Random(5)
     for max_steps, chains in ((1, True), (2, False), (5, True)):
         thread = OnThread(name, chains=chains, num_prefilled=3, settled=5)
-        for _ in range(4):
+        for _ in range(3):
             found = thread.draft((), 5, max_steps)
             # The text follows the draft for a while, and then differs.
             along = choices(found)[: dice.randrange(len(found) + 1)]
