@@ -309,9 +309,8 @@ async def test_the_text_is_the_targets_whatever_is_drafted_and_the_counts_add_up
     assert statistics.accepted == sum(token.from_draft for token in completion.tokens)
     assert statistics.proposed == sum(instant.num_tokens for instant in proposals)
     assert statistics.proposed == statistics.accepted + statistics.rejected
-    assert (
-        statistics.accepted + statistics.rounds == NUM_TOKENS
-    )  # each round's verdict adds a token of the target's own
+    # Each round's verdict adds a token of the target's own.
+    assert statistics.accepted + statistics.rounds == NUM_TOKENS
     sizes = {instant.round: instant.num_tokens for instant in proposals}
     assert len(sizes) == len(proposals)
     assert statistics.bonus == sum(sizes.get(v.round, 0) == v.num_tokens > 0 for v in verdicts)
