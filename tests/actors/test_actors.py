@@ -177,8 +177,10 @@ async def test_both_models_prefill_at_the_same_time(autojump_clock: Any) -> None
 # --- caches that cannot be rewound: the N=1 fallback ----------------------------------------------
 
 
-@sweep("lookahead", LOOKAHEADS[1:])
-@sweep("agreement", AGREEMENTS)
+LOOKAHEADS_AND_AGREEMENTS = [(1, 0.0), (1, 1.0), (3, 0.7), (8, 0.0), (8, 1.0), ("auto", 0.7), ("auto", 1.0)]
+
+
+@sweep("lookahead, agreement", LOOKAHEADS_AND_AGREEMENTS)
 async def test_a_target_that_cannot_rewind_is_fed_committed_tokens_only(
     lookahead: Any, agreement: float, autojump_clock: Any
 ) -> None:
@@ -218,8 +220,7 @@ async def test_a_span_says_how_many_tokens_went_through_the_model(undo: str, aut
     assert any(span.num_tokens == 1 for span in spans) is (undo == "nothing")
 
 
-@sweep("lookahead", LOOKAHEADS[1:])
-@sweep("agreement", AGREEMENTS)
+@sweep("lookahead, agreement", LOOKAHEADS_AND_AGREEMENTS)
 async def test_a_drafter_that_cannot_rewind_is_never_fed_an_uncommitted_token(
     lookahead: Any, agreement: float, autojump_clock: Any
 ) -> None:

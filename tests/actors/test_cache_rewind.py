@@ -168,8 +168,8 @@ def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str,
 @sweep("name, rewind", CACHES_AND_MODES)
 def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: str) -> None:
     exerciser = Exerciser(subject(name), rewind, prompt_length=2)
-    for i in range(5):
-        exerciser.verify(3, (0, 2, 3, 1, 0)[i])
+    for num_right in (0, 2, 3, 1):
+        exerciser.verify(3, num_right)
         exerciser.draft(1, 1)
         exerciser.draft(2, 1)
         exerciser.draft(3, 0)
@@ -356,10 +356,10 @@ async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with
     async with runtime.open((target, None), (draft, None), **options) as rt:
         for length, lookaheads in ((1, (1,)), (12, (0, 3))):
             prompt = prompt_of(length, vocab_size=VOCAB_SIZE)
-            text = greedy(target, prompt, 24, **options)
+            text = greedy(target, prompt, 16, **options)
             assert len(set(text)) > 4
             for lookahead in lookaheads:
-                completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
+                completion = await rt.generate(prompt, max_tokens=16, lookahead=lookahead)
                 assert ids(completion) == text, f"prompt of {length}, lookahead {lookahead}"
                 assert completion.statistics.draft_failures == 0
         statistics = rt.statistics()

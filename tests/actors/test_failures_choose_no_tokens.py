@@ -244,7 +244,7 @@ def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.drafters.drafter.withdrawal", lambda session, tree, at_once=False: Withdraw(session))
 
 
-NUM_TEXTS = 200
+NUM_TEXTS = 120
 
 
 def check(moment: Moment, *args: Any) -> Counter[SessionPhase]:
@@ -371,7 +371,7 @@ def test_a_token_that_ends_the_text_is_as_frequent_as_it_should_be_where_the_dra
     is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # After one token is drawn. If it ends the text, it is proposed before the drafter is detached.
-    assert run(detached, 150, 1.5, is_elsewhere) > SIGNIFICANCE
+    assert run(detached, 100, 1.5, is_elsewhere) > SIGNIFICANCE
     leave_at_once(monkeypatch)
     monkeypatch.setattr(RemoteDrafter, "withdraw_from_all", withdraw_at_once)
-    assert run(detached, 150, 1.5, is_elsewhere) < 1e-6
+    assert run(detached, 100, 1.5, is_elsewhere) < 1e-6

@@ -205,11 +205,12 @@ async def test_a_sliding_window_target_keeps_the_greedy_text_across_the_window(
 async def test_a_sliding_window_target_whose_prompt_fills_the_window_already() -> None:
     target = gemma3_text(window=8)
     prompt = prompt_of(40)
+    text = greedy(target, prompt, 32)
     async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
         for lookahead in (3, 8):
             asked = {"max_tokens": 32, "lookahead": lookahead, "prefill_step_size": PREFILL_STEP_SIZE}
             completion = await rt.generate(prompt, **asked)
-            assert ids(completion) == greedy(target, prompt, 32)
+            assert ids(completion) == text
             # Rejected tokens were trimmed: none of the others was read again.
             assert completion.statistics.rejected > 0
             assert completion.statistics.n1_rounds == completion.statistics.replayed_tokens == 0
@@ -293,7 +294,7 @@ class Watched(Wrapped):
         return watched
 
 
-@sweep("drafter", ["right", "wrong", "near"])
+@sweep("drafter", ["right", "near"])
 async def test_rewind_none_gives_the_greedy_text_and_rewinds_nothing(drafter: str) -> None:
     target = Watched(family("llama"))
     draft = Watched(DRAFTERS[drafter](family("llama"), llama))

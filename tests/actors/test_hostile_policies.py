@@ -323,7 +323,7 @@ def test_what_was_drawn_after_another_text_says_nothing_of_what_is_drawn_after_t
             return await text_of(simulation, PROMPT, max_tokens=600, **settings)
 
     text = run(main)
-    assert policy.num_held_back > 100
+    assert policy.num_held_back > 60
     assert pooled_p_value([(Counter(text), dict(enumerate(row)))]) > SIGNIFICANCE
 
 

@@ -40,7 +40,7 @@ def test_keys_of_several_decisions_are_those_of_each() -> None:
     "rule, temperature", [*(("match", t) for t in (0.0, 0.3, 1.0, 2.5)), *(("rejection", t) for t in (0.3, 1.0, 2.5))]
 )
 def test_choices_of_several_texts_are_those_of_each(rule: Any, temperature: float, dtype: mx.Dtype) -> None:
-    for seed in range(20):
+    for seed in range(8):
         rows = logits(seed).astype(dtype if rule == "match" else mx.float32)
         if rule == "match":
             alone = [choices(rows[i : i + 1], temperature, *each, VOCAB_SIZE) for i, each in enumerate(DECISIONS)]
@@ -86,9 +86,7 @@ def test_what_sees_the_text_or_is_the_users_is_judged_by_itself(settings: dict[s
 FILTERED = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 7}
 
 
-@sweep(
-    "settings, lookahead", [({}, 0), (FILTERED, 0), (KINDS[3], 0), ({}, 3), (KINDS[1], 3), (KINDS[3], 3), (FILTERED, 3)]
-)
+@sweep("settings, lookahead", [({}, 0), (FILTERED, 0), (KINDS[1], 3), (KINDS[3], 3), (FILTERED, 3)])
 def test_texts_are_what_they_are_alone(
     lookahead: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,8 +196,7 @@ class TooMuch(ScriptedModel):
             forget_all(self)
 
 
-@sweep("max_batch", [1, 8])
-@sweep("acceptance", ["match", "rejection", "block"])
+@sweep("max_batch, acceptance", [(1, "match"), (8, "rejection"), (1, "block"), (8, "block")])
 def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(max_batch: int, acceptance: str) -> None:
     def wrong(history: Sequence[int]) -> list[float]:
         return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)
@@ -279,7 +278,7 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
 
 @sweep(
     "at, lookahead",
-    zip([0.0, 1.0, 5.0, 9.0, 9.0, 9.5, 13.0, 13.0, 13.25, 17.0, 33.0, 60.0], itertools.cycle(["auto", 3])),
+    zip([0.0, 1.0, 5.0, 9.0, 9.0, 9.5, 13.25, 13.25, 33.0], itertools.cycle(["auto", 3])),
 )
 async def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their_texts_and_their_drafter(
     at: float, lookahead: Any, autojump_clock: Any

@@ -144,7 +144,7 @@ async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(n
                 assert again.statistics.cached_tokens >= 19
 
 
-@every_family
+@families(("gemma3_text", "mamba"))
 async def test_a_turn_cancelled_while_its_prompt_is_read_leaves_what_was_read(name: str) -> None:
     prompt = some_prompt(70)
     scope = trio.CancelScope()
@@ -162,7 +162,7 @@ async def test_a_turn_cancelled_while_its_prompt_is_read_leaves_what_was_read(na
         assert completion.statistics.cached_tokens >= 16
 
 
-@every_family
+@families(("gemma3_text", "mamba"))
 async def test_a_turn_cancelled_in_mid_answer_leaves_what_was_read_of_its_prompt(name: str) -> None:
     prompt = some_prompt(41)
     async with runtime.open((family(name), None), (drafter(name), None)) as rt:
@@ -207,7 +207,7 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
     assert (cached[1] > 0, cached[2] > 0) == (start > 53, start > 72)
 
 
-@sweep("size", [20, 48, 64, 70, 200])
+@sweep("size", [20, 64, 200])
 async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(size: int) -> None:
     model = build("qwen3")
     async with runtime.open((model, None), max_kv_size=size) as rt:
@@ -261,7 +261,7 @@ async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
 @pytest.mark.parametrize("name", OF_ALL_CACHES)
 async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:
     model, is_stepwise = build(name), ARCHITECTURES[name].is_stepwise
-    whole: Sequence[int] = greedy_text(model)
+    whole: Sequence[int] = greedy_text(model, 48)
     async with runtime.open((model, None)) as rt:
         cached = []
         # Forward, back, forward, and forward.

@@ -369,7 +369,7 @@ target_queue = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(target_queue, st.sampled_from(list(CACHES)), st.sampled_from([10**9, 40, 0]))
 def test_texts_that_share_beginnings_are_right_in_any_order(target_queue: Any, cache: str, max_bytes: int) -> None:
     async def main() -> None:

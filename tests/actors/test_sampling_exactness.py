@@ -445,11 +445,7 @@ def texts_alone() -> list[list[int]]:
 
 @sweep(
     "kind, lookahead, price_seed",
-    [
-        (kind, lookahead, (i + j) % 2)
-        for i, kind in enumerate(DRAFTERS)
-        for j, lookahead in enumerate([1, 2, 4, "auto"])
-    ],
+    [(kind, lookahead, (i + j) % 2) for i, kind in enumerate(DRAFTERS) for j, lookahead in enumerate([1, 3, "auto"])],
 )
 def test_under_match_a_seeds_text_hangs_neither_on_the_drafter_nor_on_lookahead_or_timing(
     kind: str, lookahead: Any, price_seed: int
@@ -466,8 +462,7 @@ def quotations_alone() -> list[list[int]]:
     return [ids(text) for text in run(lambda: sample(4, target(), None, **QUOTING))]
 
 
-@sweep("undo", [always, never, within(9)])
-@sweep("lookahead", [1, 4, "auto"])
+@sweep("lookahead, undo", [(1, never), (4, always), (4, within(9)), ("auto", always), ("auto", never)])
 def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: Any, undo: Any) -> None:
     # Narrow enough to repeat itself.
     narrow = ScriptedModel(markov(TARGET), vocab_size=4, undo=undo)
@@ -484,7 +479,7 @@ def test_under_match_a_seeds_text_does_not_hang_on_what_caches_can_undo(of_targe
 
 
 def test_under_match_a_seeds_text_survives_its_drafter() -> None:
-    for n in range(1, 120, 17):
+    for n in range(1, 120, 29):
         draft = ScriptedModel(DRAFTERS["a near one"], fails={"feed": {n, n + 30}})
         assert run(lambda draft=draft: matched(draft, lookahead=3)) == texts_alone()
 

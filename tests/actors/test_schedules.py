@@ -319,7 +319,7 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
         {"lookahead": 1, "prefill_step_size": 1},
         {"lookahead": 5, "temperature": 0.7, "seed": 6},
     ]
-    requests = [{"max_tokens": 10 + 5 * n, **kinds[n % len(kinds)]} for n in range(num_sessions)]
+    requests = [{"max_tokens": 6 + 3 * n, **kinds[n % len(kinds)]} for n in range(num_sessions)]
     target, draft = hashed("target", 8.0), hashed("draft", 3.0, near=hashed("target", 8.0))
     async with simulated(ScriptedModel(target), ScriptedModel(draft)) as simulation:
         alone = [await text_of(simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
@@ -349,14 +349,13 @@ def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | Non
     return counts
 
 
-@sweep("num_sessions", [2, 3, 5])
-@sweep("agreement", [0.0, 0.6, 1.0])
+@sweep("num_sessions, agreement", [(2, 0.6), (3, 0.0), (3, 1.0), (5, 0.6)])
 async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one(
     num_sessions: int, agreement: float, autojump_clock: Any
 ) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement)), max_batch=1) as simulation:
         prompts = [[n, n + 1] for n in range(num_sessions)]
-        await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2)
+        await simulation.runtime.generate_many(prompts, max_tokens=20, lookahead=2)
     verifies = simulation.spans("target", "verify")
     assert len(verifies) >= 10 * num_sessions
     in_between = [verifies_in_between(simulation, waiting) for waiting in verifies]

@@ -24,7 +24,7 @@ from actors.mlx.row_caches import RowKVCache
 from actors.model import Feed, RewindMode
 from protocol.trace import Event, Span
 
-NUM_TOKENS = 40
+NUM_TOKENS = 20
 PROMPT_LENGTHS = (9, 23, 40)
 
 
@@ -68,10 +68,10 @@ def feed_ahead(wrapped: MLXModel, texts: list[Text]) -> list[mx.array]:
 PROMPT_SEEDS = {"apertus": 3, "plamo": 2, "qwen3_next": 2}
 
 
-def texts_of(name: str, model: nn.Module, wrapped: MLXModel, num_tokens: int = NUM_TOKENS) -> list[Text]:
+def texts_of(name: str, model: nn.Module, wrapped: MLXModel) -> list[Text]:
     draws = random.Random(PROMPT_SEEDS.get(name, 1))
     prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
-    return [Text(wrapped, prompt, greedy(model, prompt, num_tokens + 8)) for prompt in prompts]
+    return [Text(wrapped, prompt, greedy(model, prompt, NUM_TOKENS + 8)) for prompt in prompts]
 
 
 # One family of each kind of cache; the others are slow tests.
@@ -84,9 +84,8 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
     wrapped = MLXModel(model, CacheOptions())
     if name not in QUICK and wrapped.sharing_obstacle() is not None:
         return  # its texts take turns
-    num_tokens = NUM_TOKENS if name in QUICK else 16
-    texts, draws = texts_of(name, model, wrapped, num_tokens), random.Random(2)
-    while any(len(text.generated) < num_tokens for text in texts):
+    texts, draws = texts_of(name, model, wrapped), random.Random(2)
+    while any(len(text.generated) < NUM_TOKENS for text in texts):
         # Now and then a text takes no part, or another one joins again.
         present = [text for text in texts if draws.random() < 0.9] or texts[:1]
         most = draws.choice((0, 4))
@@ -100,7 +99,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
             draws.choice(texts).sequence.leave_batch()
     assert any(text.sequence.is_row for text in texts)
     for text in texts:
-        assert text.generated[:num_tokens] == list(text.truth[:num_tokens])
+        assert text.generated[:NUM_TOKENS] == list(text.truth[:NUM_TOKENS])
         text.sequence.check(text.sequence.length)
         text.sequence.close()
 
@@ -147,8 +146,7 @@ class Counting(Wrapped):
         return super().__call__(*arguments, **keywords)
 
 
-@pytest.mark.parametrize("shared_before", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+@sweep("name, shared_before", [("llama", True), ("gemma3_text", False), ("lfm2", True)])
 def test_tokens_that_are_not_computed_yet_are_read_in_one_pass(name: str, shared_before: bool) -> None:
     model = build(name)
     counting = Counting(model)
@@ -226,7 +224,6 @@ def louder(tokens: Any, logits: Any) -> Any:
 PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.8, "seed": 3},
-    "rejection": {"temperature": 0.8, "seed": 3, "acceptance": "rejection"},
     "block": {"temperature": 0.8, "seed": 3, "acceptance": "block"},
     "processor": {"logits_processors": [louder], "repetition_penalty": 1.3},
     "logprobs": {"logprobs": 2},
@@ -254,7 +251,7 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
         return feed_ahead(batch, keys, tokens, recorder)
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
-    lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 32), ([8, 9], 32), ([3, 3, 7], 25)]
+    lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 20), ([8, 9], 20), ([3, 3, 7], 15)]
     async with runtime.open((build(name), None)) as rt:
         for kind in kinds:
             settings = {**PLAIN_SETTINGS[kind], "ignore_eos": True}

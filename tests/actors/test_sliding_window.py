@@ -68,7 +68,7 @@ class Reader:
 widths = st.one_of(st.just(1), st.integers(2, 9), st.integers(60, 130))
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+@settings(deadline=None, derandomize=True, database=None, max_examples=40)
 @given(
     num_visible=st.integers(2, 40),
     steps=st.lists(st.tuples(st.lists(widths, min_size=1, max_size=4), st.floats(0, 1)), min_size=1, max_size=14),
@@ -265,7 +265,7 @@ def logits_of(model: nn.Module, text: list[int]) -> mx.array:
     return logits
 
 
-@sweep("name", ["gemma3_text", "gpt_oss", "llama", "ministral3", "gemma3n"])
+@sweep("name", ["gemma3_text", "gpt_oss", "gemma3n"])
 def test_rounds_far_beyond_a_full_window_are_trimmed_and_leave_nothing_behind(name: str) -> None:
     model = build(name)
     sequence = MLXSequence(model, CacheOptions(), vocab_size=VOCAB_SIZE)
