@@ -361,14 +361,14 @@ async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("often", "slope"), [(0.05, 0.0), (0.05, 0.3), (0.2, 0.06), (0.5, 0.0), (0.5, 0.3)])
+@pytest.mark.parametrize(("often", "slope"), [(0.05, 0.3), (0.2, 0.06), (0.5, 0.0)])
 async def test_auto_keeps_up_with_plain_decoding_and_with_the_best_fixed_lookahead(
     often: float, slope: float, autojump_clock: Any
 ) -> None:
     price, script = sloped(slope), slipping(often)
     auto = await seconds(script, price, 1000)
     assert auto < 1.01 * await seconds(script, price, 1000, draft=None)
-    for lookahead in (1, 2, 3, 4, 8):
+    for lookahead in (1, 2, 4, 8):
         assert auto < 1.05 * await seconds(script, price, 1000, lookahead=lookahead)
 
 

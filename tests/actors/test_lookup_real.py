@@ -45,8 +45,8 @@ def family_text(name: str, prompt: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_every_lookahead_gives_the_greedy_text(name: str) -> None:
     async with runtime.open((family(name), None), "ngram") as rt:
-        for prompt in PROMPTS.values():
-            for lookahead in LOOKAHEADS:
+        for i, prompt in enumerate(PROMPTS.values()):
+            for lookahead in LOOKAHEADS[i % 2 :: 2]:
                 completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=lookahead)
                 assert ids(completion) == family_text(name, tuple(prompt)), f"lookahead {lookahead}, prompt {prompt}"
                 statistics = completion.statistics
