@@ -52,8 +52,7 @@ class RowCache(ABC):
         """Give a row's text to the cache that had joined; the row is to be removed then."""
 
     @abstractmethod
-    def remove(self, row: int) -> None:
-        """Remove a row."""
+    def remove(self, row: int) -> None: ...
 
     @abstractmethod
     def shrink(self, longest: int) -> None:
@@ -66,25 +65,20 @@ class RowCache(ABC):
 
     @property
     @abstractmethod
-    def nbytes(self) -> int:
-        """Memory of all rows."""
+    def nbytes(self) -> int: ...
 
 
 class RowKVCache(RowCache):
-    """Keys and values of several texts.
-
-    Attributes:
-        keys, values: (B, heads, slots, width of a head); None while there is no row.
-        offset: (B,) int32, for mlx-lm's models: the tokens in each row, those of the pass included once they are
-            written.
-    """
+    """Keys and values of several texts."""
 
     rewinds_passes = True
     is_padded = True
 
     def __init__(self) -> None:
+        # (B, heads, slots, width of a head); None while there is no row.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        # (B,) for mlx-lm's models: the tokens in each row, those of the pass included once they are written.
         self.offset = mx.zeros((0,), mx.int32)
         self._end = 0
 

@@ -90,7 +90,7 @@ class SimulatedWorker:
         on_event: Callable[[Event], None] | None = None,
         contention: Contention | None = None,
     ) -> None:
-        """Make a worker; `price` gives the seconds that a job takes. See also `ThreadWorker`."""
+        """`price` gives the seconds that a job takes."""
         self._actor = actor
         self._price = price
         self._on_event = on_event
