@@ -472,7 +472,7 @@ async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(c
     async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
         assert isinstance(rt._draft, DraftActor)
         rt._draft.chains = chains
-        for num_taken in range(8):
+        for num_taken in (0, 1, 3, 6):
             async with rt.stream(prompt, max_tokens=100, lookahead=8) as stream:
                 taken = [(await anext(stream)).id for _ in range(num_taken)]
             assert taken == expected[:num_taken]
