@@ -356,10 +356,10 @@ async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with
     async with runtime.open((target, None), (draft, None), **options) as rt:
         for length, lookaheads in ((1, (1,)), (12, (0, 3))):
             prompt = prompt_of(length, vocab_size=VOCAB_SIZE)
-            text = greedy(target, prompt, 16, **options)
+            text = greedy(target, prompt, 24, **options)
             assert len(set(text)) > 4
             for lookahead in lookaheads:
-                completion = await rt.generate(prompt, max_tokens=16, lookahead=lookahead)
+                completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
                 assert ids(completion) == text, f"prompt of {length}, lookahead {lookahead}"
                 assert completion.statistics.draft_failures == 0
         statistics = rt.statistics()
