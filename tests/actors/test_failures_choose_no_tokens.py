@@ -244,7 +244,7 @@ def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.drafters.drafter.withdrawal", lambda session, tree, at_once=False: Withdraw(session))
 
 
-NUM_TEXTS = 120
+NUM_TEXTS = 160
 
 
 def check(moment: Moment, *args: Any) -> Counter[SessionPhase]:
