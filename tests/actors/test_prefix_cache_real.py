@@ -261,7 +261,7 @@ async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
 @pytest.mark.parametrize("name", OF_ALL_CACHES)
 async def test_every_architecture_goes_on_from_what_is_cached(name: str) -> None:
     model, is_stepwise = build(name), ARCHITECTURES[name].is_stepwise
-    whole: Sequence[int] = greedy_text(model, 48)
+    whole: Sequence[int] = greedy_text(model)
     async with runtime.open((model, None)) as rt:
         cached = []
         # Forward, back, forward, and forward.

@@ -1,7 +1,7 @@
 """Every architecture of mlx-lm in tiny form: how to build it, which caches it makes, or why it is left out.
 
 The weights are random float32, drawn wide enough that texts are varied and depend on everything that the caches hold.
-Windows are of 8 to 16 tokens, so that a short text crosses them more than once.
+Windows are of 8 to 16 tokens, so that a text of 48 tokens crosses them several times.
 """
 
 from __future__ import annotations
