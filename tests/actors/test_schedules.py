@@ -355,7 +355,7 @@ async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one
 ) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement)), max_batch=1) as simulation:
         prompts = [[n, n + 1] for n in range(num_sessions)]
-        await simulation.runtime.generate_many(prompts, max_tokens=20, lookahead=2)
+        await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2)
     verifies = simulation.spans("target", "verify")
     assert len(verifies) >= 10 * num_sessions
     in_between = [verifies_in_between(simulation, waiting) for waiting in verifies]
