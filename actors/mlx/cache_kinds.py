@@ -189,6 +189,7 @@ class CacheKind:
         raise NotImplementedError
 
     def made(self, state: State) -> Any:
+        """A cache with a state that was checked."""
         return self.cache_class.from_state(state)  # type: ignore[attr-defined]
 
     def row_cache(self, layer: Any) -> Any:

@@ -202,10 +202,12 @@ class MLXModel(SharedPasses):
 
     @property
     def num_ranks(self) -> int:
+        """How many ranks the model is sharded over."""
         return 1
 
     @property
     def num_bytes(self) -> int:
+        """Memory of the weights."""
         return sum(weight.nbytes for weight in _weights_of(self._model))
 
     def anatomy(self) -> Anatomy:

@@ -178,4 +178,5 @@ class RowBatch:
 
     @property
     def num_bytes(self) -> int:
+        """Memory of all rows."""
         return sum(int(rows.nbytes) for rows in self._row_caches)

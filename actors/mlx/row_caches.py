@@ -52,7 +52,8 @@ class RowCache(ABC):
         """Give a row's text to the cache that had joined; the row is to be removed then."""
 
     @abstractmethod
-    def remove(self, row: int) -> None: ...
+    def remove(self, row: int) -> None:
+        """Remove a row."""
 
     @abstractmethod
     def shrink(self, longest: int) -> None:
@@ -65,7 +66,8 @@ class RowCache(ABC):
 
     @property
     @abstractmethod
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Memory of all rows."""
 
 
 class RowKVCache(RowCache):

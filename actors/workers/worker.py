@@ -42,6 +42,7 @@ class Job(Generic[T]):
 
     @property
     def seconds(self) -> float:
+        """Duration of the job, once it is done."""
         return self.ended - self.began
 
     def begin(self) -> None:
@@ -99,6 +100,7 @@ class Steps(Generic[T]):
         self.is_interrupted = True
 
     def first(self) -> Job[Step[T]]:
+        """The first step, as a job."""
         job = Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
         if self.prepare is not None:
             job.prepare = partial(self.prepare, job)
@@ -132,7 +134,9 @@ class Worker(Protocol):
     """Runs jobs one at a time, in the order in which they were handed in."""
 
     @property
-    def is_alive(self) -> bool: ...
+    def is_alive(self) -> bool:
+        """Whether the worker runs jobs."""
+        ...
 
     @property
     def is_hanging(self) -> bool:
