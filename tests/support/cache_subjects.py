@@ -130,6 +130,8 @@ class Subject:
 
     def rows(self, num_prefilled: int, texts: Sequence[tuple[int, ...]]) -> list[mx.array]:
         """The logits after each of some texts that have in common the first `num_prefilled` tokens, fed in one pass."""
+        if not texts:
+            return []
         whole: list[tuple[int, ...]] = []  # those that are no beginnings of others
         for text in sorted(texts, key=len, reverse=True):
             if all(other[: len(text)] != text for other in whole):
