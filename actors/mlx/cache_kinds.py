@@ -60,20 +60,13 @@ class MisfitError(Exception):
 
 
 class CacheKind:
-    """The kind of a cache class. Its methods take one layer's cache of one text.
-
-    Attributes:
-        always_trims: whether any tail can be trimmed, however much was fed.
-        kept: the attributes that a checkpoint keeps.
-        is_overwritten: whether the arrays among them are written into where they are read again.
-        can_keep_state: whether the state can be kept, restored, and put into another cache.
-    """
+    """The kind of a cache class. Its methods take one layer's cache of one text."""
 
     cache_class: type = object
-    always_trims = False
-    kept: tuple[str, ...] = ()
-    is_overwritten = False
-    can_keep_state = True
+    always_trims = False  # whether any tail can be trimmed, however much was fed
+    kept: tuple[str, ...] = ()  # the attributes that a checkpoint keeps
+    is_overwritten = False  # whether the arrays among them are written into where they are read again
+    can_keep_state = True  # whether the state can be kept, restored, and put into another cache
 
     @property
     def can_be_row(self) -> bool:
@@ -96,10 +89,8 @@ class CacheKind:
         return getattr(layer, "max_size", None)
 
     def reads_alike(self, layer: Any, num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens are read the same way, however they are divided into passes.
-
-        Not beyond a window that keeps the first tokens for good: mlx-lm's mask over several tokens hides those from all
-        but the first of them.
+        """Whether `num_tokens` tokens are read the same way, however they are divided into passes. Not beyond a window
+        that keeps its first tokens: mlx-lm's mask over several tokens hides those from all but the first of them.
         """
         return not getattr(layer, "keep", 0) or bool(num_tokens <= layer.max_size)
 
@@ -110,10 +101,8 @@ class CacheKind:
     # --- how it is rewound ---
 
     def can_trim_after(self, layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether the cache could take `num_tokens` more now, and then drop its tail.
-
-        Args:
-            back_to: the shortest length to which the cache must be able to go back; None for the present length.
+        """Whether the cache could take `num_tokens` more now, and then drop its tail down to the length `back_to`; None
+        for the present one.
         """
         return self.always_trims
 
@@ -124,8 +113,8 @@ class CacheKind:
     def snapshot(self, layer: Any) -> Restore:
         """Keep the state. Returns a function that restores it, as often as it is called.
 
-        Arrays are kept by reference, except where the cache assigns into them, which every reference sees. A view does
-        not change with the array; its price is a copy of the buffer when the array is next written.
+        Arrays are kept by reference; where the cache assigns into them, which every reference sees, as a view, whose
+        price is a copy of the buffer when the array is next written.
         """
         state = {name: self._kept(getattr(layer, name)) for name in self.kept}
 
@@ -157,12 +146,10 @@ class CacheKind:
         return LayerState(self.state_name, _as_view(self.state(layer)))
 
     def put_state(self, taken: LayerState, like: Any, longer: Any) -> Any:
-        """A new cache with a given state.
+        """A new cache with a state, which may be anything that a file has.
 
-        Args:
-            taken: the state; may be anything that a file has.
-            like: a cache of the model's layer that holds one token. It gives the bounds, shapes and number formats.
-            longer: the same with some more tokens, which tells the shapes that depend on the length.
+        It is compared with two caches of the model's layer: `like` holds one token, and `longer` some more, which tells
+        the shapes that depend on the length.
 
         Raises: MisfitError: this is not the state of such a cache.
         """
@@ -179,11 +166,8 @@ class CacheKind:
         return self.take_state(layer)
 
     def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
-        """A function that rewinds a cache, which holds at least `length` tokens, to a prefix checkpoint at that length.
-
-        Args:
-            taken: the result of `take_prefix_checkpoint`; may be anything that a file has.
-            like, longer: as for `put_state`.
+        """A function that rewinds a cache, which holds at least `length` tokens, to a prefix checkpoint at that length,
+        which may be anything that a file has; see `put_state`.
 
         Raises: MisfitError: such a cache cannot have had this state at that length.
         """

@@ -89,10 +89,7 @@ def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
 @contextmanager
 def evaluating_layers(model: Module) -> Iterator[None]:
     """While in force, make the model's layers able to evaluate their results and to be observed; see `evaluating` and
-    `observing`.
-
-    Each layer's class is replaced by a subclass, as long as anybody uses the model; attributes and parameters stay in
-    place. Any thread may enter and leave.
+    `observing`. Each layer's class is replaced by a subclass meanwhile. Any thread may enter and leave.
     """
     layers = [layer for layer in getattr(model, "layers", ()) if isinstance(layer, Module)]
     subclasses: dict[type, type] = {}

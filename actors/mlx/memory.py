@@ -20,7 +20,6 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 # mlx::core::clear_cache(), as compilers on Linux and macOS name it.
 _SYMBOL = "_ZN3mlx4core11clear_cacheEv"
 
-
 _lock = threading.Lock()
 _num_users = 0
 _limit_before: int | None = None
@@ -28,9 +27,8 @@ _limit_before: int | None = None
 
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """While in force, let Metal keep the models resident, as mlx-lm does while it generates.
-
-    May be entered by several runtimes at once, in any threads; the last one that leaves restores the limit.
+    """While in force, let Metal keep the models resident, as mlx-lm does while it generates. Several runtimes may
+    enter, in any threads; the last one that leaves restores the limit.
     """
     global _num_users, _limit_before
     with _lock:

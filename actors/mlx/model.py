@@ -121,9 +121,8 @@ class MLXModel(SharedPasses):
         named: str = "the model",
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
-        """Wrap a model, `named` in messages, whose weights are evaluated. Feeds it two tokens to check it.
-
-        `layer_evaluation` is for passes beside another model; None for what suits the default device.
+        """Wrap a model whose weights are evaluated, `named` in messages. Feeds it two tokens to check it. Its layer
+        evaluation is for passes beside another model; None for what suits the default device.
 
         Raises:
             ModelError: the model would crash the process, returns something else than logits, or does not fill the
@@ -176,9 +175,7 @@ class MLXModel(SharedPasses):
         return by_name
 
     def bounded_batch(self, max_batch: int) -> int:
-        """Most texts in one pass: `max_batch`, or 1 for a kind of model whose texts cannot share, where all would wait
-        for the last one's pass. Feeds it nothing.
-        """
+        """Most texts in one pass: 1 where they cannot share, as all would wait for the last one's. Feeds nothing."""
         return max_batch if self.known_obstacle is None else 1
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
@@ -286,29 +283,18 @@ class MLXModel(SharedPasses):
 
 @attrs.frozen
 class Anatomy:
-    """What a model consists of, and what its caches can do.
-
-    Attributes:
-        num_parameters: elements of the weights; quantised weights count as they are packed.
-        num_bytes: memory of the weights.
-        cache_kinds: how many layers have which kind of cache; see `CacheKind.name`.
-        rewind_mode: how a round can be undone in a short text.
-        window: tokens after which some cache begins to forget; None if there is no such cache.
-        rewind_mode_beyond_window: how a round can be undone from there on.
-        checkpoint_bytes: memory of one checkpoint, in a short text.
-        sharing_obstacle: why texts cannot share a pass; None if they can.
-    """
+    """What a model consists of, and what its caches can do."""
 
     family: str
-    num_parameters: int
-    num_bytes: int
+    num_parameters: int  # elements of the weights; quantised ones count as they are packed
+    num_bytes: int  # of the weights
     dtypes: tuple[str, ...]
-    cache_kinds: dict[str, int]
-    rewind_mode: RewindMode
-    window: int | None
+    cache_kinds: dict[str, int]  # the number of layers, by `CacheKind.name`
+    rewind_mode: RewindMode  # in a short text
+    window: int | None  # tokens after which some cache begins to forget
     rewind_mode_beyond_window: RewindMode | None
-    checkpoint_bytes: int
-    sharing_obstacle: str | None = None
+    checkpoint_bytes: int  # of one checkpoint in a short text
+    sharing_obstacle: str | None = None  # why texts cannot share a pass
     num_layers: int = 0
 
 

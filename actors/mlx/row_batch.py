@@ -52,11 +52,7 @@ class RowBatch:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._row_of
-
     def length(self, key: object) -> int:
-        """Tokens in a row."""
         return self._lengths[self._row_of[key]]
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
@@ -102,12 +98,9 @@ class RowBatch:
     def feed(
         self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
     ) -> dict[object, mx.array]:
-        """Process tokens of several rows in one pass.
-
-        Args:
-            tokens: by key, at most `widest_row` ids for each row that takes part. The other rows stay as they are. The
-                model reads an id beyond its vocabulary as its last id, as in `MLXSequence`.
-            recorder: of the features that a trained drafter reads; None if nobody reads any.
+        """Process tokens of several rows in one pass: by key, at most `widest_row` ids for each that takes part. An id
+        beyond the vocabulary is read as the last id, as in `MLXSequence`. The recorder is of the features that a
+        trained drafter reads, if there is one.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
         """

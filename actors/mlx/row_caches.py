@@ -71,20 +71,16 @@ class RowCache(ABC):
 
 
 class RowKVCache(RowCache):
-    """Keys and values of several texts.
-
-    Attributes:
-        keys, values: (B, heads, slots, width of a head); None while there is no row.
-        offset: (B,) int32, for mlx-lm's models: the tokens in each row, those of the pass included once they are
-            written.
-    """
+    """Keys and values of several texts."""
 
     rewinds_passes = True
     is_padded = True
 
     def __init__(self) -> None:
+        # (B, heads, slots, width of a head); None while there is no row.
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        # (B,) for mlx-lm's models: the tokens in each row, those of the pass included once they are written.
         self.offset = mx.zeros((0,), mx.int32)
         self._end = 0
 

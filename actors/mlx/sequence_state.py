@@ -31,20 +31,14 @@ class PrefixCheckpointState:
 
 @attrs.frozen
 class SequenceState:
-    """The state of a sequence.
-
-    Attributes:
-        layers: the states of its caches, in order.
-        prefix_checkpoints: states at shorter lengths, ascending, to which the sequence can be rewound.
-        others: of a sharded model, what the other ranks have of it, from rank 1 on; records if it comes from a file.
-        features: what a trained drafter keeps of its target's, which it needs to go on.
-    """
+    """The state of a sequence."""
 
     tokens: tuple[int, ...]
     layers: tuple[LayerState, ...]
-    prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()
+    prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()  # at shorter lengths, ascending
+    # Of a sharded model, what the other ranks have of it, from rank 1 on; records if it comes from a file.
     others: OtherParts | tuple[SequenceRecord, ...] | None = None
-    features: Features | None = None
+    features: Features | None = None  # of the target, which a trained drafter needs to go on
 
     def check(self, *, num_layers: int, has_features: bool = False) -> None:
         """Raises: MisfitError: a model of one process with so many caches, or without features, cannot have it."""
@@ -120,9 +114,7 @@ class OtherParts(Protocol):
 
 
 class Recorder:
-    """Copies the state of a sequence for a file, on the model's thread, by layers, so that other work can come
-    between.
-    """
+    """Copies the state of a sequence for a file, on the model's thread; by layers, as other work may come between."""
 
     def __init__(self, sequence: SequenceState, name: str, *, rank: int = 0) -> None:
         """Prepare to copy; `name` is the prefix of the tensors' names. A rank other than 0 copies its own part, without

@@ -158,7 +158,7 @@ class SharedPasses:
 
     def _find_obstacle(self) -> str | None:
         if not self._is_probed:
-            # The first stands if the probe raises.
+            # Stands if the probe raises.
             self._obstacle, self._is_probed = "its forward pass failed when that was tried", True
             agrees = self._agrees()
             self._obstacle = None if agrees else "it gives other logits for two texts at once than for each alone"

@@ -52,15 +52,13 @@ class LogitCheck:
         return self._values
 
     def check(self, row: int, position: int, role: str) -> None:
-        """Raise `error`, if there is one."""
+        """Raise the `error`, if there is one."""
         if (error := self.error(row, position, role)) is not None:
             raise error
 
     def error(self, row: int, position: int, role: str) -> OutriderError | None:
-        """The error if no token can be chosen from a row, for the token at an absolute position.
-
-        A `NotANumberError` if the model's own logits are not numbers; a `ProcessorError` if processors, penalties or
-        `logit_bias` left no finite logit.
+        """The error if no token can be chosen from a row, for the token at an absolute position: a `ProcessorError` if
+        the model's own logits are numbers.
         """
         own, *processed = self._read()[row]
         if not math.isfinite(own):

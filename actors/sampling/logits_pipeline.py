@@ -71,7 +71,7 @@ class LogitsPipeline:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether there is a user's processor or sampler. It is called with evaluated arrays and evaluated at once."""
+        """Whether there is a user's processor or sampler, called with evaluated arrays and evaluated at once."""
         return len(self._own) > 0 or self._sampler is not None
 
     @property
@@ -80,9 +80,7 @@ class LogitsPipeline:
         return self._look_back != 0
 
     def history(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_rows: int = 1) -> TokenHistory:
-        """The tokens, of a text and a draft, that the processors need for the logits after the last `num_rows` of
-        them.
-        """
+        """The tokens of a text and a draft that processors need for the logits after the last `num_rows` of them."""
         if not self.needs_text:
             return NO_HISTORY
         total = len(committed) + len(beyond)
@@ -130,8 +128,7 @@ class LogitsPipeline:
         return logprobs
 
     def sample(self, logits: mx.array) -> mx.array | None:
-        """The tokens (n,) that the user's sampler chooses from (n, V) processed and filtered logits; None if there is
-        no sampler.
+        """The tokens (n,) that the user's sampler, if there is one, chooses from (n, V) shaped logits.
 
         Raises: ProcessorError: the sampler failed.
         """
@@ -208,11 +205,8 @@ def _filters(settings: Settings) -> list[Filter]:
     if settings.xtc_probability > 0:
         filters.append(lambda logprobs, draw_uniforms: _xtc(logprobs, settings, draw_uniforms()))
     if settings.top_k > 0:
-        filters.append(
-            lambda logprobs, _: (
-                apply_top_k(logprobs, settings.top_k) if settings.top_k < logprobs.shape[-1] else logprobs
-            )
-        )
+        top_k = settings.top_k
+        filters.append(lambda logprobs, _: apply_top_k(logprobs, top_k) if top_k < logprobs.shape[-1] else logprobs)
     return filters
 
 

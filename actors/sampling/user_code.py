@@ -43,13 +43,11 @@ class UserProcessors:
 
     def __call__(self, rows: list[mx.array], histories: Sequence[tuple[int, ...]]) -> list[mx.array]:
         """Apply all processors to (1, V) logits after each of n texts. Synchronises with the device once, and once more
-        for each processor.
-
-        Returns: n arrays (1, V), evaluated.
+        for each processor. Returns: n arrays (1, V), evaluated.
 
         Raises:
             ProcessorError: a processor raised, or did not return logits that can be evaluated.
-            Exception: whatever the evaluation of `rows` raises, which is the model's error.
+            Exception: what the evaluation of `rows` raises: the model's error.
         """
         mx.eval(rows)
         texts = [mx.array(history) for history in histories]
@@ -98,10 +96,7 @@ class UserSampler:
         """Choose a token for each row of (n, V) shaped logits, in order. Synchronises with the device twice.
 
         Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
-
-        Raises:
-            ProcessorError: the sampler raised, or returned something else than an id.
-            Exception: whatever the evaluation of `logits` raises, which is the model's error.
+        Raises: as `UserProcessors`.
         """
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         are_sound = mx.isfinite(mx.max(logits, axis=-1))
@@ -132,7 +127,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code returned, `who` being its name. All else that they depend on is evaluated already.
+    """Evaluate arrays that user code, named `who`, returned. All else that they depend on is evaluated already.
 
     Raises: ProcessorError: an array cannot be evaluated.
     """

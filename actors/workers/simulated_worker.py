@@ -32,10 +32,8 @@ class _Running:
 
 
 class Contention:
-    """A device that simulated workers share.
-
-    Two jobs at once progress at 1 / (1 + kappa) of their pace each: kappa is 0 for separate hardware and 1 for a device
-    that one of them saturates.
+    """A device that simulated workers share. Two jobs at once progress at 1 / (1 + kappa) of their pace each: kappa is
+    0 for separate hardware and 1 for a device that one of them saturates.
     """
 
     def __init__(self, kappa: float) -> None:
@@ -92,7 +90,7 @@ class SimulatedWorker:
         on_event: Callable[[Event], None] | None = None,
         contention: Contention | None = None,
     ) -> None:
-        """Make a worker; `price` gives the seconds that a job takes. See also `ThreadWorker`."""
+        """`price` gives the seconds that a job takes."""
         self._actor = actor
         self._price = price
         self._on_event = on_event

@@ -43,7 +43,7 @@ class PooledThread:
         self._work.put((work, on_end))
 
     def end(self) -> None:
-        """End the thread once its work is done, and wait at most `JOIN_TIMEOUT_S` for that."""
+        """End the thread once its work is done, which is waited for `JOIN_TIMEOUT_S` at most."""
         self._work.put(None)
         self._thread.join(JOIN_TIMEOUT_S)
 
@@ -99,10 +99,8 @@ _lock = threading.Lock()
 
 
 def run_on_thread(name: str, work: Work, on_end: OnEnd) -> PooledThread:
-    """Run a piece of work on an idle thread, or on a new one, with a name meanwhile. A thread whose work raises is not
-    used again. `on_end` is called on that thread with the outcome; must not raise.
-
-    Returns: the thread. Once the work is done, another worker may have it.
+    """Run a piece of work on an idle thread, or on a new one, with a name meanwhile. `on_end` is called on that thread
+    with the outcome; must not raise. Returns: the thread, which another worker may have later, unless the work raises.
     """
     with _lock:
         thread = _idle.pop() if _idle else None

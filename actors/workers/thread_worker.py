@@ -38,10 +38,8 @@ WATCH_INTERVAL_S = 0.05  # the shortest pause between two looks at such a job
 
 @attrs.define(eq=False)
 class _QueuedJob:
-    """A job, or the first of several steps, and the task that waits for it."""
-
-    job: Job[Any]
-    task: trio.lowlevel.Task
+    job: Job[Any]  # or the first of `steps`
+    task: trio.lowlevel.Task  # waits for it
     steps: Steps[Any] | None = None
     # Guards the one decision that two threads take: has the job begun, or was it taken back first?
     lock: threading.Lock = attrs.field(factory=threading.Lock)

@@ -1,6 +1,4 @@
-"""The interface of a worker, which runs the jobs of one model, one at a time; and what it runs: jobs, and series of
-steps.
-"""
+"""The interface of a worker, which runs the jobs of one model, one at a time; and what it runs: jobs and steps."""
 
 from __future__ import annotations
 
@@ -23,14 +21,11 @@ class Job(Generic[T]):
     """One call for a worker to make, in the round of a session.
 
     Attributes:
-        kind: the kind of work, for traces and for simulated prices.
-        call: does the work, on the worker's thread. Its result crosses threads, so it holds only ints and evaluated
-            arrays.
-        num_tokens: tokens that go through the model. Once the job is done, the value of `count`, if there is one, of
-            its result.
-        prepare: called on the worker's thread when the job begins, before its price is asked for; may set `num_tokens`
+        call: does the work, on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
+        num_tokens: tokens that go through the model; once the job is done, what `count`, if given, finds in its result.
+        prepare: called on the worker's thread as the job begins, before its price is asked for; may set `num_tokens`
             and `shares`.
-        shares: the sessions that share the job; see `Span.shares`.
+        shares: see `Span.shares`.
         began, ended: seconds on the worker's clock, set once the job is done.
     """
 
@@ -51,12 +46,10 @@ class Job(Generic[T]):
         return self.ended - self.began
 
     def begin(self) -> None:
-        """Prepare the call, on the worker's thread, before `run` and before the price is asked for."""
         if self.prepare is not None:
             self.prepare()
 
     def run(self) -> outcome.Outcome[T]:
-        """Make the call, and update `num_tokens` from its result."""
         result = outcome.capture(self.call)
         if self.count is not None and isinstance(result, outcome.Value):
             self.num_tokens = self.count(result.value)
@@ -65,12 +58,8 @@ class Job(Generic[T]):
 
 @attrs.frozen
 class Step(Generic[T]):
-    """What one of several steps returns.
-
-    Attributes:
-        result: crosses threads, as a job's result does.
-        next_call: does the next step; None if this was the last one.
-        num_tokens, shares: of the next step; see `Job`. No shares if there was one session in the first step.
+    """What one of several steps returns: its result, which crosses threads, and the call that does the next step, if
+    any, with its `num_tokens` and `shares` (none if the first step was of one session).
     """
 
     result: T
@@ -87,12 +76,10 @@ class Steps(Generic[T]):
     another job waits for the worker.
 
     Attributes:
-        kind, session, num_tokens, round, shares: as in `Job`; `num_tokens` and `shares` are those of the first step.
-            `round` may be changed for the steps that follow.
-        first_call: does the first step, on the worker's thread.
-        on_step: called in trio's thread after each step with the step's job, its result, and whether another step
-            follows (unless it is prevented meanwhile). Must not wait. An exception from it ends the steps, and
-            `Worker.run_steps` raises it.
+        num_tokens, shares: as in `Job`, of the first step.
+        round: may be changed for the steps that follow.
+        on_step: called in trio's thread after each step with its job, its result, and whether another follows (unless
+            that is prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
         prepare: called with the first step as it begins; see `Job.prepare`.
     """
 
@@ -166,14 +153,12 @@ class Worker(Protocol):
         ...
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        """Run a job and return its result.
+        """Run a job and return its result. `meanwhile` is called in trio's thread once the job is handed over; it must
+        neither wait nor raise.
 
-        Args:
-            meanwhile: called in trio's thread once the job is handed over; must neither wait nor raise.
-
-        Cancellation: a job that has not begun is taken back. One that has begun is not abandoned: the call waits for
-            its end and returns its result, and the cancellation is raised at the caller's next checkpoint. (A worker
-            that may be given up does not wait for a job that hangs.)
+        Cancellation: a job that has not begun is taken back. The end of one that has begun is waited for, its result is
+            returned, and the cancellation is raised at the caller's next checkpoint. (A worker that may be given up
+            does not wait for a job that hangs.)
         Raises: JobError: the job raised, or the worker has died or was given up; the error is the cause.
         """
         ...
@@ -188,7 +173,7 @@ class Worker(Protocol):
         ...
 
     def clock(self) -> float:
-        """The time in seconds on the clock of this worker's spans."""
+        """Seconds on the clock of this worker's spans."""
         ...
 
     @property

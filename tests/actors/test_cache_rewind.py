@@ -33,7 +33,8 @@ from protocol.errors import ModelError, RewindError, SettingsError
 
 CAN_TRIM = [name for name in SUBJECTS if "ArraysCache" not in name]
 CACHES_AND_MODES = [
-    *[(name, rewind) for name in SUBJECTS for rewind in ("auto", "checkpoint")],
+    *[(name, "auto") for name in SUBJECTS],
+    *[(name, "checkpoint") for name in CAN_TRIM],
     *[(name, "trim") for name in ("ConcatenateKVCache", "SlidingWindowCache", "ChunkedKVCache")],
     ("ArraysCache, mamba", "none"),
 ]
@@ -130,8 +131,9 @@ class Exerciser:
 
     def assert_nothing_shows(self) -> None:
         """Assert that all logits equal those of a sequence that was never rewound."""
-        for text, row in sorted(self.seen, key=lambda pair: -len(pair[0])):
-            off = mx.abs(row - self.subject.row(self.num_prefilled, text)).max().item()
+        expected = self.subject.rows(self.num_prefilled, [text for text, _ in self.seen])
+        for (text, row), other in zip(self.seen, expected, strict=True):
+            off = mx.abs(row - other).max().item()
             assert off < ATOL, f"the logits after {len(text)} tokens are off by {off}"
         self.seen.clear()
 
@@ -150,7 +152,7 @@ operations = st.lists(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
+@sweep("name, rewind", CACHES_AND_MODES)
 def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str, rewind: str) -> None:
     @given(prompt_length=st.sampled_from([1, 4, 7, 10, 15]), steps=operations)
     @settings(deadline=None, derandomize=True, database=None, max_examples=6)
@@ -163,11 +165,11 @@ def test_whatever_was_taken_back_the_logits_are_those_of_what_is_left(name: str,
     exercise()
 
 
-@pytest.mark.parametrize(("name", "rewind"), CACHES_AND_MODES)
+@sweep("name, rewind", CACHES_AND_MODES)
 def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: str) -> None:
     exerciser = Exerciser(subject(name), rewind, prompt_length=2)
-    for i in range(5):
-        exerciser.verify(3, (0, 2, 3, 1, 0)[i])
+    for num_right in (0, 2, 3, 1):
+        exerciser.verify(3, num_right)
         exerciser.draft(1, 1)
         exerciser.draft(2, 1)
         exerciser.draft(3, 0)
@@ -186,17 +188,17 @@ def test_a_sequence_can_be_rewound_at_every_length_of_a_text(name: str, rewind: 
 # --- sliding windows and bounded caches -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("rewind", ["auto", "checkpoint"])
-@pytest.mark.parametrize(
-    "name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"]
+@sweep("name", ["SlidingWindowCache", "RotatingKVCache that keeps its first", "ArraysCache and SlidingWindowCache"])
+@sweep(
+    "num_settled, rewind",
+    [(WINDOW - 3, "auto"), (WINDOW, "checkpoint"), (WINDOW, "auto"), (3 * WINDOW, "auto"), (3 * WINDOW, "checkpoint")],
 )
-@pytest.mark.parametrize("num_settled", [WINDOW - 3, WINDOW, 3 * WINDOW])
 def test_a_drafter_can_go_back_to_each_of_its_steps_around_a_full_window(
     name: str, rewind: str, num_settled: int
 ) -> None:
     exerciser = Exerciser(subject(name), rewind, prompt_length=num_settled)
     exerciser.feed(exerciser.committed[len(exerciser.cached_tokens) :])
-    depth = 6
+    depth = 4
     for back_to in reversed(range(depth)):
         for num_tokens in range(1, depth + 1):
             exerciser.draft(num_tokens, depth)
@@ -251,7 +253,7 @@ def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_toke
 # --- bounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_sequence_refuses_a_rewind_to_where_nothing_was_kept(name: str) -> None:
     sequence = subject(name).open_sequence("none")
     sequence.feed(tuple(TEXT[:5]), 1)
@@ -312,9 +314,9 @@ SMALL: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_checkpoints_do_not_pile_up_and_nor_does_memory(name: str) -> None:
     rounds = Rounds(SMALL[name](), "checkpoint")
-    assert 3 <= rounds.run(60) <= 4
+    assert 3 <= rounds.run(24) <= 4
     before = rounds.memory()
-    assert 3 <= rounds.run(100) <= 4
+    assert 3 <= rounds.run(40) <= 4
     checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(rounds.sequence.cache))
     # About three checkpoints; how much of them is shared with the caches depends on the round.
     assert rounds.memory() - before < 4 * checkpoint + 2**14
@@ -332,31 +334,31 @@ def wide_headed() -> nn.Module:
     return build("qwen3", head_dim=32)
 
 
-QUANTISED = [(8, 0, "right"), (8, 1, "near"), (8, 13, "near"), (4, 0, "near"), (4, 6, "near"), (4, 13, "right")]
-BOUNDED = [(7, "near"), (9, "right"), (16, "near")]
+QUANTISED = [(8, 0, "right"), (8, 13, "near"), (4, 6, "near")]
+BOUNDED = [(7, "near"), (16, "right")]
 
 
 @sweep(
-    "options, prompt_lengths, drafter",
+    "options, drafter",
     [
         *(
-            ({"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}, (1, 11), drafter)
+            ({"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": start}, drafter)
             for bits, start, drafter in QUANTISED
         ),
-        *(({"max_kv_size": size}, (1, 14, 20), drafter) for size, drafter in BOUNDED),
+        *(({"max_kv_size": size}, drafter) for size, drafter in BOUNDED),
     ],
 )
 async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with_them(
-    options: dict[str, Any], prompt_lengths: Sequence[int], drafter: str
+    options: dict[str, Any], drafter: str
 ) -> None:
     target = wide_headed()
     draft = target if drafter == "right" else near(target, noise=0.1)
     async with runtime.open((target, None), (draft, None), **options) as rt:
-        for length in prompt_lengths:
+        for length, lookaheads in ((1, (1,)), (12, (0, 3))):
             prompt = prompt_of(length, vocab_size=VOCAB_SIZE)
             text = greedy(target, prompt, 24, **options)
             assert len(set(text)) > 4
-            for lookahead in (0, 1, 3):
+            for lookahead in lookaheads:
                 completion = await rt.generate(prompt, max_tokens=24, lookahead=lookahead)
                 assert ids(completion) == text, f"prompt of {length}, lookahead {lookahead}"
                 assert completion.statistics.draft_failures == 0
@@ -449,7 +451,7 @@ def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
 # --- single layers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
     made = subject(name)
     cache = made.options.make_cache(made.model)
@@ -473,7 +475,7 @@ def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
         assert lengths_of(cache) <= {2 * WINDOW + 2}
 
 
-@pytest.mark.parametrize("name", CAN_TRIM)
+@sweep("name", CAN_TRIM)
 def test_a_trimmed_layer_holds_what_is_left(name: str) -> None:
     made = subject(name)
     cache = made.options.make_cache(made.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from models import gemma3_text, llama, mamba
+from sweeps import sweep
 
 from actors.mlx.cache_kinds import LayerState, MisfitError, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
@@ -90,20 +92,20 @@ def taken(sequence: MLXSequence, tokens: list[int]) -> SequenceState:
 # --- write and read, by class ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CLASS_OF)
+@sweep("name", CLASS_OF)
 def test_the_caches_that_are_tried_are_of_the_class_that_is_meant(name: str) -> None:
     sequence, _ = read(subject(name), 5)
     assert any(type(layer) is CLASS_OF[name] for layer in sequence.cache)
 
 
-@pytest.mark.parametrize(
-    ("at_once", "length"),
+@sweep(
+    "at_once, length",
     [
-        pytest.param(n % 2 == 0, length, marks=() if length > WINDOW else pytest.mark.slow)
+        pytest.param(n % 2 == 0, length, marks=() if length == WINDOW + 1 else pytest.mark.slow)
         for n, length in enumerate(LENGTHS)
     ],
 )
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, length: int) -> None:
     of = subject(name)
     sequence, cached_tokens = read(of, length, at_once=at_once)
@@ -118,7 +120,7 @@ def test_a_cache_reads_on_from_a_file_bit_by_bit(name: str, at_once: bool, lengt
     other.check(length + len(after) + 3)
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str) -> None:
     sequence, cached_tokens = read(subject(name), WINDOW + 3)
     state = taken(sequence, cached_tokens)
@@ -130,7 +132,7 @@ def test_a_state_does_not_change_with_the_cache_that_it_was_taken_from(name: str
         assert bytes(again.tensors[key].data) == bytes(tensor.data)
 
 
-@pytest.mark.parametrize("name", [name for name in SUBJECTS if "Array" not in name and "Rotating" not in name])
+@sweep("name", [name for name in SUBJECTS if "Array" not in name and "Rotating" not in name])
 def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
     of = subject(name)
     sequence, _ = read(of, WINDOW - 2)
@@ -141,7 +143,7 @@ def test_what_was_taken_back_is_not_in_the_file(name: str) -> None:
     assert mx.array_equal(read_on(sequence, TEXT[50:60]), read_on(other, TEXT[50:60]))
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_a_cache_from_a_file_can_be_put_right_as_the_other_can(name: str) -> None:
     of = subject(name)
     sequence, cached_tokens = read(of, 2 * WINDOW)
@@ -157,11 +159,10 @@ def test_a_cache_from_a_file_can_be_put_right_as_the_other_can(name: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 40])
 @pytest.mark.parametrize("name", OF_ALL_CACHES)
-def test_the_caches_of_every_architecture_come_back_or_are_said_to_be_unknown(name: str, length: int) -> None:
+def test_the_caches_of_every_architecture_come_back_or_are_said_to_be_unknown(name: str) -> None:
     of = Subject(build(name))
-    sequence, cached_tokens = of.open_sequence("auto"), [token % VOCAB_SIZE for token in TEXT[:length]]
+    sequence, cached_tokens = of.open_sequence("auto"), [token % VOCAB_SIZE for token in TEXT[:40]]
     sequence.feed(tuple(cached_tokens), 1)
     if name == "deepseek_v41":
         assert sequence.take_state(tuple(cached_tokens)) is None
@@ -170,8 +171,7 @@ def test_the_caches_of_every_architecture_come_back_or_are_said_to_be_unknown(na
     assert mx.array_equal(read_on(sequence, TEXT[60:80]), read_on(other, TEXT[60:80]))
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("build_one", [llama, mamba])
+@sweep("build_one, dtype", [(llama, mx.bfloat16), (mamba, mx.float16)])
 def test_caches_in_low_precision_come_back_bit_by_bit(build_one: Callable[..., nn.Module], dtype: mx.Dtype) -> None:
     model = build_one(seed=5)
     model.set_dtype(dtype)
@@ -203,9 +203,8 @@ def state_of_mlx_lms_caches(of: Subject, tokens: list[int], *, at_once: bool, ch
     return SequenceState(tuple(tokens), checkpoints[1].layers, (checkpoints[0],))
 
 
-@pytest.mark.parametrize("length", [5, WINDOW, WINDOW + 1, 3 * WINDOW + 3])
-@pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
-@pytest.mark.parametrize("name", WINDOWED)
+@sweep("at_once, length", [(True, 5), (False, WINDOW), (True, WINDOW + 1), (False, 3 * WINDOW + 3)])
+@sweep("name", WINDOWED)
 def test_a_file_of_an_earlier_version_is_read_on(name: str, at_once: bool, length: int) -> None:
     of, back_to = subject(name), length - 4
     (sequence, cached_tokens), other = read(of, length), of.open_sequence("auto")
@@ -219,8 +218,7 @@ def test_a_file_of_an_earlier_version_is_read_on(name: str, at_once: bool, lengt
     assert mx.allclose(read_on(fresh, after), read_on(other, after), rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("at_once", [True, False], ids=["prefilled", "token by token"])
+@sweep("at_once, length", zip(itertools.cycle([True, False]), LENGTHS))
 def test_a_window_in_a_file_has_the_form_that_it_has_in_mlx_lm(at_once: bool, length: int) -> None:
     of = subject("SlidingWindowCache")
     sequence, cached_tokens = read(of, length, at_once=at_once)
@@ -241,7 +239,7 @@ def test_a_window_in_a_file_has_the_form_that_it_has_in_mlx_lm(at_once: bool, le
 CHECKPOINTS = [4, WINDOW + 2, 2 * WINDOW + 1]
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@sweep("name", SUBJECTS)
 def test_the_ways_back_come_back_too(name: str) -> None:
     of = subject(name)
     sequence, length = of.open_sequence("checkpoint"), 0
@@ -314,7 +312,7 @@ def test_a_sequence_that_disagrees_with_its_tokens_is_not_taken() -> None:
 
 
 # Recurrent state does not record its length.
-@pytest.mark.parametrize("name", [name for name in CLASS_OF if name != "ArraysCache, mamba"])
+@sweep("name", [name for name in CLASS_OF if name != "ArraysCache, mamba"])
 def test_a_state_of_another_length_than_its_tokens_is_refused(name: str) -> None:
     of = subject(name)
     state, other = taken(*read(of, 5)), of.open_sequence("auto")
@@ -335,7 +333,7 @@ FITS_NOT: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("what", FITS_NOT)
+@sweep("what", FITS_NOT)
 def test_a_state_of_another_model_is_refused(what: str) -> None:
     name, build_other = FITS_NOT[what]
     state = taken(*read(subject(name), 5))
@@ -362,7 +360,7 @@ def test_a_state_of_other_options_is_refused() -> None:
 numbers = st.integers(-3, 30) | st.just(2**40) | st.none()
 
 
-@pytest.mark.parametrize("name", CLASS_OF)
+@sweep("name", CLASS_OF)
 def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> None:
     """Whatever numbers a file contains, a model that accepts them can execute every step."""
     of = subject(name)
@@ -370,7 +368,7 @@ def test_a_state_with_other_numbers_is_refused_or_can_be_read_on(name: str) -> N
     sequence.feed((TEXT[WINDOW + 2],), 1)
     recorded = record(taken(sequence, TEXT[: WINDOW + 3]), "target")
 
-    @settings(derandomize=True, deadline=None, max_examples=60)
+    @settings(derandomize=True, deadline=None, max_examples=25)
     @given(data=st.data(), length=st.integers(1, 16))
     def play(data: st.DataObject, length: int) -> None:
         def altered(part: Any) -> Any:
@@ -406,7 +404,7 @@ json_trees = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=120)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     description=json_trees
     | st.fixed_dictionaries(

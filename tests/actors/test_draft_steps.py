@@ -269,36 +269,36 @@ def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(scenari
 
 @pytest.mark.slow
 @given(INTERRUPTED)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_the_session_state_is_right_in_many_more_schedules(scenario: Any) -> None:
     run(play, scenario)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caches", CACHES)
-@pytest.mark.parametrize("chains", [False, True])
-def test_a_verdict_at_any_time_finds_the_session_state_right(caches: str, chains: bool) -> None:
-    # The durations of a verify let verdicts arrive within each step and between any two.
-    for verify, report_delay in zip([0.5 + 0.6 * n for n in range(15)], itertools.cycle([None, 0.25, 1.5])):
-
-        async def main(verify: float = verify, report_delay: float | None = report_delay) -> None:
-            async with simulated(
-                ScriptedModel(truthful),
-                ScriptedModel(agreeing(0.75), **CACHES[caches]),
-                price=priced(draft=1.0, verify=verify),
-                chains=chains,
-                report_delay=None if report_delay is None else lambda: report_delay,
-            ) as simulation:
-                assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
-                assert simulation.draft_worker.num_comparisons > 10
-
-        run(main)
+@sweep("caches", CACHES.values())
+# The durations of a verify let verdicts arrive within each step and between any two.
+@sweep(
+    "verify, report_delay, chains",
+    zip([0.5 + 0.6 * n for n in range(15)], itertools.cycle([None, 0.25, 1.5]), itertools.cycle([False, True])),
+)
+async def test_a_verdict_at_any_time_finds_the_session_state_right(
+    caches: dict[str, Any], verify: float, report_delay: float | None, chains: bool, autojump_clock: Any
+) -> None:
+    async with simulated(
+        ScriptedModel(truthful),
+        ScriptedModel(agreeing(0.75), **caches),
+        price=priced(draft=1.0, verify=verify),
+        chains=chains,
+        report_delay=None if report_delay is None else lambda: report_delay,
+    ) as simulation:
+        assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
+        assert simulation.draft_worker.num_comparisons > 10
 
 
 SEEDED = {"temperature": 0.8, "acceptance": "match", "seed": 4}
 
 
-@sweep("lookahead, settings, report_delay", [(1, SEEDED, 0.5), (6, {}, None), (6, SEEDED, 0.5), ("auto", SEEDED, None)])
+@sweep("lookahead, settings, report_delay", [(1, {}, 0.5), (6, SEEDED, None), ("auto", SEEDED, 0.5)])
 def test_launching_steps_early_changes_neither_text_nor_proposals(
     lookahead: Any, settings: dict[str, Any], report_delay: float | None
 ) -> None:
@@ -312,7 +312,7 @@ def test_launching_steps_early_changes_neither_text_nor_proposals(
             chains=chains,
             report_delay=None if report_delay is None else lambda: report_delay,
         ) as simulation:
-            text = await text_of(simulation, PROMPT, max_tokens=60, lookahead=lookahead, **settings)
+            text = await text_of(simulation, PROMPT, max_tokens=40, lookahead=lookahead, **settings)
             return text, [(each.round, each.tokens) for each in simulation.instants("proposal")]
 
     (text, proposed), (chained_text, chained) = run(main, False), run(main, True)
@@ -371,32 +371,31 @@ def choices(found: Sequence[Drafted]) -> list[int]:
 @sweep("settings", [{}, {"temperature": 0.7, "acceptance": "match"}])
 @sweep("name", SUBJECTS)
 def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[str, Any]) -> None:
-    for settled in (7, 20) if settings else (4, 12):
-        one, other = (OnThread(name, chains=c, num_prefilled=3, settled=settled, **settings) for c in (False, True))
-        found, chained = one.draft((), 6, 99), other.draft((), 6, 99)
-        assert len(found) == len(chained) > 0
-        assert one.cached_tokens.tokens == other.cached_tokens.tokens
-        for drafted, same in zip(found, chained, strict=True):
-            assert drafted.can_look_ahead == same.can_look_ahead
-            assert [guess.token for guess in drafted.guesses] == [guess.token for guess in same.guesses]
-            raw = [guess.raw for guess in drafted.guesses]
-            assert raw == pytest.approx([guess.raw for guess in same.guesses], abs=ATOL)
+    settled = 4 if settings else 12
+    one, other = (OnThread(name, chains=c, num_prefilled=3, settled=settled, **settings) for c in (False, True))
+    found, chained = one.draft((), 6, 99), other.draft((), 6, 99)
+    assert len(found) == len(chained) > 0
+    assert one.cached_tokens.tokens == other.cached_tokens.tokens
+    for drafted, same in zip(found, chained, strict=True):
+        assert drafted.can_look_ahead == same.can_look_ahead
+        assert [guess.token for guess in drafted.guesses] == [guess.token for guess in same.guesses]
+        raw = [guess.raw for guess in drafted.guesses]
+        assert raw == pytest.approx([guess.raw for guess in same.guesses], abs=ATOL)
 
 
-@sweep("chains", [False, True])
 @sweep("name", SUBJECTS)
-def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(name: str, chains: bool) -> None:
+def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(name: str) -> None:
     dice = random.Random(5)
-    for max_steps in (1, 2, 5):
+    for max_steps, chains in ((1, True), (4, False)):
         thread = OnThread(name, chains=chains, num_prefilled=3, settled=5)
-        for _ in range(4):
+        for _ in range(3):
             found = thread.draft((), 5, max_steps)
             # The text follows the draft for a while, and then differs.
             along = choices(found)[: dice.randrange(len(found) + 1)]
             thread.committed = [*thread.committed, *along, dice.randrange(VOCAB_SIZE)]
             thread.steps = attrs.evolve(thread.steps, settled=len(thread.committed))
         again = thread.draft((), 0, 1)
-        expected = thread.subject.row(thread.num_prefilled, tuple(thread.committed))
+        (expected,) = thread.subject.rows(thread.num_prefilled, [tuple(thread.committed)])
         tokens, shares = likeliest(expected[None, :VOCAB_SIZE], 3)
         assert [guess.token for guess in again[0].guesses] == tokens[0].tolist()
         assert [guess.raw for guess in again[0].guesses] == pytest.approx(shares[0].tolist(), abs=10 * ATOL)
@@ -437,7 +436,7 @@ async def test_where_tokens_are_drawn_no_proposal_is_cut_for_what_was_drafted_af
     async with simulated(
         ScriptedModel(target), ScriptedModel(hashed("draft", 1.0, near=target)), price=priced(draft=0.25, verify=8.0)
     ) as simulation:
-        await text_of(simulation, PROMPT, max_tokens=80, lookahead="auto", **settings)
+        await text_of(simulation, PROMPT, max_tokens=40, lookahead="auto", **settings)
     received = simulation.target_worker.sessions.received[0]
     proposals = [message for message in received if isinstance(message, Proposal) and message.tokens]
     assert proposals
@@ -473,7 +472,7 @@ async def test_on_threads_a_stream_that_is_closed_leaves_the_next_one_its_text(c
     async with runtime.open((target, None), (near(target, noise=0.05), None)) as rt:
         assert isinstance(rt._draft, DraftActor)
         rt._draft.chains = chains
-        for num_taken in range(8):
+        for num_taken in (0, 1, 3, 6):
             async with rt.stream(prompt, max_tokens=100, lookahead=8) as stream:
                 taken = [(await anext(stream)).id for _ in range(num_taken)]
             assert taken == expected[:num_taken]

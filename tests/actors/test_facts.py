@@ -14,15 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import outcome
 import pytest
-from cache_subjects import Concatenating
-from mlx_lm.models.cache import ArraysCache, ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
-from models import deepseek_v3, gemma2, gemma3_text, greedy, llama, mamba, near, prompt_of, qwen3, sliding_llama
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from sweeps import sweep
-
-import runtime
-from actors.mlx.cache_options import CacheOptions
-from actors.mlx.model import MLXModel
-from protocol.errors import RewindError
 
 
 def on_another_thread(call: Callable[[], Any]) -> Any:
@@ -88,15 +81,6 @@ def test_the_noise_of_an_entry_depends_on_the_size_of_the_array() -> None:
 # --- caches: why a class is asked, and not `is_trimmable` or `trim` (actors.mlx.cache_kinds) -------------
 
 
-@sweep("build, kinds", [
-    *((build, {KVCache}) for build in (llama, qwen3, gemma2, deepseek_v3)),
-    *((build, {KVCache, RotatingKVCache}) for build in (gemma3_text, sliding_llama)),
-    (mamba, {ArraysCache}),
-])  # fmt: skip
-def test_the_kinds_of_cache_that_families_use(build: Callable[[], nn.Module], kinds: set[type]) -> None:
-    assert {type(cache) for cache in make_prompt_cache(build())} == kinds
-
-
 @sweep("kind, seen", [(KVCache, [0, 1, 2, 90]), (ConcatenateKVCache, [0, 1, 2, 3, 4, 90])])
 def test_a_cache_forgets_what_is_trimmed_but_one_that_concatenates_keeps_it(kind: type, seen: list[int]) -> None:
     cache = kind()
@@ -118,24 +102,3 @@ def test_a_rotating_cache_that_fills_in_mid_round_takes_the_trim_and_has_lost_wh
     assert cache.trim(3) == 3, "and afterwards it claims to have done it"
     keys, _ = cache.update_and_fetch(*entries(1, first=90))
     assert keys.flatten().tolist() != [0, 1, 2, 90]
-
-
-async def test_ours_does_not_fall_for_a_cache_that_claims_to_be_trimmed() -> None:
-    model = llama()
-    prompt = prompt_of(9)
-    async with runtime.open((Concatenating(model), None), (near(model, noise=0.05), None)) as rt:
-        completion = await rt.generate(prompt, max_tokens=24, lookahead=3)
-    assert [token.id for token in completion.tokens] == greedy(model, prompt, 24)
-    assert completion.statistics.n1_rounds == 0
-
-
-def test_ours_checks_the_length_of_a_cache_whatever_trim_returned() -> None:
-    model = MLXModel(llama(), CacheOptions())
-    sequence = model.open_sequence(beside_another=False)
-    sequence.feed((1, 2, 3, 4, 5), 0)
-    sequence.check(5)
-    for cache in sequence.cache:
-        trim = cache.trim
-        cache.trim = lambda n, trim=trim: trim(n + 1) - 1
-    with pytest.raises(RewindError, match="should hold 4 tokens, it holds 3"):
-        sequence.rewind(4)

@@ -1,8 +1,9 @@
 """A drafter that fails because of a token that it drew leaves texts with the target's distribution.
 
 One token is fatal: a drafter that reads it fails, or is late. If what it had drawn were dropped then, that token would
-become rarer. Each test also shows that: it drops what was drawn, and sees it in as many texts. The models are scripts
-over 16 tokens in simulated time, and every session has a seed, so each test compares fixed outcomes with the theory.
+become rarer; for each moment of a failure, a test shows that this would be seen in as many texts. The models are
+scripts over 16 tokens in simulated time, and every session has a seed, so each test compares fixed outcomes with the
+theory.
 """
 
 from __future__ import annotations
@@ -27,16 +28,13 @@ from scripted import Price, Script, ScriptedFailure, ScriptedModel, Undo, always
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.draft_session import DraftSession
 from actors.drafters.drafter import DrafterSession, MakePolicy, policy_by_settings
 from actors.remote.remote_drafter import RemoteDrafter
-from actors.target.round_jobs import RoundJobs
-from actors.target.target_session import TargetSession
 from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Node
-from protocol.messages import Verdict, Withdraw
+from protocol.messages import Withdraw
 from protocol.session_state import SessionPhase
 from protocol.vocabulary_map import VocabularyMap
 from runtime import stateless
@@ -247,24 +245,24 @@ def leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(moment: Moment, *args: Any, num_texts: int = 200) -> Counter[SessionPhase]:
-    """Compare texts with the theory; and texts of drafters that drop what they have drawn. Returns: as `sampled`,
-    phases.
-    """
+    """Compare texts with the theory. Returns: as `sampled`, phases."""
     found, phases = run(lambda: sampled(num_texts, moment, *args))
     assert found > SIGNIFICANCE
     assert sum(phases.values()) > num_texts / 4
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        leave_at_once(monkeypatch)
-        assert run(lambda: sampled(num_texts, moment, *args))[0] < 1e-6
     return phases
 
 
 @pytest.mark.parametrize(
     "moment", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in MOMENTS]
 )
-def test_a_token_that_makes_its_drafter_fail_is_as_frequent_as_it_should_be(moment: str) -> None:
-    phases = check(MOMENTS[moment])
+def test_a_token_that_makes_its_drafter_fail_is_as_frequent_as_it_should_be(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_texts = 160 if moment in QUICK else 200
+    phases = check(MOMENTS[moment], num_texts=num_texts)
     assert phases[MOMENTS[moment].phase] > max(phases.values()) / 2
+    leave_at_once(monkeypatch)
+    assert run(lambda: sampled(num_texts, MOMENTS[moment]))[0] < 1e-6
 
 
 # Every kind and every moment; most of another process, whose messages take their time.
@@ -293,10 +291,7 @@ def test_so_it_is_however_the_drafter_fails(how: str, num_together: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [
-        *((kind, "never") for kind in DRAFTERS),
-        *((kind, "NaN by a processor") for kind in ("a draft model", "another process")),
-    ],
+    [*((kind, "never") for kind in DRAFTERS if kind != "a draft model"), ("a draft model", "NaN by a processor")],
 )
 def test_without_failures_texts_have_the_targets_distribution(kind: str, how: str) -> None:
     found, phases = run(lambda: sampled(200, MOMENTS["at any time"], kind, how, 3))
@@ -315,19 +310,10 @@ def test_so_it_is_where_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be() -> None:
     # The step after the third token hangs. The second is judged, and then the third.
     moment = MOMENTS["while the target judges one by one"]
     assert run(lambda: sampled(200, moment, "a draft model", "late"))[0] > SIGNIFICANCE
-    apply = RoundJobs._apply
-
-    def impatient(jobs: RoundJobs, session: TargetSession, verdict: Verdict) -> None:
-        apply(jobs, session, verdict)
-        if session.decodes_alone:
-            jobs._drafter.leave_behind(session)
-
-    monkeypatch.setattr(RoundJobs, "_apply", impatient)
-    assert run(lambda: sampled(200, moment, "a draft model", "late"))[0] < 1e-6
 
 
 @attrs.frozen
@@ -339,16 +325,11 @@ class Dropping(ChainPolicy):
 
 
 @pytest.mark.slow
-def test_a_drafter_that_fails_drops_what_it_would_have_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_fails_drops_what_it_would_have_dropped() -> None:
     moment = attrs.evolve(MOMENTS["while the target verifies"], make_policy=lambda *_: Dropping(2))
     found, phases = run(lambda: sampled(400, moment, "a trained drafter"))
     assert found > SIGNIFICANCE
     assert phases[SessionPhase.VERIFYING] > 100
-    drop_stale = DraftSession.drop_stale
-    monkeypatch.setattr(
-        DraftSession, "drop_stale", lambda session, *args: not session.is_leaving and drop_stale(session, *args)
-    )
-    assert run(lambda: sampled(400, moment, "a trained drafter"))[0] < 1e-6
 
 
 # --- a drafter that is detached -------------------------------------------------------------------
@@ -388,7 +369,7 @@ def test_a_token_that_ends_the_text_is_as_frequent_as_it_should_be_where_the_dra
     is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # After one token is drawn. If it ends the text, it is proposed before the drafter is detached.
-    assert run(detached, 150, 1.5, is_elsewhere) > SIGNIFICANCE
+    assert run(detached, 100, 1.5, is_elsewhere) > SIGNIFICANCE
     leave_at_once(monkeypatch)
     monkeypatch.setattr(RemoteDrafter, "withdraw_from_all", withdraw_at_once)
-    assert run(detached, 150, 1.5, is_elsewhere) < 1e-6
+    assert run(detached, 100, 1.5, is_elsewhere) < 1e-6

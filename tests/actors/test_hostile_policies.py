@@ -2,7 +2,7 @@
 
 Under the rejection rule, a policy may use everything that is known before a token is drawn, and the distribution that
 it is drawn from. The policies here use that knowledge in extreme ways: over trees with branches that come true, and
-with arbitrary rests. The distribution of a long text shows whether they do harm. Other policies use what they may not,
+with arbitrary rests. The distribution of a long text shows whether they do harm. Another policy uses what it may not,
 which shows that the tests would detect it.
 """
 
@@ -142,15 +142,11 @@ def cousins(view: PolicyView, node: Node) -> list[Node]:
 # Knowledge that a policy may use.
 LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
     "nothing": (lambda view, node: True, lambda node: True),
-    "the token before": (lambda view, node: node.token in (0, 3), lambda node: True),
     "the text before": (lambda view, node: node.trail % 2 == 0, lambda node: True),
     "the position": (lambda view, node: node.position % 2 == 0, lambda node: True),
-    "the depth": (lambda view, node: view.tree.depth(node) % 2 == 0, lambda node: True),
     "the time": (lambda view, node: int(view.now_s * 2) % 3 == 0, lambda node: True),
     "whose turn it is": (lambda view, node: view.verdict_due_s is None, lambda node: True),
-    "the size of the tree": (lambda view, node: len(nodes_of(view)) % 2 == 0, lambda node: True),
     "the rank of what comes before": (lambda view, node: node.guess is None or node.guess.rank > 0, lambda node: True),
-    "whether the root was drafted": (lambda view, node: view.tree.root.guess is not None, lambda node: True),
     "what was drawn at its position elsewhere": (
         lambda view, node: any(cousin.token in (0, 2) for cousin in cousins(view, node)),
         lambda node: True,
@@ -159,13 +155,10 @@ LEGAL: dict[str, tuple[Allows, Callable[[Node], bool]]] = {
     "its confidence": (lambda view, node: True, lambda node: node.guess.raw > 0.28),
 }
 
-# Knowledge that a policy may not use.
-ILLEGAL: dict[str, Callable[[Node], bool]] = {
-    "the token": lambda node: node.token in (0, 2),
-    "whether it is the likeliest": lambda node: node.guess.probs.tolist()[node.token] < max(node.guess.probs.tolist()),
-    "what was drafted after it": lambda node: node.choice is not None and node.choice.guess.raw > 0.28,
-    "the corrections beside it": lambda node: 2 not in node.parent.children or node.token == 2,
-}
+
+def goes_by_the_token(node: Node) -> bool:
+    """What a policy may not do."""
+    return node.token in (0, 2)
 
 
 def sampled(
@@ -253,11 +246,9 @@ def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ILLEGAL)
-def test_a_policy_that_knows_the_token_shows_in_the_text(what: str) -> None:
-    # What follows a token says little about it, so the test needs more tokens. Rests would leave fewer drafts.
-    num_tokens = 5 * NUM_TOKENS if what == "what was drafted after it" else NUM_TOKENS
-    assert likelihood(sampled(Hostile(admits=ILLEGAL[what], rests=False), num_tokens)) < SIGNIFICANCE
+def test_a_policy_that_knows_the_token_shows_in_the_text() -> None:
+    # Rests would leave fewer drafts.
+    assert likelihood(sampled(Hostile(admits=goes_by_the_token, rests=False), NUM_TOKENS)) < SIGNIFICANCE
 
 
 @attrs.define
@@ -329,10 +320,10 @@ def test_what_was_drawn_after_another_text_says_nothing_of_what_is_drawn_after_t
         models = (ScriptedModel(markov([row] * 4), vocab_size=4) for _ in range(2))
         async with simulated(*models, make_policy=lambda settings, prices: policy) as simulation:
             settings = {"temperature": 1.0, "acceptance": "rejection", "seed": 2}
-            return await text_of(simulation, PROMPT, max_tokens=1000, **settings)
+            return await text_of(simulation, PROMPT, max_tokens=600, **settings)
 
     text = run(main)
-    assert policy.num_held_back > 100
+    assert policy.num_held_back > 60
     assert pooled_p_value([(Counter(text), dict(enumerate(row)))]) > SIGNIFICANCE
 
 
@@ -354,7 +345,7 @@ async def text_under(
         return await text_of(simulation, [5, 6, 7], max_tokens=60, **more)
 
 
-POLICIES = {**LEGAL, "the token": (lambda view, node: True, ILLEGAL["the token"])}
+POLICIES = {**LEGAL, "the token": (lambda view, node: True, goes_by_the_token)}
 # Each policy with a cache, and the one that goes by the tokens with all.
 CASES = [
     *zip([what for what in LEGAL if what not in ("its distribution", "its confidence")], itertools.cycle(CACHES)),
@@ -369,12 +360,13 @@ def test_the_greedy_text_hangs_on_no_policy(what: str, caches: str) -> None:
 
 
 @pytest.mark.slow
-@sweep("what, caches", CASES)
-def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> None:
+def test_under_match_a_seeds_text_hangs_on_no_policy() -> None:
     settings = {"temperature": 0.8, "seed": 11, "acceptance": "match"}
-    alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings))
-    policy = Hostile(*POLICIES[what])
-    assert run(lambda: text_under(policy, HASHED_TARGET, HASHED_DRAFT, **CACHES[caches], **settings)) == alone
+    alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **settings))
+    for what, caches in CASES:
+        policy, asked = Hostile(*POLICIES[what]), {**CACHES[caches], **settings}
+        text = run(lambda p=policy, a=asked: text_under(p, HASHED_TARGET, HASHED_DRAFT, **a))
+        assert text == alone, (what, caches)
 
 
 # --- neighbours in shared passes ------------------------------------------------------------------
@@ -384,7 +376,7 @@ def test_under_match_a_seeds_text_hangs_on_no_policy(what: str, caches: str) -> 
 def test_neighbours_that_go_by_their_own_draws_leave_the_texts_that_share_their_passes_alone() -> None:
     """What a neighbour drew decides when passes begin, how wide they are, and what is left out of a proposal."""
     num_tokens = NUM_TOKENS // 2
-    neighbours = [Hostile(admits=ILLEGAL["the token"], dice=random.Random(n)) for n in range(2)]
+    neighbours = [Hostile(admits=goes_by_the_token, dice=random.Random(n)) for n in range(2)]
     free = iter(neighbours)
 
     def make_policy(settings: Settings, prices: Prices) -> Policy:

@@ -99,9 +99,9 @@ async def test_the_text_is_the_same_however_layers_are_evaluated(
 ) -> None:
     monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, evaluation.value)
     target, prompt = llama(num_hidden_layers=6), prompt_of(17)
-    expected = greedy(target, prompt, 24)
+    expected = greedy(target, prompt, 12)
     async with runtime.open((target, None), (llama(seed=1), None)) as rt:
-        completion = await rt.generate(prompt, max_tokens=24, lookahead=3)
+        completion = await rt.generate(prompt, max_tokens=12, lookahead=3)
     assert [token.id for token in completion.tokens] == expected
 
 

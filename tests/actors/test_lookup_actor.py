@@ -116,19 +116,24 @@ def sizes(simulation: Simulation) -> list[int]:
 # --- the text -------------------------------------------------------------------------------------
 
 
-@sweep("kind", SCRIPTS)
-@sweep("lookahead", LOOKAHEADS)
+@sweep(
+    "kind, lookahead",
+    [(kind, LOOKAHEADS[n]) for i, kind in enumerate(SCRIPTS) for n in range(i % 2, len(LOOKAHEADS), 2)],
+)
 async def test_the_text_is_the_targets_own(kind: str, lookahead: Any, autojump_clock: Any) -> None:
     prompt = never_the_same(6)[:9]
     async with simulated(ScriptedModel(SCRIPTS[kind]), "ngram") as simulation:
-        text = await text_of(simulation, prompt, max_tokens=90, lookahead=lookahead)
-    assert text == plain_text(SCRIPTS[kind], prompt, 90)
+        text = await text_of(simulation, prompt, max_tokens=60, lookahead=lookahead)
+    assert text == plain_text(SCRIPTS[kind], prompt, 60)
 
 
-@sweep(
-    "abilities", [{"undo": never}, {"undo": never, "keeps_states": True}, {"undo": within(40), "keeps_states": True}]
-)
-@sweep("lookahead", [1, 4, "auto"])
+WITH_STATES = {"undo": never, "keeps_states": True}
+
+
+@sweep("abilities, lookahead", [
+    ({"undo": never}, 1), ({"undo": never}, "auto"), (WITH_STATES, 4), (WITH_STATES, "auto"),
+    ({"undo": within(40), "keeps_states": True}, 4),
+])  # fmt: skip
 async def test_the_text_is_the_same_where_the_target_cannot_rewind(
     abilities: dict[str, Any], lookahead: Any, autojump_clock: Any
 ) -> None:
@@ -194,15 +199,18 @@ async def test_a_prediction_is_proposed_from_the_first_token_on_and_after_an_err
     assert statistics.accepted > 0.6 * 2 * length
 
 
-@sweep("lookahead", LOOKAHEADS)
-async def test_a_prediction_that_misleads_changes_nothing_of_the_text(lookahead: Any, autojump_clock: Any) -> None:
-    prompt = never_the_same(6)[:9]
-    for draft in ("ngram", ScriptedModel(truthful)):
-        async with simulated(ScriptedModel(slipping(0.2)), draft) as simulation:
-            text = await text_of(
-                simulation, prompt, max_tokens=60, lookahead=lookahead, prediction=never_the_same(6)[9:200]
-            )
-        assert text == plain_text(slipping(0.2), prompt, 60)
+@sweep(
+    "is_model, lookahead",
+    [(True, 1), (False, 2), (True, 4), (False, 9), (False, 64), (False, "auto"), (True, "auto")],
+)
+async def test_a_prediction_that_misleads_changes_nothing_of_the_text(
+    is_model: bool, lookahead: Any, autojump_clock: Any
+) -> None:
+    whole = never_the_same(6)
+    draft: Any = ScriptedModel(truthful) if is_model else "ngram"
+    async with simulated(ScriptedModel(slipping(0.2)), draft) as simulation:
+        text = await text_of(simulation, whole[:9], max_tokens=60, lookahead=lookahead, prediction=whole[9:200])
+    assert text == plain_text(slipping(0.2), whole[:9], 60)
 
 
 async def proposals(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[Proposal]:
@@ -341,7 +349,7 @@ async def seconds(script: Script, price: Price, num_tokens: int, draft: Any = "n
         return trio.current_time() - began
 
 
-@pytest.mark.parametrize("slope", [0.06, 0.3, 1.0])
+@pytest.mark.parametrize("slope", [0.06, 1.0])
 async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_clock: Any) -> None:
     text = never_the_same(8)
     price = sloped(slope)
@@ -353,14 +361,14 @@ async def test_lookups_that_mislead_cost_next_to_nothing(slope: float, autojump_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("often", "slope"), [(0.05, 0.0), (0.05, 0.3), (0.2, 0.06), (0.5, 0.0), (0.5, 0.3)])
+@pytest.mark.parametrize(("often", "slope"), [(0.05, 0.3), (0.2, 0.06), (0.5, 0.0)])
 async def test_auto_keeps_up_with_plain_decoding_and_with_the_best_fixed_lookahead(
     often: float, slope: float, autojump_clock: Any
 ) -> None:
     price, script = sloped(slope), slipping(often)
     auto = await seconds(script, price, 1000)
     assert auto < 1.01 * await seconds(script, price, 1000, draft=None)
-    for lookahead in (1, 2, 3, 4, 8):
+    for lookahead in (1, 2, 4, 8):
         assert auto < 1.05 * await seconds(script, price, 1000, lookahead=lookahead)
 
 
@@ -510,7 +518,7 @@ async def cancelled_at_event(number: int) -> int:
 def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
     num_events = run(cancelled_at_event, -1)
     assert num_events > 40
-    for number in range(1, num_events + 1):
+    for number in range(1, num_events + 1, 3):
         run(cancelled_at_event, number)
 
 

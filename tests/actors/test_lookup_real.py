@@ -45,8 +45,8 @@ def family_text(name: str, prompt: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_every_lookahead_gives_the_greedy_text(name: str) -> None:
     async with runtime.open((family(name), None), "ngram") as rt:
-        for prompt in PROMPTS.values():
-            for lookahead in LOOKAHEADS:
+        for i, prompt in enumerate(PROMPTS.values()):
+            for lookahead in LOOKAHEADS[i % 2 :: 2]:
                 completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=lookahead)
                 assert ids(completion) == family_text(name, tuple(prompt)), f"lookahead {lookahead}, prompt {prompt}"
                 statistics = completion.statistics
@@ -72,12 +72,11 @@ async def test_there_is_no_thread_but_the_targets() -> None:
     assert outrider_threads() == []
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-async def test_with_a_seed_the_text_is_the_one_without_lookups(temperature: float) -> None:
+async def test_with_a_seed_the_text_is_the_one_without_lookups() -> None:
     prompt = PROMPTS["a phrase, again and again"]
-    settings: dict[str, Any] = {"max_tokens": 40, "temperature": temperature}
     async with runtime.open((family("llama"), None)) as plain, runtime.open((family("llama"), None), "ngram") as rt:
-        for seed in range(4):
+        for seed, temperature in enumerate((0.5, 1.0, 0.5)):
+            settings: dict[str, Any] = {"max_tokens": 40, "temperature": temperature}
             expected = await plain.generate(prompt, seed=seed, **settings)
             for lookahead in (2, "auto"):
                 assert ids(await rt.generate(prompt, seed=seed, lookahead=lookahead, **settings)) == ids(expected)
@@ -105,23 +104,6 @@ async def test_several_streams_at_once_and_one_that_is_left() -> None:
         while rt.num_streams:  # a finished stream is removed in the next turn of the event loop
             await trio.lowlevel.checkpoint()
     assert [ids(text) for text in texts] == [greedy(family("qwen3"), prompt, 30) for prompt in prompts]
-
-
-async def test_serve_looks_up_as_well(nursery: trio.Nursery) -> None:
-    rt = await nursery.start(runtime.keep_open, (family("llama"), None), "ngram")
-    prompt = PROMPTS["a phrase, again and again"]
-    completion = await rt.generate(prompt, max_tokens=NUM_TOKENS, lookahead=3)
-    assert ids(completion) == family_text("llama", tuple(prompt))
-    assert completion.statistics.proposed > 0
-
-
-def test_generate_sync_looks_up_as_well() -> None:
-    texts = [
-        runtime.generate_sync("class A:\n    a = 1\n    a =", target=runtime.DEMO_TARGET, draft=draft, max_tokens=24)
-        for draft in (None, "ngram")
-    ]
-    assert texts[0].text == texts[1].text
-    assert texts[0].statistics.proposed == 0 < texts[1].statistics.proposed
 
 
 # --- invalid drafters -----------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from scripted import (
     never,
     next_token,
     read_into,
-    run,
     simulated,
     text_of,
     within,
@@ -78,6 +77,7 @@ MODES: dict[str, dict[str, Any]] = {
     "processors": {"logits_processors": [runtime.stateless(shifted)]},
     "bias": {"logit_bias": {1: -0.5}},
 }
+LOOKAHEADS = [0, 3, "auto"]
 UNDOS: dict[str, dict[str, Any]] = {
     "trim": {"undo": always},
     "checkpoints": {"undo": never, "keeps_states": True},
@@ -111,29 +111,33 @@ async def ends_with_an_error(
             assert len(simulation.runtime._target._prefix_cache) == 0
 
 
-@sweep("mode", MODES)
-@sweep("lookahead", [0, 3, "auto"])
-def test_a_target_without_numbers_ends_its_stream_after_what_came_before(mode: str, lookahead: Any) -> None:
-    settings = {**MODES[mode], "lookahead": lookahead}
-    for position in (5, 7, 12):
-        draft = ScriptedModel(agreeing(0.7))
-        run(lambda p=position, d=draft: ends_with_an_error(p, KINDS[p % 4], settings, draft=d))
+@sweep(
+    "mode, lookahead, position",
+    [
+        (mode, lookahead, (5, 7, 12)[(i + j) % 3])
+        for i, mode in enumerate(MODES)
+        for j, lookahead in enumerate(LOOKAHEADS)
+    ],
+)
+async def test_a_target_without_numbers_ends_its_stream_after_what_came_before(
+    mode: str, lookahead: Any, position: int, autojump_clock: Any
+) -> None:
+    settings, draft = {**MODES[mode], "lookahead": lookahead}, ScriptedModel(agreeing(0.7))
+    await ends_with_an_error(position, KINDS[position % 4], settings, draft=draft)
 
 
 @sweep("undo", UNDOS)
-@sweep("mode", ["greedy", "rejection"])
-def test_so_it_is_however_caches_are_put_right(mode: str, undo: str) -> None:
-    settings = {**MODES[mode], "lookahead": 3}
-    for position in range(len(PROMPT), len(PROMPT) + 10):
-        how, draft = KINDS[position % 4], ScriptedModel(agreeing(0.7))
-        run(lambda p=position, h=how, d=draft: ends_with_an_error(p, h, settings, draft=d, undo=undo, reuse=True))
+@sweep("position", [5, 6, 8, 11, 14])
+async def test_so_it_is_however_caches_are_put_right(undo: str, position: int, autojump_clock: Any) -> None:
+    how, draft = KINDS[position % 4], ScriptedModel(agreeing(0.7))
+    settings = {**MODES[("greedy", "rejection")[position % 2]], "lookahead": 3}
+    await ends_with_an_error(position, how, settings, draft=draft, undo=undo, reuse=True)
 
 
-@sweep("draft", ["ngram", None])
+@sweep("draft, position", [("ngram", 6), (None, 11)])
 @sweep("mode", MODES)
-def test_so_it_is_without_a_draft_model(mode: str, draft: Any) -> None:
-    for position in (6, 11):
-        run(lambda p=position: ends_with_an_error(p, KINDS[p % 4], MODES[mode], draft=draft, reuse=True))
+async def test_so_it_is_without_a_draft_model(mode: str, draft: Any, position: int, autojump_clock: Any) -> None:
+    await ends_with_an_error(position, KINDS[position % 4], MODES[mode], draft=draft, reuse=True)
 
 
 async def test_what_a_target_says_of_a_text_that_does_not_come_is_of_no_account(autojump_clock: Any) -> None:
@@ -151,23 +155,21 @@ async def test_what_a_target_says_of_a_text_that_does_not_come_is_of_no_account(
 # --- the drafter ----------------------------------------------------------------------------------
 
 
-@sweep("chains", [False, True])
+@sweep("position, chains", [(5, True), (8, False), (11, True)])
 @sweep("mode", MODES)
-def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(mode: str, chains: bool) -> None:
-    async def fail_at(position: int) -> None:
-        draft = ScriptedModel(failing_at(position, KINDS[position % 4], agreeing(0.9)))
-        async with simulated(ScriptedModel(sure), draft, chains=chains) as simulation:
-            settings = {**MODES[mode], "lookahead": 3}
-            completion = await simulation.runtime.generate(PROMPT, max_tokens=12, **settings)
-            assert ids(completion.tokens) == TEXT
-            assert completion.statistics.draft_failures == 1
-            assert len(simulation.instants("withdraw")) == 1
-            again = await simulation.runtime.generate(OTHER, max_tokens=6, **settings)
-            assert again.statistics.draft_failures == 0
-            assert again.statistics.accepted > 0
-
-    for position in (5, 8, 11):
-        run(fail_at, position)
+async def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(
+    mode: str, position: int, chains: bool, autojump_clock: Any
+) -> None:
+    draft = ScriptedModel(failing_at(position, KINDS[position % 4], agreeing(0.9)))
+    async with simulated(ScriptedModel(sure), draft, chains=chains) as simulation:
+        settings = {**MODES[mode], "lookahead": 3}
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=12, **settings)
+        assert ids(completion.tokens) == TEXT
+        assert completion.statistics.draft_failures == 1
+        assert len(simulation.instants("withdraw")) == 1
+        again = await simulation.runtime.generate(OTHER, max_tokens=6, **settings)
+        assert again.statistics.draft_failures == 0
+        assert again.statistics.accepted > 0
 
 
 async def test_a_drafter_without_numbers_is_warned_of(autojump_clock: Any, caplog: Any) -> None:
@@ -188,22 +190,21 @@ def leaving(what: float, at: int) -> Callable[[mx.array, mx.array], mx.array]:
 
 
 @sweep("what", [math.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))])
-@sweep("lookahead", [0, 3])
+@sweep("lookahead, position", [(0, 5), (3, 11)])
 @sweep("mode", ["greedy", "match", "rejection", "filters", "logprobs"])
 async def test_processors_that_leave_nothing_end_the_stream_and_are_blamed(
-    mode: str, lookahead: int, what: float, autojump_clock: Any
+    mode: str, lookahead: int, position: int, what: float, autojump_clock: Any
 ) -> None:
-    for position in (5, 11):
-        async with simulated(ScriptedModel(sure), ScriptedModel(agreeing(0.7))) as simulation:
-            processors = [runtime.stateless(leaving(what, position))]
-            stream = simulation.runtime.stream(
-                PROMPT, max_tokens=12, lookahead=lookahead, logits_processors=processors, **MODES[mode]
-            )
-            got: list[int] = []
-            with pytest.raises(ProcessorError, match=f"logits processors.* at position {position}; forbid"):
-                await read_into(got, stream)
-            assert got == TEXT[: position - len(PROMPT)]
-            assert await text_of(simulation, OTHER, max_tokens=6) == continuation(OTHER, 6)
+    async with simulated(ScriptedModel(sure), ScriptedModel(agreeing(0.7))) as simulation:
+        processors = [runtime.stateless(leaving(what, position))]
+        stream = simulation.runtime.stream(
+            PROMPT, max_tokens=12, lookahead=lookahead, logits_processors=processors, **MODES[mode]
+        )
+        got: list[int] = []
+        with pytest.raises(ProcessorError, match=f"logits processors.* at position {position}; forbid"):
+            await read_into(got, stream)
+        assert got == TEXT[: position - len(PROMPT)]
+        assert await text_of(simulation, OTHER, max_tokens=6) == continuation(OTHER, 6)
 
 
 @sweep("mode", ["greedy", "match", "rejection", "filters"])

@@ -20,6 +20,7 @@ from scripted import (
     ScriptedModel,
     Simulation,
     agreeing,
+    always,
     continuation,
     forget_all,
     never,
@@ -58,23 +59,32 @@ async def texts(simulation: Simulation, **settings: Any) -> list[list[int]]:
 EXPECTED = [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 
-@sweep("lookahead", [0, 1, 4, "auto"])
-@sweep("agreement", [0.0, 0.7, 1.0])
-@sweep("undo", [None, never])
+@sweep(
+    "lookahead, agreement, undo",
+    [
+        (lookahead, agreement, (always, never)[(i + j) % 2])
+        for i, lookahead in enumerate([0, 1, 4, "auto"])
+        for j, agreement in enumerate([0.0, 0.7, 1.0])
+    ],
+)
 async def test_texts_that_share_passes_are_what_they_are_alone(
     lookahead: Any, agreement: float, undo: Any, autojump_clock: Any
 ) -> None:
-    target = ScriptedModel(truthful) if undo is None else ScriptedModel(truthful, undo=undo)
-    async with simulated(target, ScriptedModel(agreeing(agreement))) as simulation:
+    async with simulated(ScriptedModel(truthful, undo=undo), ScriptedModel(agreeing(agreement))) as simulation:
         assert await texts(simulation, lookahead=lookahead) == EXPECTED
         # With a drafter that is always right, "auto" needs two of them.
         assert len(shared_passes(simulation)) >= 2
         assert max(len(span.shares) for span in shared_passes(simulation)) >= 3
 
 
-@sweep("lookahead", [1, 4, "auto"])
-@sweep("agreement", [0.0, 0.7, 1.0])
-@sweep("schedule", range(3))
+@sweep(
+    "lookahead, agreement, schedule",
+    [
+        (lookahead, agreement, (i + j) % 3)
+        for i, lookahead in enumerate([1, 4, "auto"])
+        for j, agreement in enumerate([0.0, 0.7, 1.0])
+    ],
+)
 async def test_sessions_share_draft_steps_and_their_texts_are_right(
     lookahead: Any, agreement: float, schedule: int, autojump_clock: Any
 ) -> None:
@@ -89,7 +99,7 @@ async def test_sessions_share_draft_steps_and_their_texts_are_right(
             assert sum(len(span.shares) for span in shared) > len(drafted) / 2
 
 
-@sweep("seed", range(30))
+@sweep("seed", range(20))
 async def test_passes_in_a_row_give_each_text_what_it_has_alone_however_late_they_are_heard_of(
     seed: int, autojump_clock: Any
 ) -> None:
@@ -186,8 +196,7 @@ class TooMuch(ScriptedModel):
             forget_all(self)
 
 
-@sweep("max_batch", [1, 8])
-@sweep("acceptance", ["match", "rejection", "block"])
+@sweep("max_batch, acceptance", [(1, "match"), (8, "rejection"), (1, "block"), (8, "block")])
 def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(max_batch: int, acceptance: str) -> None:
     def wrong(history: Sequence[int]) -> list[float]:
         return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)
@@ -205,8 +214,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
     run(main)
 
 
-@sweep("lookahead", [0, 4, "auto"])
-@sweep("max_slots", [1, 3])
+@sweep("lookahead, max_slots", [(0, 3), (4, 1), ("auto", 3)])
 async def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_are_rarely_tried_again(
     max_slots: int, lookahead: Any, autojump_clock: Any
 ) -> None:
@@ -225,10 +233,10 @@ async def test_steps_that_there_is_too_little_memory_for_are_shared_by_fewer_and
 ) -> None:
     draft = TooMuch(agreeing(0.7), most=most)
     async with simulated(ScriptedModel(truthful), draft) as simulation:
-        completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=100, lookahead=3)
+        completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=60, lookahead=3)
         for prompt, completion in zip(PROMPTS, completions, strict=True):
-            assert [token.id for token in completion.tokens] == continuation(prompt, 100)
-            assert completion.statistics.accepted > 20
+            assert [token.id for token in completion.tokens] == continuation(prompt, 60)
+            assert completion.statistics.accepted > 12
     assert 0 < len(draft.failures) < 15
 
 
@@ -268,8 +276,10 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
     assert run(rows_per_pass, 3) > 7
 
 
-@sweep("lookahead", ["auto", 3])
-@sweep("at", [0.0, 1.0, 5.0, 9.0, 9.5, 13.0, 13.25, 17.0, 33.0, 60.0])
+@sweep(
+    "at, lookahead",
+    zip([0.0, 1.0, 5.0, 9.0, 9.0, 9.5, 13.25, 13.25, 33.0], itertools.cycle(["auto", 3])),
+)
 async def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their_texts_and_their_drafter(
     at: float, lookahead: Any, autojump_clock: Any
 ) -> None:

@@ -61,27 +61,18 @@ def num_read(simulation: Simulation, actor: str, session: int) -> int:
 async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
     lookahead: Any, cache: dict[str, Any], autojump_clock: Any
 ) -> None:
-    for num_tokens in range(1, 9):
+    for lengths in ((1, 6, 3, 8), (5, 2, 7, 4)):
         async with simulated(*pair_with(cache)) as simulation:
-            text = list(PROMPT)
-            for _ in range(4):
+            text, num_known = list(PROMPT), 0
+            for session, num_tokens in enumerate(lengths):
                 statistics = await turn(simulation, text, num_tokens, lookahead=lookahead)
                 assert statistics.prompt_tokens == len(text)
+                # At least the prompt of the last turn but for its last token, which is fed with the first round.
+                if "keeps_states" in cache or cache["undo"] is always:
+                    assert statistics.cached_tokens >= num_known - 1
+                assert num_read(simulation, "target", session) == len(text) - 1 - statistics.cached_tokens
+                num_known = len(text)
                 text += [*continuation(text, num_tokens), 1, 2, 3]
-            # All but the tokens that the last turn added, and the last tokens of its text, which no cache had read.
-            added = num_tokens + 3
-            if "keeps_states" in cache or cache["undo"] is always:
-                assert statistics.cached_tokens >= len(text) - 2 * added - 1
-            assert num_read(simulation, "target", 3) == statistics.prompt_tokens - 1 - statistics.cached_tokens
-
-
-async def test_without_a_drafter_too(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        await turn(simulation, PROMPT, 6)
-        longer = [*PROMPT, *continuation(PROMPT, 6), 1, 2]
-        # The last token was never read.
-        assert (await turn(simulation, longer, 6)).cached_tokens == len(PROMPT) + 5
-        assert num_read(simulation, "target", 1) == 2
 
 
 async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_next_one_comes(
@@ -213,13 +204,6 @@ async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_begi
         assert await collect(stream) == continuation(PROMPT, 60)
 
 
-async def test_a_runtime_that_is_left_lets_go_of_what_it_kept(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        await turn(simulation, PROMPT, 4)
-        assert not any(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
-    assert all(sequence.is_closed for sequence in simulation.target.sequences + simulation.draft.sequences)
-
-
 # --- texts that were cancelled or failed ----------------------------------------------------------
 
 
@@ -242,7 +226,7 @@ def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
             assert got == continuation(prompt, 12)[: len(got)]
             return (await turn(simulation, [*prompt, *got, 1, 2], 5, lookahead=lookahead)).cached_tokens
 
-    cached = [run(main, seconds) for seconds in [0.25 * i for i in range(0, 240, 5)]]
+    cached = [run(main, seconds) for seconds in [0.25 * i for i in range(0, 240, 9)]]
     assert cached[0] <= 8  # cancelled before or during the first chunk
     if cache["undo"] is always:
         assert cached == sorted(cached)
@@ -385,7 +369,7 @@ target_queue = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(target_queue, st.sampled_from(list(CACHES)), st.sampled_from([10**9, 40, 0]))
 def test_texts_that_share_beginnings_are_right_in_any_order(target_queue: Any, cache: str, max_bytes: int) -> None:
     async def main() -> None:

@@ -21,7 +21,7 @@ from actors.workers.worker import Job
 from protocol.prefill_chunks import PrefillChunkSize
 from protocol.trace import Span
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 PROMPTS = [[5, 6, 7, 8], [9, 2, 4], [1, 1, 3, 8], [4, 4, 4], [7, 1, 2, 2]]
 
 

@@ -85,11 +85,20 @@ async def test_texts_that_begin_together_have_their_first_tokens_before_the_draf
 # --- real models --------------------------------------------------------------------------------------
 
 
+ONCE, TWICE, AGAIN = (True, False, False, False), (False, False, True, True, False), (False, False, True, False)
+
+
 @pytest.mark.slow
-@sweep("turns", [(True, False, False, False), (False, False, True, True, False), (False, False, True, False)])
 @sweep(
-    ("build", "rewind"),
-    [(llama, "auto"), (llama, "none"), (mamba, "auto"), (mamba, "none"), (lambda: gemma3_text(window=16), "auto")],
+    ("build", "rewind", "turns"),
+    [
+        (llama, "auto", ONCE),
+        (llama, "none", TWICE),
+        (mamba, "auto", AGAIN),
+        (mamba, "auto", TWICE),
+        (mamba, "none", ONCE),
+        (lambda: gemma3_text(window=16), "auto", TWICE),
+    ],
 )
 async def test_the_greedy_text_goes_on_through_every_rest(
     build: Callable[[], nn.Module], rewind: str, turns: tuple[bool, ...]

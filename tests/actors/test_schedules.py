@@ -254,12 +254,12 @@ async def test_messages_of_a_session_that_is_over_reach_nobody(autojump_clock: A
         nursery.cancel_scope.cancel()
 
 
-@sweep("schedule", range(10))
+@sweep("schedule", range(6))
 async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: int, autojump_clock: Any) -> None:
     price = priced(prefill=0.0, draft=0.0, verify=0.0, decode=0.0)
     target, draft = ScriptedModel(truthful), ScriptedModel(agreeing(0.7))
     async with simulated(target, draft, price=price, schedule=schedule) as simulation:
-        assert await text_of(simulation, [4, 4], max_tokens=60, lookahead=3) == continuation([4, 4], 60)
+        assert await text_of(simulation, [4, 4], max_tokens=40, lookahead=3) == continuation([4, 4], 40)
         assert trio.current_time() == 0
 
 
@@ -310,7 +310,7 @@ def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(s
 # --- several sessions at once ---------------------------------------------------------------------
 
 
-@sweep("num_sessions", [2, 3, 5, 8])
+@sweep("num_sessions", [3, 8])
 async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessions: int, autojump_clock: Any) -> None:
     kinds = [
         {"lookahead": 3},
@@ -319,7 +319,7 @@ async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessio
         {"lookahead": 1, "prefill_step_size": 1},
         {"lookahead": 5, "temperature": 0.7, "seed": 6},
     ]
-    requests = [{"max_tokens": 10 + 5 * n, **kinds[n % len(kinds)]} for n in range(num_sessions)]
+    requests = [{"max_tokens": 6 + 3 * n, **kinds[n % len(kinds)]} for n in range(num_sessions)]
     target, draft = hashed("target", 8.0), hashed("draft", 3.0, near=hashed("target", 8.0))
     async with simulated(ScriptedModel(target), ScriptedModel(draft)) as simulation:
         alone = [await text_of(simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
@@ -349,8 +349,7 @@ def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | Non
     return counts
 
 
-@sweep("num_sessions", [2, 3, 5])
-@sweep("agreement", [0.0, 0.6, 1.0])
+@sweep("num_sessions, agreement", [(2, 0.6), (3, 0.0), (3, 1.0), (5, 0.6)])
 async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one(
     num_sessions: int, agreement: float, autojump_clock: Any
 ) -> None:

@@ -68,7 +68,7 @@ class Reader:
 widths = st.one_of(st.just(1), st.integers(2, 9), st.integers(60, 130))
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=150)
+@settings(deadline=None, derandomize=True, database=None, max_examples=40)
 @given(
     num_visible=st.integers(2, 40),
     steps=st.lists(st.tuples(st.lists(widths, min_size=1, max_size=4), st.floats(0, 1)), min_size=1, max_size=14),
@@ -157,26 +157,26 @@ def num_slots(cache: SlidingWindowCache) -> int:
 
 
 def test_the_cache_of_a_short_text_is_small_and_of_a_long_one_bounded() -> None:
-    reader = Reader(SlidingWindowCache(2000))
-    for length in range(1, 3 * STEP):
+    reader = Reader(SlidingWindowCache(600))
+    for width in (1, STEP - 2, 1, 1, STEP - 2, 1, 1):
+        reader.feed(width)
+        assert num_slots(reader.cache) == -(-len(reader.text) // STEP) * STEP
+    reader.feed(700)
+    assert num_slots(reader.cache) <= 600 + MAX_TRIM + 700
+    for _ in range(3 * (NUM_SPARE - MAX_TRIM)):
         reader.feed(1)
-        assert num_slots(reader.cache) == -(-length // STEP) * STEP
-    reader.feed(5000)
-    assert num_slots(reader.cache) <= 2000 + MAX_TRIM + 5000
-    for _ in range(3 * NUM_SPARE):
-        reader.feed(1)
-        assert num_slots(reader.cache) == 2000 + NUM_SPARE
+        assert num_slots(reader.cache) == 600 + NUM_SPARE
 
 
 def test_a_token_is_written_in_place_but_for_one_move_in_many() -> None:
     reader = Reader(SlidingWindowCache(64))
     reader.feed(400)
     num_moved, before = 0, reader.cache.keys
-    for _ in range(1000):
+    for _ in range(500):
         reader.feed(1)
         num_moved += reader.cache.keys is not before
         before = reader.cache.keys
-    assert num_moved <= 1 + 1000 // (NUM_SPARE - MAX_TRIM)
+    assert num_moved <= 1 + 500 // (NUM_SPARE - MAX_TRIM)
 
 
 # --- states ---------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def logits_of(model: nn.Module, text: list[int]) -> mx.array:
     return logits
 
 
-@sweep("name", ["gemma3_text", "gpt_oss", "llama", "ministral3", "gemma3n"])
+@sweep("name", ["gemma3_text", "gpt_oss", "gemma3n"])
 def test_rounds_far_beyond_a_full_window_are_trimmed_and_leave_nothing_behind(name: str) -> None:
     model = build(name)
     sequence = MLXSequence(model, CacheOptions(), vocab_size=VOCAB_SIZE)

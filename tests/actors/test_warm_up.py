@@ -66,10 +66,14 @@ def nothing_is_open(*of: ScriptedModel) -> bool:
     )
 
 
-@sweep("base", [0.001, 1.0, 64.0])
-@sweep("slope", [0.0, 0.0625, 0.5])
-@sweep("cost_ratio", [0.03125, 0.25, 1.5])
-@sweep("kappa", [0.0, 0.5, 1.0])
+@sweep(
+    "base, slope, cost_ratio, kappa",
+    [
+        (base, slope, (0.03125, 0.25, 1.5)[(i + j) % 3], (0.0, 0.5, 1.0)[(i + 2 * j) % 3])
+        for i, base in enumerate([0.001, 1.0, 64.0])
+        for j, slope in enumerate([0.0, 0.0625, 0.5])
+    ],
+)
 def test_it_finds_what_everything_costs(base: float, slope: float, cost_ratio: float, kappa: float) -> None:
     step = base * cost_ratio
     prices = run(lambda: warmed_up(*models(), base=base, slope=base * slope, draft_step=step, kappa=kappa))
@@ -139,7 +143,7 @@ def test_a_model_that_fails_at_any_call_is_an_error_and_leaves_nothing_open(who:
     run(lambda: warmed_up(*pair))
     num_calls = pair[who].num_calls[call]
     # Whether there is another draft step beside the target's last pass depends on trio's random order.
-    for n in range(1, num_calls + 1 - (who == 1 and call == "feed")):
+    for n in range(1, num_calls + 1 - (who == 1 and call == "feed"), 2):
         failing = [ScriptedModel(truthful), ScriptedModel(truthful)]
         failing[who] = ScriptedModel(truthful, fails={call: {n}})
         with pytest.raises(JobError, match=f"{call} {n} failed"):
@@ -155,10 +159,10 @@ def test_a_cancellation_at_any_time_leaves_nothing_open(kappa: float) -> None:
         return trio.current_time()
 
     whole = run(took)
-    for i in range(48):
+    for i in range(24):
         pair = models()
 
-        async def cancelled(pair: Any = pair, until: float = whole * i / 48) -> float:
+        async def cancelled(pair: Any = pair, until: float = whole * i / 24) -> float:
             await warmed_up(*pair, kappa=kappa, until=until)
             return trio.current_time() - until
 

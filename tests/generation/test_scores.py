@@ -36,8 +36,7 @@ CONTINUATION = tuple(prompt_of(12, seed=7))
 def reference(name: str, num_prompt: int, num_tokens: int) -> list[list[float]]:
     """mlx-lm's log-probabilities of all tokens, at the positions behind a prompt; one token per pass there."""
     text = tuple(TEXT[: num_prompt + num_tokens])
-    subject(name).row(num_prompt - 1, text)  # and those before it
-    rows = [subject(name).row(num_prompt - 1, text[:end]) for end in range(num_prompt, num_prompt + num_tokens)]
+    rows = subject(name).rows(num_prompt - 1, [text[:end] for end in range(num_prompt, num_prompt + num_tokens)])
     logits = mx.stack(rows).astype(mx.float32)
     return (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
 

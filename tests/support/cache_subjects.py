@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,34 +119,35 @@ class Joining(Wrapped):
 
 @attrs.frozen
 class Subject:
-    """A model with caches of some kind, and its reference logits: one token per pass, without rewinds."""
+    """A model with caches of some kind, and its reference logits: one token of a text per pass, without rewinds."""
 
     model: nn.Module
     options: CacheOptions = attrs.Factory(CacheOptions)
-    _rows: dict[tuple[int, tuple[int, ...]], mx.array] = attrs.field(factory=dict, init=False)
 
     def open_sequence(self, rewind: Any) -> MLXSequence:
         options = attrs.evolve(self.options, rewind=rewind)
         return MLXSequence(self.model, options, vocab_size=VOCAB_SIZE)
 
-    def row(self, num_prefilled: int, text: tuple[int, ...]) -> mx.array:
-        """The logits after a text whose first `num_prefilled` tokens were fed in one pass."""
-        if (num_prefilled, text) not in self._rows:
-            self._read(num_prefilled, text)
-        return self._rows[num_prefilled, text]
-
-    def _read(self, num_prefilled: int, text: tuple[int, ...]) -> None:
+    def rows(self, num_prefilled: int, texts: Sequence[tuple[int, ...]]) -> list[mx.array]:
+        """The logits after each of some texts that have in common the first `num_prefilled` tokens, fed in one pass."""
+        if not texts:
+            return []
+        whole: list[tuple[int, ...]] = []  # those that are no beginnings of others
+        for text in sorted(texts, key=len, reverse=True):
+            if all(other[: len(text)] != text for other in whole):
+                whole.append(text)
+        # All are read at once; what is appended to the shorter ones changes nothing of what was before.
+        filled = mx.array([[*text, *whole[0][len(text) :]] for text in whole])
         cache = self.options.make_cache(self.model)
         if num_prefilled:
-            self._pass(text[:num_prefilled], cache)
-        found = {}
-        for i, token in enumerate(text[num_prefilled:], num_prefilled):
-            found[num_prefilled, text[: i + 1]] = self._pass((token,), cache)
-        mx.eval(list(found.values()))
-        self._rows.update(found)
+            self._pass(filled[:, :num_prefilled], cache)
+        after = {i + 1: self._pass(filled[:, i : i + 1], cache) for i in range(num_prefilled, len(whole[0]))}
+        mx.eval(list(after.values()))
+        rows = (next(n for n, other in enumerate(whole) if other[: len(text)] == text) for text in texts)
+        return [after[len(text)][row] for text, row in zip(texts, rows, strict=True)]
 
-    def _pass(self, tokens: tuple[int, ...], cache: list[Any]) -> mx.array:
-        logits: mx.array = self.model(mx.array([tokens]), cache=cache)[0, -1]
+    def _pass(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        logits: mx.array = self.model(tokens, cache=cache)[:, -1]
         options = self.options
         maybe_quantize_kv_cache(cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
         return logits
