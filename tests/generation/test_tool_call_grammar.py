@@ -132,8 +132,8 @@ def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
     tools = held([WEATHER, CLOCK], "get_weather")
     writer = Writer(made(tools, format, of), of, 1)
     num_complete = 0
-    for _ in range(6):
-        text, is_complete = writer.write(max_tokens=150)
+    for _ in range(2):
+        text, is_complete = writer.write(max_tokens=120)
         if not is_complete:
             continue
         num_complete += 1
