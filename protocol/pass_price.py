@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import mul
 
 import attrs
 
@@ -93,7 +94,7 @@ class PassPrice:
 
     _unit: float = attrs.field(default=0.0, init=False)  # time of the first pass
     _level: float = attrs.field(default=1.0, init=False)  # present pace of the machine, relative to that pass
-    _entries: dict[int, _Entry] = attrs.field(factory=dict, init=False)
+    _entries: dict[int, _Entry] = attrs.field(factory=dict, init=False)  # rising
     # Of passes around the means of their entries: sums of overlap² and overlap · time; relative variance of the time.
     _overlap_squared: float = attrs.field(default=0.0, init=False)
     _overlap_time: float = attrs.field(default=0.0, init=False)
@@ -158,7 +159,7 @@ class PassPrice:
             entry.weight *= 1.0 - 1.0 / UNSEEN_MEMORY
         key = _entry_of(rows)
         if key not in self._entries:
-            self._entries[key] = _Entry(rows, time, overlap)
+            self._entries = dict(sorted([*self._entries.items(), (key, _Entry(rows, time, overlap))]))
             return
         entry = self._entries[key]
         more_overlap, more_time = overlap - entry.overlap, time - entry.time
@@ -181,35 +182,34 @@ class PassPrice:
 
     def _fitted(self) -> _Curve:
         """The table with its entries drawn towards a line, and pooled where they would fall."""
-        slowdown, level = self._slowdown(), self._level
-        entries = sorted(self._entries.values(), key=lambda entry: entry.rows)
+        slowdown, level, noise = self._slowdown(), self._level, self._noise
+        entries = self._entries.values()
+        rows, weights = [entry.rows for entry in entries], [entry.weight for entry in entries]
         times = [max(0.0, entry.time - slowdown * entry.overlap) for entry in entries]
         # The line: a weighted regression on the rows. The less noise, the weaker the prior of its slope.
-        weights = [entry.weight for entry in entries]
-        mean_rows = sum(w * entry.rows for w, entry in zip(weights, entries, strict=True)) / sum(weights)
-        mean_time = sum(w * time for w, time in zip(weights, times, strict=True)) / sum(weights)
-        square = max(self._noise / PRIOR_SLOPE_VARIANCE, 1e-9)
+        total = sum(weights)
+        mean_rows, mean_time = sum(map(mul, weights, rows)) / total, sum(map(mul, weights, times)) / total
+        square = max(noise / PRIOR_SLOPE_VARIANCE, 1e-9)
         product = square * PRIOR_SLOPE * self._unit
-        for w, entry, time in zip(weights, entries, times, strict=True):
-            product += w * (entry.rows - mean_rows) * (time - mean_time)
-            square += w * (entry.rows - mean_rows) ** 2
+        for w, row, time in zip(weights, rows, times, strict=True):
+            distance = w * (row - mean_rows)
+            product += distance * (time - mean_time)
+            square += distance * (row - mean_rows)
         # At most as steep as through the origin: no pass takes less than its share of a wider one.
         slope = min(max(0.0, product / square), mean_time / mean_rows)
-        line = [mean_time + slope * (entry.rows - mean_rows) for entry in entries]
+        line = [mean_time + slope * (row - mean_rows) for row in rows]
         # The variance of the entries around the line, relative to the line, less what noise explains.
-        misfit = sum(
-            ((time - fit) / fit) ** 2 - self._noise / w
-            for time, fit, w in zip(times, line, weights, strict=True)
-            if fit > 0.0
-        ) / len(entries)
-        line_weight = min(MAX_LINE_WEIGHT, self._noise / max(misfit, 1e-9))
+        misfit = 0.0
+        for w, time, fit in zip(weights, times, line, strict=True):
+            if fit > 0.0:
+                misfit += ((time - fit) / fit) ** 2 - noise / w
+        line_weight = min(MAX_LINE_WEIGHT, noise / max(misfit / len(rows), 1e-9))
         drawn = [
             (w * time + line_weight * fit) / (w + line_weight)
-            for time, fit, w in zip(times, line, weights, strict=True)
+            for w, time, fit in zip(weights, times, line, strict=True)
         ]
         pooled = _pooled(drawn, [w + line_weight for w in weights])
-        rows, seconds = tuple(entry.rows for entry in entries), tuple(level * time for time in pooled)
-        return _Curve(rows, seconds, level * slope, slowdown)
+        return _Curve(tuple(rows), tuple([level * time for time in pooled]), level * slope, slowdown)
 
 
 def _entry_of(rows: int) -> int:

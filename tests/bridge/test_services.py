@@ -285,8 +285,7 @@ def test_fastapi_answers_at_once_and_piece_by_piece() -> None:
     in_asyncio(main)
 
 
-@sweep("path", ["/generate", "/stream"])
-@sweep("stage", ["reading", "writing"])
+@sweep(("path", "stage"), [("/generate", "reading"), ("/stream", "writing")])
 def test_a_client_of_fastapi_that_hangs_up_cancels_its_text(path: str, stage: str) -> None:
     held = BlockingModel(target())
 

@@ -196,17 +196,18 @@ async def cancel_at_event(way: Way, lookahead: Any, n: int, *, schedule: int, go
 def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) -> None:
     kinds = set()
     schedule = WAYS.index(way)
-    for n in range(1, run(count_events, way, lookahead, schedule) + 1):
+    # At every event in one way, and at every third in each of the others.
+    for n in range(1 + schedule % 3, run(count_events, way, lookahead, schedule) + 1, 1 if way is by_scope else 3):
         cancel = partial(cancel_at_event, schedule=schedule, goes_on_at_once=bool((n + schedule) % 2))
         kinds.add(run(cancel, way, lookahead, n))
     wanted = {"target prefill", "target decode"}
     if lookahead is not None:
         wanted = {"target verify", "target verdict", "draft proposal", "draft draft", "draft hit", "draft miss"}
         wanted |= {"target prefill", "draft prefill", "target open", "draft open"}
-    assert kinds >= wanted
+    assert way is not by_scope or kinds >= wanted
 
 
-@sweep("lookahead", [None, 2, "auto"])
+@sweep("lookahead", [None, 2])
 async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, autojump_clock: Any) -> None:
     for last in range(len(TEXT) - 1):
         async with simulated(*models(lookahead), schedule=last) as simulation:
@@ -239,7 +240,7 @@ def test_a_timeout_ends_the_generation_at_any_time(way: str, lookahead: Any) -> 
 
     timeout = 0.0
     while run(give_up_after, timeout):
-        timeout += 1.25
+        timeout += 2.25
     # Two chunks of prefill, and at least five rounds.
     assert timeout > 3 * 4 + 5 * 8
 
@@ -261,7 +262,7 @@ def test_a_stream_that_was_closed_says_so_whatever_was_running_when_it_was(looka
                     await anext(stream)
             assert stream.finish_reason is None
 
-    for i in range(60):
+    for i in range(0, 60, 3):
         run(close_after, i + 0.125)
 
 
@@ -280,7 +281,7 @@ def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that
             await trio.sleep(delay)
             await stream.aclose()
 
-    for i in range(40):
+    for i in range(0, 40, 3):
         run(close_after, i + 0.125)
 
 
@@ -368,7 +369,7 @@ def test_a_stream_may_outlive_its_event_loop() -> None:
 async def test_jobs_of_a_cancelled_session_that_wait_behind_anothers_are_taken_back(autojump_clock: Any) -> None:
     price = priced(verify=8.0, draft=1.0, prefill=32.0)
     async with simulated(*models(2), price=price) as simulation, trio.open_nursery() as nursery:
-        nursery.start_soon(text_of, simulation, list(range(40)))
+        nursery.start_soon(partial(text_of, simulation, list(range(40)), max_tokens=20))
         await trio.sleep(1)
         cancelled = simulation.runtime.stream(PROMPT, **settings_of(2))
         await trio.sleep(1)
@@ -407,8 +408,8 @@ def test_cancelling_one_of_several_sessions_leaves_the_others_as_they_are(victim
             [session] = [id for id in range(3) if list(states[id].shared.opened.prompt) == prompts[victim]]
             assert_ended(simulation, delay, session=session)
 
-    for i in range(20):
-        run(cancel_after, i * 4.25 + 0.5)
+    for i in range(6):
+        run(cancel_after, i * 14.25 + 0.5)
 
 
 # --- leaving the runtime --------------------------------------------------------------------------
@@ -444,8 +445,8 @@ def test_leaving_the_runtime_ends_its_streams_and_takes_as_long_as_the_jobs_that
         with pytest.raises(RuntimeClosedError):
             simulation.runtime.stream(PROMPT)
 
-    for i in range(30):
-        run(leave_after, i * 3.25 + 0.25)
+    for i in range(9):
+        run(leave_after, i * 11.25 + 0.25)
 
 
 @sweep("lookahead", [None, 2])
@@ -462,8 +463,8 @@ def test_cancelling_the_runtime_itself_takes_as_long_as_the_jobs_that_are_runnin
         simulation.assert_all_closed()
         assert simulation.runtime.num_streams == 0
 
-    for i in range(30):
-        run(cancel_after, i * 3.25 + 0.25)
+    for i in range(7):
+        run(cancel_after, i * 14.25 + 0.25)
 
 
 async def test_tokens_that_were_committed_before_the_runtime_was_left_can_still_be_read(autojump_clock: Any) -> None:

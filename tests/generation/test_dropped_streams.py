@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from faces import got, next_of, on_every_face, within
 from greedy_pair import target
 
 import runtime
@@ -63,34 +64,21 @@ async def test_a_stream_of_a_runtime_that_was_closed_meanwhile_does_not_warn(
     assert texts(caught) == []
 
 
-def test_plain_threads_hear_of_it_too(caught: list[warnings.WarningMessage]) -> None:
-    with runtime.open_sync((target(), None)) as rt:
-        rt.stream(PROMPT)
-        gc.collect()
-        assert texts(caught) == [EXPECTED.format("close()")]
-        next(rt.stream(PROMPT))
-        rt.stream(PROMPT).close()
-        rt.generate(PROMPT, max_tokens=3)
+@on_every_face
+async def test_elsewhere_it_is_the_same(open: Any, caught: list[warnings.WarningMessage]) -> None:
+    caught.clear()
+    async with within(open((target(), None))) as rt:
         stream = rt.stream(PROMPT)
-    del stream
-    gc.collect()
-    assert len(caught) == 1
-
-
-def test_asyncio_hears_of_it_too(caught: list[warnings.WarningMessage]) -> None:
-    async def main() -> runtime.aio.TokenStream:
-        async with runtime.aio.open((target(), None)) as rt:
-            stream = rt.stream(PROMPT)
+        if isinstance(stream, runtime.aio.TokenStream):
             await stream.opened()
-            del stream
-            gc.collect()
-            assert texts(caught) == [EXPECTED.format("aclose()")]
-            await anext(rt.stream(PROMPT))
-            await rt.stream(PROMPT).aclose()
-            await rt.generate(PROMPT, max_tokens=3)
-            return rt.stream(PROMPT)
-
-    stream = asyncio.run(main())
+        del stream
+        gc.collect()
+        assert texts(caught) == [EXPECTED.format("close()" if open is runtime.open_sync else "aclose()")]
+        await next_of(rt.stream(PROMPT))
+        async with within(rt.stream(PROMPT)):
+            pass
+        await got(rt.generate(PROMPT, max_tokens=3))
+        stream = rt.stream(PROMPT)
     del stream
     gc.collect()
     assert len(caught) == 1

@@ -288,7 +288,7 @@ ZEROS = mx.zeros((1, VOCAB_SIZE))
 
 @pytest.mark.parametrize("make", GRAMMARS, ids=["schema", "any json", "regex", "lark"])
 @given(data=st.data(), max_pending=st.sampled_from([0, 2, 16]))
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=10)
 def test_in_whatever_order_texts_come_each_gets_what_it_would_get_in_plain_decoding(make, data, max_pending):
     with mock.patch.object(grammar_module, "_MAX_PENDING_TOKENS", max_pending):
         play(make, data)
@@ -605,7 +605,6 @@ MODULE = {
     "additionalProperties": False,
 }
 REQUEST = 'def describe(path):\n    """Describe a module as JSON."""\n    return json.dumps('
-LOOKAHEADS: list[Any] = [0, 3, "auto"]
 
 
 async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
@@ -623,13 +622,12 @@ async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
 async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, settings):
     target, draft = float32_pair
     written = {}
-    for drafter, lookaheads in ((None, ["auto"]), (draft, [0, 3] if settings else LOOKAHEADS), ("ngram", [3])):
+    for drafter, lookaheads in ((None, ["auto"]), (draft, [3] if settings else [3, "auto"]), ("ngram", [3])):
         async with runtime.open(target, drafter) as rt:
             for lookahead in lookaheads:
                 completion = await described(rt, lookahead=lookahead, **settings)
                 written[lookahead if drafter is draft else drafter] = completion
     assert len({completion.text for completion in written.values()}) == 1
-    assert written[0].statistics.proposed == 0
     assert written[3].statistics.accepted > 5
 
 
@@ -643,10 +641,9 @@ def float32_pair() -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", [3, "auto"])
-async def test_what_is_sampled_by_rejection_is_valid_every_time(lookahead):
+async def test_what_is_sampled_by_rejection_is_valid_every_time():
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        for seed in range(2):
+        for seed, lookahead in enumerate((3, "auto")):
             completion = await described(rt, temperature=1.0, seed=seed, acceptance="rejection", lookahead=lookahead)
             assert lookahead != 3 or completion.statistics.accepted > 0
 
@@ -662,15 +659,12 @@ async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_wa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", [0, 3])
-async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_it_would_get_alone(
-    float32_pair, lookahead
-):
+async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_it_would_get_alone(float32_pair):
     prompts = [REQUEST, "names = [", "import os\n"]
     target, draft = float32_pair
     async with runtime.open(target, draft) as rt:
         grammar = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
-        settings = {"max_tokens": 40, "lookahead": lookahead}
+        settings = {"max_tokens": 40, "lookahead": 3}
         at_once = await rt.generate_many(prompts, logits_processors=[grammar], **settings)
         for prompt, completion in zip(prompts, at_once, strict=True):
             assert completion.statistics.draft_failures == 0

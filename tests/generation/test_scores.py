@@ -241,28 +241,26 @@ async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does() -> Non
 CONTEXT = 512  # of the tiny models
 
 
-@sweep(
-    ("prompt", "continuation", "error", "message"),
-    [
-        ([1, 2], [], runtime.PromptError, "as a continuation, the prompt is empty"),
-        ([], [1], runtime.PromptError, "the prompt is empty"),
-        ([1, 2], [VOCAB_SIZE], runtime.PromptError, "as a continuation, prompt token 80 is outside"),
-        ([1, -1], [1], runtime.PromptError, "prompt token -1 is outside"),
-        ([1], [0.5], runtime.PromptError, "whole numbers, got 0.5"),
-        ([1], None, runtime.PromptError, "as a continuation, a prompt is text, token ids"),
-        ([1], [{"role": "user", "content": "x"}], runtime.PromptError, "got chat messages"),
-        ([1], "x", runtime.PromptError, "without a tokenizer, so a continuation must be token ids"),
-        ([1] * 500, [2] * 13, runtime.PromptTooLongError, "has 500 tokens and the continuation 13, .* of 512 must"),
-        ([1], [2] * 600, runtime.PromptTooLongError, "has 600 tokens"),
-    ],
-)
-async def test_what_cannot_be_scored_is_told_before_any_pass(
-    prompt: Any, continuation: Any, error: type[Exception], message: str
-) -> None:
+NOT_SCORED: list[tuple[Any, Any, type[Exception], str]] = [
+    ([1, 2], [], runtime.PromptError, "as a continuation, the prompt is empty"),
+    ([], [1], runtime.PromptError, "the prompt is empty"),
+    ([1, 2], [VOCAB_SIZE], runtime.PromptError, "as a continuation, prompt token 80 is outside"),
+    ([1, -1], [1], runtime.PromptError, "prompt token -1 is outside"),
+    ([1], [0.5], runtime.PromptError, "whole numbers, got 0.5"),
+    ([1], None, runtime.PromptError, "as a continuation, a prompt is text, token ids"),
+    ([1], [{"role": "user", "content": "x"}], runtime.PromptError, "got chat messages"),
+    ([1], "x", runtime.PromptError, "without a tokenizer, so a continuation must be token ids"),
+    ([1] * 500, [2] * 13, runtime.PromptTooLongError, "has 500 tokens and the continuation 13, .* of 512 must"),
+    ([1], [2] * 600, runtime.PromptTooLongError, "has 600 tokens"),
+]
+
+
+async def test_what_cannot_be_scored_is_told_before_any_pass() -> None:
     passes = Passes()
     async with runtime.open((target(), None), trace=passes) as rt:
-        with pytest.raises(error, match=message):
-            await rt.score(prompt, continuation)
+        for prompt, continuation, error, message in NOT_SCORED:
+            with pytest.raises(error, match=message):
+                await rt.score(prompt, continuation)
         assert rt.num_streams == 0
     assert passes.num_tokens == []
 

@@ -78,7 +78,7 @@ SOME_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=12), SOME_STOPS)
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 def test_what_is_given_is_all_but_the_longest_beginning_of_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     matcher, given_text, text = StopMatcher(stops), "", ""
     beginnings = {stop[:n] for stop in stops for n in range(1, len(stop))}
@@ -154,7 +154,7 @@ STOPS = st.lists(st.text("aab é🙂中\u0301\ufffd", min_size=1, max_size=4), m
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.sets(st.integers(0, 3), max_size=1))
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(deadline=None, derandomize=True, max_examples=120)
 def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
     tokens: list[int], stops: list[str], ends: set[int]
 ) -> None:
@@ -165,7 +165,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
 
 
 @given(st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=14), STOPS, st.data())
-@settings(deadline=None, derandomize=True, max_examples=160)
+@settings(deadline=None, derandomize=True, max_examples=80)
 def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
     tokens: list[int], stops: list[str], data: st.DataObject
 ) -> None:
@@ -190,7 +190,7 @@ def test_any_piece_of_any_script_may_be_a_stop_string(text: str) -> None:
     tokens = demo().encode(text, add_special_tokens=False)
     draw = random.Random(text)
     spans = [(i, j) for i in range(len(text)) for j in range(i + 1, min(i + 9, len(text)) + 1)]
-    for begin, end in draw.sample(spans, min(60, len(spans))):
+    for begin, end in draw.sample(spans, min(25, len(spans))):
         other = text[draw.randrange(len(text)) :][:2]
         for stops in ([text[begin:end]], [other, text[begin:end]], [text[begin:end] + "☂", text[begin:end]]):
             got = read(demo(), tokens, stops)
@@ -204,7 +204,7 @@ def test_any_tokens_of_a_real_tokenizer_read_as_if_decoded_anew_each_time(kind: 
     single_bytes = sorted(i for token, i in demo().get_vocab().items() if len(token) == 1)
     any_token = st.integers(1, len(demo().get_vocab()) - 1)
 
-    @settings(deadline=None, derandomize=True, max_examples=150)
+    @settings(deadline=None, derandomize=True, max_examples=60)
     @given(st.lists(any_token | st.sampled_from(single_bytes), min_size=1, max_size=16), st.data())
     def compare(tokens: list[int], data: st.DataObject) -> None:
         text = demo().decode(tokens)
@@ -274,9 +274,8 @@ async def test_a_generation_with_stop_strings_is_the_one_without_cut(lookahead: 
             text = byte_level().decode(tokens[:n])
             readable = text.rstrip("\ufffd") or text
             ends_in_half += readable != text
-            for length in (1, draw.randint(2, 5), draw.randint(6, 12)):
-                stop = readable[-length:]
-                check(await rt.generate(PROMPT, **settings, stop=stop), byte_level().decode, tokens, [stop])
+            stop = readable[-(1, draw.randint(2, 5), draw.randint(6, 12))[n % 3] :]
+            check(await rt.generate(PROMPT, **settings, stop=stop), byte_level().decode, tokens, [stop])
         assert ends_in_half > 0, "no stop string was ever followed by half a character"
 
 
@@ -353,7 +352,7 @@ async def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> No
     async with runtime.open(*tiny_pair()) as rt:
         tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=3)).tokens)
         text = byte_level().decode(tokens)
-        for begin in range(0, len(text) - 6, 3):
+        for begin in range(0, len(text) - 6, 5):
             stops = [text[begin : begin + 6], text[begin + 2 : begin + 4], text[begin + 1 : begin + 4]]
             completion = await rt.generate(PROMPT, max_tokens=24, lookahead=3, stop=stops)
             check(completion, byte_level().decode, tokens, stops)
@@ -500,13 +499,12 @@ def test_both_models_stop_at_once_also_where_nobody_reads_yet(draft: Any, lookah
             assert [token.id async for token in stream] == TOKENS[:num_tokens]
             assert stream.stop_reason == stop
 
-    for num_tokens in range(1, 15, 2):
+    for num_tokens in range(1, 15, 4):
         run(main, num_tokens, (1, 3, 6)[num_tokens % 3])
 
 
 @pytest.mark.slow
-@sweep("price", PRICES)
-@sweep(("draft", "lookahead"), DRAFTS)
+@sweep(("draft", "lookahead", "price"), [(*each, price) for each, price in zip(DRAFTS, [*PRICES] * 3, strict=True)])
 def test_the_counts_are_those_of_a_stop_token_in_the_same_place(draft: Any, lookahead: Any, price: str) -> None:
     async def counts(**settings: Any) -> list[int]:
         async with scripted_letters(draft, price) as simulation:

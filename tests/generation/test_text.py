@@ -53,7 +53,7 @@ def test_the_pieces_of_any_tokens_and_bytes_add_up(kind: str) -> None:
     assert len(SINGLE_BYTES) == 256
     tokenizer = TOKENIZERS[kind]()
 
-    @settings(deadline=None, max_examples=300)
+    @settings(deadline=None, max_examples=120)
     @given(ANY_TOKENS | st.lists(st.sampled_from(SINGLE_BYTES), max_size=16))
     def add_up(ids: list[int]) -> None:
         assert "".join(pieces(tokenizer, ids)) == demo().decode(ids)
@@ -66,7 +66,7 @@ def test_the_pieces_of_a_tokenizer_with_byte_fallback_add_up(kind: str) -> None:
     tokenizer = byte_fallback() if kind == "fast" else DecodeOnly(byte_fallback())
     characters = [byte_fallback_ids(word) for word in WORDS] + [byte_fallback_ids(*EMOJI_BYTES)]
 
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None, max_examples=60)
     @given(st.lists(st.sampled_from(characters), max_size=8))
     def add_up(parts: list[list[int]]) -> None:
         ids = [token for part in parts for token in part]

@@ -65,7 +65,7 @@ def judge_each(
     return judge(mx.tile(logits, (len(rows), 1)), rows, "rejection", temperature).read()
 
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=60)
+deterministic = settings(deadline=None, derandomize=True, max_examples=40)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -290,8 +290,7 @@ def first_tokens(target_rows, draft_rows, *, seed, starts) -> list[int]:
     ]
 
 
-@sweep("length", [1, 3])
-@sweep("with_bonus_row", [True, False])
+@sweep(("length", "with_bonus_row"), [(1, True), (3, False)])
 def test_the_first_token_committed_is_a_sample_of_p(length, with_bonus_row):
     rows = TARGET_ROWS[: length + with_bonus_row]
     assert_drawn_from(first_tokens(rows, DRAFT_ROWS[:length], seed=21 + length, starts=range(1000)), rows[0])
@@ -598,7 +597,9 @@ def judged_by_rejection(probs: list[float], starts: range) -> np.ndarray:
     return np.array(first_tokens([probs], DRAFT_ROWS[:1], seed=60, starts=starts))
 
 
-@pytest.mark.parametrize("sampler", [coupled_choices, independent_draws, judged_by_rejection])
+@pytest.mark.parametrize(
+    "sampler", [coupled_choices, independent_draws, pytest.param(judged_by_rejection, marks=pytest.mark.slow)]
+)
 def test_a_bias_of_a_twentieth_is_seen(sampler):
     def tokens(probs: list[float]) -> np.ndarray:
         return np.concatenate([sampler(probs, range(start, start + 3000)) for start in range(1, NUM_DRAWS, 3000)])
@@ -617,23 +618,20 @@ def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_
     logits = mx.stack([logits_of(row) for row in TARGET_ROWS[:num_rows]])
     # The draft has fewer ids than the target; a looked-up token may be any of the target's.
     drawn_from = [mx.array(normalised(np.array(row[:4]))) for row in DRAFT_ROWS]
-    outcomes = set()
+    one_hot, padded = [mx.array(row) for row in np.eye(5)], [mx.pad(row, (0, 1)) for row in drawn_from]
+    left_out = tuple(None if i in certain else drawn_from[i] for i in range(3))
+    proposals: tuple[list[ProposedRows], list[ProposedRows]] = ([], [])
     for start in range(1, 120):
         # Every second draft is the target's preferred token, so that all three tokens may be accepted.
         likely = (0, 2, 3)
         drafted = tuple(likely[i] if start % 2 else (start // 2 + i) % (5 if i in certain else 4) for i in range(3))
-        written_out = tuple(
-            mx.array(np.eye(5)[token]) if i in certain else mx.pad(drawn_from[i], (0, 1))
-            for i, token in enumerate(drafted)
-        )
-        left_out = tuple(None if i in certain else drawn_from[i] for i in range(3))
-        judgements = {
-            judge_by_rejection(logits, drafted, probs, temperature=1.0, seed=61, start=start)
-            for probs in (written_out, left_out)
-        }
-        assert len(judgements) == 1
-        outcomes |= {judgement.num_accepted for judgement in judgements}
-    assert outcomes == {0, 1, 2, 3}
+        written_out = tuple(one_hot[token] if i in certain else padded[i] for i, token in enumerate(drafted))
+        for proposed, probs in zip(proposals, (written_out, left_out), strict=True):
+            proposed.append(ProposedRows(61, start, num_rows, drafted, probs))
+    rows = mx.tile(logits, (119, 1))
+    judged, expected = (judge(rows, proposed, "rejection", 1.0).read() for proposed in proposals)
+    assert judged == expected
+    assert {judgement.num_accepted for judgement in judged} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("rows", [TARGET_ROWS[:1], TARGET_ROWS[:2]])
@@ -739,7 +737,7 @@ def test_equal_distributions_always_choose_alike():
 def test_texts_that_are_judged_together_are_judged_as_alone(rule: Any, temperature: float) -> None:
     """Proposals of different lengths, with and without a row for a bonus token, drawn or determined."""
     size, draws = 40, np.random.default_rng(5)
-    for trial in range(30):
+    for trial in range(12):
         proposed, rows = [], []
         for length in (0, 3, 1, 4, 2):
             num_rows = length + (length == 0 or bool(draws.integers(2)))

@@ -8,7 +8,6 @@ itself compared with the real actors.
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import pytest
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
@@ -24,13 +23,11 @@ SLOPES = (0.0, 0.06, 0.5)
 NUM_TOKENS = 600
 
 
-@cache
 def best_sequential(acceptance: float, cost: float, slope: float) -> float:
     scenario = Scenario(acceptance, cost, verify_slope=slope)
     return max(sequential_speed(scenario, lookahead, NUM_TOKENS) for lookahead in LOOKAHEADS)
 
 
-@cache
 def speed_of_auto(acceptance: float, cost: float, slope: float, contention: float) -> float:
     scenario = Scenario(acceptance, cost, contention=contention, verify_slope=slope)
     return run_simulation(scenario, num_tokens=NUM_TOKENS, make_policy=auto).speed
@@ -46,17 +43,15 @@ def test_a_fixed_lookahead_without_overlap_takes_what_the_script_says(acceptance
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contention", CONTENTIONS)
 @pytest.mark.parametrize("slope", SLOPES)
-def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequential(slope, contention):
-    ratios = {
-        (acceptance, cost): speed_of_auto(acceptance, cost, slope, contention)
-        / max(1.0, best_sequential(acceptance, cost, slope))
-        for i, acceptance in enumerate(ACCEPTANCES)
-        for j, cost in enumerate(COSTS)
-        # Every eighth cell, in diagonals, since neighbours are similar.
-        if (i + 3 * j + 2 * SLOPES.index(slope) + CONTENTIONS.index(contention)) % 8 == 0
-    }
+def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequential(slope):
+    # With each slope, every cost, and one acceptance and one contention with it.
+    shift = SLOPES.index(slope)
+    ratios = {}
+    for i, cost in enumerate(COSTS):
+        acceptance, contention = ACCEPTANCES[(i + 2 * shift) % 6], CONTENTIONS[(i + shift) % 3]
+        speed = speed_of_auto(acceptance, cost, slope, contention)
+        ratios[acceptance, cost, contention] = speed / max(1.0, best_sequential(acceptance, cost, slope))
     assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
 
 
@@ -64,6 +59,6 @@ def test_auto_is_nowhere_much_slower_than_the_better_of_plain_and_best_sequentia
 def test_where_drafting_is_free_working_ahead_pays():
     ratios = [
         speed_of_auto(acceptance, cost, slope, 0.0) / best_sequential(acceptance, cost, slope)
-        for acceptance, cost, slope in ((0.75, 0.03, 0.06), (0.85, 0.1, 0.5), (0.92, 0.2, 0.0))
+        for acceptance, cost, slope in ((0.85, 0.1, 0.5), (0.92, 0.2, 0.0))
     ]
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) >= 1.2

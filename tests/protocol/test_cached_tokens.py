@@ -146,4 +146,4 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(deadline=None, derandomize=True, max_examples=125, stateful_step_count=40)
+TestAnyHistory.settings = settings(deadline=None, derandomize=True, max_examples=60, stateful_step_count=30)

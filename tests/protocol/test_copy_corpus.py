@@ -13,7 +13,7 @@ OWNERS = (EVERYBODY, A, B)
 AMPLE = 2**22
 
 texts = st.lists(st.integers(0, 3), max_size=30)
-deterministic = settings(deadline=None, derandomize=True, max_examples=200)
+deterministic = settings(deadline=None, derandomize=True, max_examples=80)
 
 
 def add(corpus: CopyCorpus, tokens: list[int], owner: bytes) -> None:

@@ -17,7 +17,7 @@ from protocol import copying
 from protocol.copying import LENGTHS, MAX_MATCH, MAX_OCCURRENCES, MIN_SLOTS, Copied, CopyIndex
 from protocol.errors import ProtocolError
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=300)
+deterministic = settings(deadline=None, derandomize=True, max_examples=80)
 
 
 def index_of(text: Iterable[int]) -> CopyIndex:

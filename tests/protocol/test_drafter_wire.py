@@ -116,13 +116,13 @@ messages = st.one_of(
 
 
 @given(messages)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_a_message_comes_back_from_its_bytes(message: Any) -> None:
     assert decode(encode(message)) == message
 
 
 @given(messages, st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_damaged_bytes_are_refused_or_another_sound_message(message: Any, data: st.DataObject) -> None:
     damaged = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -18,7 +18,7 @@ from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
-deterministic = settings(deadline=None, derandomize=True, max_examples=100)
+deterministic = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 FORKED = (
@@ -158,7 +158,7 @@ def test_decisions_over_a_chain_depend_on_its_depth_alone(policy, one, other, li
 def prices_of(*, base: float = 1.0, slope: float = 0.1, step: float = 0.1, delay: float = 0.0) -> Prices:
     """Prices that were measured on a machine without noise."""
     prices, at = Prices(), 0.0
-    for i in range(300):
+    for i in range(70):
         width, overlap = 1 + i % 5, base * (i % 7) / 7
         prices.verify.observe(width, overlap, base * (1 + slope * (width - 1)) + delay * overlap)
         prices.observe_draft_step(1, at, at + step, beside_target=False)
@@ -231,7 +231,7 @@ def test_no_other_part_of_the_chain_is_worth_more_and_nothing_is_waited_for_that
 def stepped(rows_of_step: int, height: float) -> Prices:
     """A pass costs 1 s, and from some number of rows on as much more as the height of the step; 1 token/s."""
     prices = Prices()
-    for _ in range(20):
+    for _ in range(5):
         for rows in range(1, 20):
             prices.verify.observe(rows, 0.0, 1.0 + height * (rows >= rows_of_step))
         prices.observe_draft_step(1, 0.0, 100.0, beside_target=False)  # nobody waits for another token

@@ -290,4 +290,4 @@ class AgainstPaths(RuleBasedStateMachine):
 
 
 TestAgainstPaths = AgainstPaths.TestCase
-TestAgainstPaths.settings = settings(deadline=None, derandomize=True, max_examples=150, stateful_step_count=30)
+TestAgainstPaths.settings = settings(deadline=None, derandomize=True, max_examples=60, stateful_step_count=30)

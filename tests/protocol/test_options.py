@@ -116,6 +116,7 @@ print(json.dumps([[request.settings().get("top_h") for request in read],
 """
 
 
+@pytest.mark.slow
 def test_a_declared_setting_is_a_field_of_requests_in_every_api() -> None:
     # In a process of its own: the types of requests are made as their modules are imported.
     done = subprocess.run([sys.executable, "-c", _SERVED], capture_output=True, text=True, check=True)

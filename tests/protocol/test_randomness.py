@@ -17,7 +17,8 @@ SEEDS = (0, 1, 2, 3, 4, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 2, 2*
 
 
 def uniforms(seed: int, purpose: Purpose, positions: range) -> np.ndarray:
-    return np.array(mx.stack([mx.random.uniform(key=key_for(seed, purpose, position)) for position in positions]))
+    keys = mx.stack([key_for(seed, purpose, position) for position in positions])
+    return np.array(mx.vmap(lambda key: mx.random.uniform(key=key))(keys))
 
 
 def test_keys_differ_between_seeds_purposes_and_positions():

@@ -707,7 +707,7 @@ def hear(of: SessionState, message: Proposal | Verdict | Rested) -> Commit | boo
 
 
 TestTwoCopies = TwoCopies.TestCase
-TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=125, stateful_step_count=40)
+TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=70, stateful_step_count=40)
 
 
 @given(

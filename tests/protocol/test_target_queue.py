@@ -126,11 +126,11 @@ def test_a_budget_ends_where_the_passes_of_others_do():
 
 
 def both(
-    scenario: Scenario, num_streams: int, lookahead: int | str = "auto"
+    scenario: Scenario, num_streams: int, lookahead: int | str = "auto", num_tokens: int = 150
 ) -> tuple[SimulatedStreams, SimulatedStreams]:
     """The same streams one after another, and at once."""
     alone, at_once = (
-        simulate_streams(scenario, num_streams, at_once=at_once, num_tokens=150, lookahead=lookahead)  # type: ignore[arg-type]
+        simulate_streams(scenario, num_streams, at_once=at_once, num_tokens=num_tokens, lookahead=lookahead)  # type: ignore[arg-type]
         for at_once in (False, True)
     )
     return alone, at_once
@@ -140,13 +140,9 @@ def both(
 @pytest.mark.parametrize(
     ("num_streams", "acceptance", "cost", "slope", "contention", "min_speed_ratio"),
     [
-        (5, 0.3, 0.05, 0.06, 0.0, 1.0),
-        (2, 0.3, 0.2, 0.06, 0.0, 1.1),
         (2, 0.3, 0.2, 0.3, 0.3, 0.98),  # drafting gains nothing here, and costs nearly nothing
-        (2, 0.6, 0.1, 0.3, 0.3, 1.0),
-        (5, 0.6, 0.35, 0.06, 0.0, 1.15),
         (2, 0.85, 0.1, 0.06, 0.0, 1.15),
-        (5, 0.85, 0.5, 0.0, 0.3, 1.15),
+        (5, 0.6, 0.35, 0.06, 0.0, 1.15),
         (5, 0.3, 0.2, 0.3, 1.0, 0.98),
     ],
 )
@@ -157,10 +153,9 @@ def test_streams_at_once_are_not_slower_than_one_after_another(
     assert at_once.speed >= min_speed_ratio * alone.speed
 
 
-@pytest.mark.parametrize(("acceptance", "cost", "contention"), [(0.85, 0.5, 0.3), (0.6, 0.35, 0.0)])
-def test_a_target_whose_streams_take_turns_nearly_always_has_a_proposal_of_one(acceptance, cost, contention):
-    scenario = Scenario(acceptance, cost, contention=contention)
-    in_turns = simulate_streams(scenario, 5, at_once=True, num_tokens=150, lookahead="auto", max_batch=1)
+def test_a_target_whose_streams_take_turns_nearly_always_has_a_proposal_of_one():
+    scenario = Scenario(0.85, 0.5, contention=0.3)
+    in_turns = simulate_streams(scenario, 5, at_once=True, num_tokens=60, lookahead="auto", max_batch=1)
     assert in_turns.target_busy >= 0.9
 
 
@@ -168,23 +163,23 @@ def test_a_target_whose_streams_take_turns_nearly_always_has_a_proposal_of_one(a
 def test_nor_are_they_on_a_device_that_one_model_saturates_and_that_has_no_time_to_fill():
     # A single text says little when the two are even.
     ratios = []
-    for seed in range(4):
+    for seed in range(3):
         alone, at_once = both(Scenario(0.85, 0.1, contention=1.0, seed=seed), 2)
         ratios.append(at_once.speed / alone.speed)
     assert sum(ratios) / len(ratios) >= 0.98
 
 
-@pytest.mark.parametrize("lookahead", [0, 1, 4])
+@pytest.mark.parametrize("lookahead", [0, 4])
 def test_nor_are_they_with_a_fixed_lookahead(lookahead):
-    alone, at_once = both(Scenario(0.7, 0.2, contention=0.3), 3, lookahead)
+    alone, at_once = both(Scenario(0.7, 0.2, contention=0.3), 3, lookahead, 60)
     assert at_once.speed >= 0.999 * alone.speed
 
 
 def test_two_streams_guess_less_ahead_than_one():
-    alone, at_once = both(Scenario(0.6, 0.1), 2)
+    alone, at_once = both(Scenario(0.6, 0.1), 2, num_tokens=75)
 
     def steps_per_token(played: SimulatedStreams) -> float:
-        return played.draft_busy * played.seconds / 0.1 / 300
+        return played.draft_busy * played.seconds / 0.1 / 150
 
     # Shared steps included; over many seeds, the ratio is 0.70 on average.
     assert steps_per_token(at_once) < 0.75 * steps_per_token(alone)

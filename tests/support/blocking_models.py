@@ -27,6 +27,7 @@ class BlockingModel(Wrapped):
     def block(self, after: int = 0, when_blocked: Callable[[], object] = lambda: None) -> None:
         """Stop the next forward pass, or the one after `after` others, and call a function in it."""
         self._is_released.clear()
+        self._is_blocked.clear()
         self._when_blocked = when_blocked
         self._num_passes_left = after
 

@@ -41,11 +41,12 @@ def calling_tokenizer(*, thinks: bool = True) -> TokenizerWrapper:
 
 
 @functools.cache
-def _target() -> Any:
-    return llama(0, vocab_size=4102)
+def _models() -> tuple[Any, Any]:
+    target = llama(0, vocab_size=4102)
+    return target, near(target, noise=0.05)
 
 
 def calling_pair(*, thinks: bool = True) -> Iterator[Any]:
     """A target and a draft model, as the loader gives them."""
-    model = _target()
-    return iter([(model, calling_tokenizer(thinks=thinks)), (near(model, noise=0.05), None)])
+    target, draft = _models()
+    return iter([(target, calling_tokenizer(thinks=thinks)), (draft, None)])

@@ -74,6 +74,11 @@ def says(of: TokenizerWrapper, *answers: str, lead: str = "") -> runtime.LogitsP
     return processor
 
 
+@functools.cache
+def _draft() -> nn.Module:
+    return near(target(), noise=0.05)
+
+
 def pair(of: nn.Module | None = None, *, thinks: bool = False, template: str | None = TEMPLATE) -> Iterator[Any]:
-    model = target() if of is None else of
-    return iter([(model, tokenizer(template, thinks=thinks)), (near(model, noise=0.05), None)])
+    model, draft = (target(), _draft()) if of is None else (of, near(of, noise=0.05))
+    return iter([(model, tokenizer(template, thinks=thinks)), (draft, None)])

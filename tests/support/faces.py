@@ -39,7 +39,7 @@ def on_every_face(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
     names = ["face", *(name for name in signature.parameters if name != "open")]
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return sweep("face", [*LOOPS, "threads"])(run)
+    return sweep("face", ["asyncio", "threads", pytest.param("uvloop", marks=pytest.mark.slow)])(run)
 
 
 async def got(result: Any) -> Any:

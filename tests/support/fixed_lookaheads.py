@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from functools import cache
 
 from protocol.auto_policy import AutoPolicy
@@ -17,40 +19,35 @@ def sequential_speed(scenario: Scenario, lookahead: int, num_tokens: int) -> flo
     return num_tokens / sum(prices[kind](width) for kind, width in passes(scenario.acceptance, lookahead, num_tokens))
 
 
-@cache
-def passes(acceptance: float, lookahead: int, num_tokens: int) -> list[tuple[str, int]]:
+def passes(acceptance: float, lookahead: int, num_tokens: int) -> Iterator[tuple[str, int]]:
     """The passes of the two models: (model, number of tokens that it reads). Costs do not change these."""
+    agrees = agreements(acceptance, num_tokens)
+    length, num_read = 0, -len(PROMPT)
+    while length < num_tokens:
+        num_drafted = min(lookahead, num_tokens - length - 1)
+        for end in range(length, length + num_drafted):
+            yield "draft", end - num_read
+            num_read = end
+        yield "verify", 1 + num_drafted
+        agreed = length + sum(itertools.takewhile(bool, agrees[length : length + num_drafted]))
+        length, num_read = agreed + 1, min(num_read, agreed)
+
+
+@cache
+def agreements(acceptance: float, num_tokens: int) -> list[bool]:
+    """For each token of the text, whether the draft would have chosen it, too."""
     scenario = Scenario(acceptance, cost_ratio=1.0)
-    target = ScriptedTarget(scenario).open_sequence(beside_another=True)
-    draft = ScriptedDraft(scenario).open_sequence(beside_another=True)
-    text, num_read, found = list(PROMPT), 0, []
-    target.feed(PROMPT, 0)
-    while len(text) < len(PROMPT) + num_tokens:
-        drafted: list[int] = []
-        for _ in range(min(lookahead, len(PROMPT) + num_tokens - len(text) - 1)):
-            unread = tuple((text + drafted)[num_read:])
-            drafted.append(choice(draft, unread))
-            found.append(("draft", len(unread)))
-            num_read += len(unread)
-        found.append(("verify", 1 + len(drafted)))
-        agreed = len(text)
-        for token in (*drafted, None):
-            text.append(choice(target, ()))
-            target.feed(text[-1:], 0)
-            if text[-1] != token:
-                break
-            agreed += 1
-        num_read = min(num_read, agreed)
-        draft.rewind(num_read)
+    both = [model(scenario).open_sequence(beside_another=True) for model in (ScriptedTarget, ScriptedDraft)]
+    tokens, found = PROMPT, []
+    for _ in range(num_tokens):
+        rows = []
+        for sequence in both:
+            sequence.feed(tokens, 0)
+            rows.append(sequence.row(len(sequence.tokens)))
+        token, drafted = (row.index(max(row)) for row in rows)
+        found.append(token == drafted)
+        tokens = (token,)
     return found
-
-
-def choice(sequence, tokens) -> int:
-    """The next token of a scripted model after tokens that it has not read."""
-    if tokens:
-        sequence.feed(tokens, 0)
-    row = sequence.row(len(sequence.tokens))
-    return row.index(max(row))
 
 
 def auto(settings, prices) -> AutoPolicy:

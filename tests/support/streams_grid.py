@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import cache
 
 import attrs
 from device_tables import FILES, tables, with_more_rows
@@ -43,6 +42,10 @@ class Cell:
         return self.num_streams / self.scenario.verify_seconds(self.num_streams)
 
     @property
+    def over_plain(self) -> float:
+        return self._speed_of_auto(self.num_streams) / self.plain_speed
+
+    @property
     def ratios(self) -> Ratios:
         """The speeds of shared passes with "auto" over those of plain batches and of turns with "auto"."""
         shared = self._speed_of_auto(self.num_streams)
@@ -68,35 +71,18 @@ class Ratios:
         return min(self.over_plain, self.over_turns)
 
 
-@cache
-def ratios(cell: Cell) -> Ratios:
-    return cell.ratios
-
-
-def cells(devices: Iterable[str] = DEVICES, streams: Iterable[int] = STREAMS) -> Iterator[Cell]:
-    """Every sixth cell of some devices and numbers of streams, in diagonals, since neighbours are similar."""
-    for device in devices:
-        for i, num_streams in enumerate(streams):
-            for j, acceptance in enumerate(ACCEPTANCES):
-                for k, cost_ratio in enumerate(COST_RATIOS):
-                    if (i + j + k) % 6 == 0:
-                        yield Cell(device, num_streams, acceptance, cost_ratio)
+def cells(device: str) -> Iterator[Cell]:
+    """One cell of a device for each number of streams, from diagonals, since neighbours are similar."""
+    for i, num_streams in enumerate(STREAMS):
+        drafters = [
+            (acceptance, cost_ratio)
+            for j, acceptance in enumerate(ACCEPTANCES)
+            for k, cost_ratio in enumerate(COST_RATIOS)
+            if (i + j + k) % 6 == 0
+        ]
+        yield Cell(device, num_streams, *drafters[list(DEVICES).index(device) % len(drafters)])
 
 
 def geometric_mean(values: Iterable[float]) -> float:
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
-
-
-def as_text(device: str) -> str:
-    """The grid of one device: over plain batches / over turns, by streams (rows), and acceptance and cost (columns)."""
-    columns = [(acceptance, cost) for acceptance in ACCEPTANCES for cost in COST_RATIOS]
-    lines = [f"{device}: over plain batches / over turns", "streams " + "".join(f"{a:>6g},{c:<5g}" for a, c in columns)]
-    found = {cell: ratios(cell) for cell in cells([device])}
-    for num_streams in STREAMS:
-        row = [found.get(Cell(device, num_streams, *column)) for column in columns]
-        texts = [f"{r.over_plain:>6.2f}/{r.over_turns:<5.2f}" if r else 12 * " " for r in row]
-        lines.append(f"{num_streams:>7} " + "".join(texts))
-    gain = geometric_mean(r.over_better for r in found.values())
-    plain = geometric_mean(r.over_plain for r in found.values())
-    return "\n".join([*lines, f"geometric mean over the better {gain:.3f}, over plain batches {plain:.3f}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -56,4 +55,3 @@ async def by_dropping_unread(begin: Begin, _: trio.CancelScope, due: trio.Event)
     await due.wait()
     with pytest.warns(ResourceWarning, match="dropped unread"):
         del stream
-    gc.collect()
