@@ -25,10 +25,9 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
-from assembled import body_of, text_of, text_of_message
+from assembled import adapter, body_of, text_of, text_of_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from scripted import ScriptedModel, priced
 from sweeps import sweep
 
@@ -135,7 +134,7 @@ def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
         for stream in (False, True):
             answer = await server.ask(api.path, {**api.asked, "stream": stream})
             body = body_of(answer)
-            TypeAdapter(api.kind).validate_python(body, strict=True)
+            adapter(api.kind).validate_python(body, strict=True)
             assert (answer.is_whole, text_of(answer), body["model"]) == (True, whole, "scripted")
             assert body[field] == ends[0 if at_length else 1]
             assert body["id"].startswith(api.prefix)

@@ -13,10 +13,13 @@ from command_line import HANGS_S
 from load import exact_copy
 from playwright.sync_api import expect
 from scripted_server import POLICY
-from served_command import serving, until
+from served_command import until
+from served_thread import num_streams, serving_in_thread
 from visitors import Tab
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.server.app import Service
+from runtime.server.limits import Limits
 
 # The models take a few seconds to be there.
 pytestmark = pytest.mark.browser
@@ -47,9 +50,9 @@ class Served:
         assert found is not None
         return int(float(found[1]))
 
-    def wait_until_cancelled(self, num_cancelled: int, *, num_streams: int = 0) -> None:
-        """Wait until so many answers were cancelled in all, and no more than `num_streams` are generated."""
-        until(lambda: self.num_cancelled >= num_cancelled and self.get("health").json()["streams"] <= num_streams)
+    def wait_until_cancelled(self, num_cancelled: int, *, num_left: int = 0) -> None:
+        """Wait until so many answers were cancelled in all, and no more than `num_left` are generated."""
+        until(lambda: self.num_cancelled >= num_cancelled and num_streams(self.url) <= num_left)
         assert self.num_cancelled == num_cancelled
 
 
@@ -59,11 +62,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # is.
     folder = tmp_path_factory.mktemp("models")
     target, draft = (exact_copy(model, folder / model.name) for model in (DEMO_TARGET, DEMO_DRAFT))
-    models = ["--target", str(target), "--draft", str(draft)]
-    with serving("--max-streams", "2", "--max-waiting", "0", *models) as one:
-        yield Served(one.url)
-        one.process.terminate()
-        assert one.ends() == 0
+    service = Service(Limits(max_waiting=0, grace_s=0))
+    with serving_in_thread(target, draft, service, max_streams=2) as url:
+        yield Served(url)
 
 
 Open = Callable[..., Tab]
@@ -148,7 +149,7 @@ def test_whatever_ends_an_answer_in_the_page_ends_its_generation(server: Served,
     tab, before = opened(), server.num_cancelled
     writing(tab, PROMPT)
     writing(tab, OTHER)  # in its place
-    server.wait_until_cancelled(before + 1, num_streams=1)
+    server.wait_until_cancelled(before + 1, num_left=1)
     tab["stop"].click()
     assert tab["state"].get_attribute("data-state") == "stopped"
     server.wait_until_cancelled(before + 2)
@@ -175,7 +176,7 @@ def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(server: Served
     tab.expect_state("stopped")
     assert other["state"].get_attribute("data-state") == "writing"
     # The page has stopped before the server knows of it.
-    server.wait_until_cancelled(before + 1, num_streams=1)
+    server.wait_until_cancelled(before + 1, num_left=1)
     third["retry"].click()
     third.expect_state("writing")
     for one in (other, third):

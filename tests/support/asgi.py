@@ -444,7 +444,12 @@ STREAMED = sweep("stream", [False, True])
 
 def looping(history: Sequence[int]) -> Sequence[float]:
     """A script that depends on the last token only, so that texts repeat themselves, and that never ends a text."""
-    logits = list(hashed("loop", 4.0)(history[-1:]))
+    return _after(history[-1])
+
+
+@functools.cache
+def _after(token: int) -> Sequence[float]:
+    logits = list(hashed("loop", 4.0)([token]))
     logits[Letters.ALPHABET.index("\n")] = -5.0
     return logits
 
@@ -495,6 +500,8 @@ def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedM
 def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a test of an async function whose argument `server` is a server of its own, see `served`.
 
+    Above a `sweep`, all cases share the server; below it, each has its own.
+
     Args:
         pair: the models, or their scripts; by default `models()`. Each run of the test has models of its own.
         **options: see `served`.
@@ -503,7 +510,7 @@ def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callab
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         def run_with_server(*args: Any, **given: Any) -> None:
             made = [copy.deepcopy(each) if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
-            simulated_server(lambda server: test(server, *args, **given), *made, **options)
+            simulated_server(lambda server: test(*args, server=server, **given), *made, **options)
 
         return with_parameters_of(test, run_with_server)
 
