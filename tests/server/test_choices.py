@@ -18,7 +18,6 @@ from asgi import (
     Served,
     direct,
     looping,
-    models,
     on_server,
     simulated_server,
     watched_streams,
@@ -230,6 +229,7 @@ async def test_a_request_for_many_answers_leaves_others_their_turn(server: Serve
     assert len(seen) == 13
 
 
+@on_server()
 @sweep(
     ("path", "body"),
     [
@@ -239,7 +239,6 @@ async def test_a_request_for_many_answers_leaves_others_their_turn(server: Serve
         (COMPLETIONS, {"prompt": "abc" * 20_000, "prompt_logprobs": 20, "max_tokens": 1}),
     ],
 )
-@on_server()
 async def test_a_response_that_may_be_too_long_is_refused_before_any_model_work(
     server: Served, path: str, body: dict[str, Any]
 ) -> None:
@@ -334,10 +333,10 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer
     assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
 
 
+@on_server()
 @sweep("num_top", [0, 2])
 @sweep("max_tokens", [1, 5])
 @sweep("path", [COMPLETIONS, CHAT])
-@on_server()
 async def test_log_probabilities_of_the_prompt_are_those_of_its_score(
     server: Served, path: str, max_tokens: int, num_top: int
 ) -> None:
@@ -527,7 +526,7 @@ def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], ex
         ends = {server.tokenizer.ALPHABET.index(letter) for letter in markers if len(letter) == 1}
         assert [(prompt, set(keywords["stop_tokens"])) for prompt, keywords, _ in seen] == [(expected, {3, *ends})] * 4
 
-    simulated_server(test, *models(), tokenizer=Coder(**markers))
+    simulated_server(test, tokenizer=Coder(**markers))
 
 
 def test_an_editor_s_completions_are_answered_in_either_form() -> None:
@@ -549,7 +548,7 @@ def test_an_editor_s_completions_are_answered_in_either_form() -> None:
             assert written.text == filled.text != ""
             assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
 
-    simulated_server(test, *models(), tokenizer=Coder(**FAMILIES[0][0]))
+    simulated_server(test, tokenizer=Coder(**FAMILIES[0][0]))
 
 
 @on_server(tokenizer=Coder(**FAMILIES[0][0]))
@@ -582,6 +581,7 @@ async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_
 # --- errors ---------------------------------------------------------------------------------------
 
 
+@on_server(tokenizer=Coder())
 @sweep(
     ("path", "body", "param", "message"),
     [
@@ -613,7 +613,6 @@ async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_
         ),
     ],
 )
-@on_server(tokenizer=Coder())
 async def test_what_cannot_be_answered_is_told_before_anything_is_generated(
     server: Served, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:

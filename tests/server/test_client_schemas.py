@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
+import pytest
 from asgi import CHAT, COMPLETIONS, COUNT_TOKENS, FIM, MESSAGES, RESPONSES, Exchange
 from assembled import adapter
 from every_response import all_seen
@@ -128,7 +129,10 @@ def check_type(body: dict[str, Any], type: str, nulls: Locations) -> None:
             assert location in nulls, problem
 
 
-@sweep("path", SCHEMAS)
+# Anthropic's client takes three seconds to import.
+@sweep(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] * ("anthropic" in of.whole)) for path, of in SCHEMAS.items()]
+)
 def test_answers_are_what_the_clients_for_python_and_for_javascript_read(path: str) -> None:
     schema = SCHEMAS[path]
     answers = [answer for at, answer in all_seen() if at == path and answer.scope["method"] != "DELETE"]

@@ -21,8 +21,8 @@ from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.server.app import Service
 from runtime.server.limits import Limits
 
-# The models take a few seconds to be there.
-pytestmark = pytest.mark.browser
+# The models and the browser take a few seconds to be there; test_page_conversation.py has a scripted server.
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
 OTHER = "def read_config(path):\n"
@@ -103,7 +103,6 @@ def check_kept(server: Served, tab: Tab, prompt: str) -> None:
     assert server.answer(prompt, max_tokens=num_tokens).startswith(kept)
 
 
-@pytest.mark.slow
 def test_an_answer_is_the_servers_text(server: Served, opened: Open) -> None:
     tab = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     tab["settings-button"].click()
@@ -124,7 +123,6 @@ def test_an_answer_is_the_servers_text(server: Served, opened: Open) -> None:
     assert tab.sideways == 0
 
 
-@pytest.mark.slow
 def test_the_page_comes_with_its_policy_and_a_part_that_has_not_changed_is_not_sent_again(server: Served) -> None:
     for path in ("", "page/index.html", "page/app.js", "page/style.css"):
         part = server.get(path)
@@ -134,7 +132,6 @@ def test_the_page_comes_with_its_policy_and_a_part_that_has_not_changed_is_not_s
     assert (again.status_code, again.headers["Cache-Control"]) == (304, "no-cache")
 
 
-@pytest.mark.slow
 def test_the_timeline_of_an_answer_opens(opened: Open) -> None:
     tab = opened()
     writing(tab, PROMPT)
@@ -163,7 +160,6 @@ def test_whatever_ends_an_answer_in_the_page_ends_its_generation(server: Served,
     server.wait_until_cancelled(before + 4)
 
 
-@pytest.mark.slow
 def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(server: Served, opened: Open) -> None:
     tab, before = opened(), server.num_cancelled
     other, third = opened(tab.page.context), opened()

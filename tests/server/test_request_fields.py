@@ -19,6 +19,7 @@ from asgi import (
     Served,
     answering,
     direct,
+    models,
     on_server,
     saying,
     simulated_server,
@@ -277,7 +278,7 @@ async def test_each_chunk_has_the_usage_so_far_where_that_is_asked_for(server: S
 
 
 @BOTH
-@on_server()
+@on_server(*models())
 async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Served, path: str, body: Any) -> None:
     seen = watched_streams(server)
     for options in (None, {"include_usage": True}):

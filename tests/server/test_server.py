@@ -98,7 +98,7 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
 
 
 @BOTH
-@on_server()
+@on_server(*models())
 async def test_usage_is_what_the_statistics_say(server: Served, path: str, body: Any) -> None:
     seen = watched_streams(server)
     asked = {**body, "max_tokens": 40, "lookahead": 3}
@@ -486,7 +486,7 @@ def test_a_client_may_leave_at_any_time_beside_another(
         ]
         assert late == []
 
-    simulated_server(test, tokenising_s=2.0, schedule=schedule)
+    simulated_server(test, *models(), tokenising_s=2.0, schedule=schedule)
 
 
 @STREAMED
@@ -614,7 +614,7 @@ async def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_h
     await rt.wait_broken()
 
 
-@on_server()
+@on_server(*models())
 async def test_a_server_without_its_drafter_stays_in_service(server: Served, monkeypatch: Any) -> None:
     assert (await server.ask("/health")).json["status"] == "ok"
     monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
@@ -667,7 +667,7 @@ async def test_a_stream_without_news_is_kept_alive(server: Served) -> None:
     assert len(answer.text) == 3
 
 
-@on_server()
+@on_server(*models())
 async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
     asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
     plain = await server.ask(COMPLETIONS, asked)
@@ -773,7 +773,7 @@ async def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place
     assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
 
 
-@on_server()
+@on_server(*models())
 async def test_figures_add_up(server: Served) -> None:
     before = await figures(server.app)
     assert before["outrider_requests_total", "finished"] == 0
@@ -798,7 +798,7 @@ async def test_figures_add_up(server: Served) -> None:
     assert set(before) <= set(found)
 
 
-@on_server()
+@on_server(*models())
 async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server: Served) -> None:
     await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})] * 3)
     found = await figures(server.app)
@@ -832,7 +832,7 @@ def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_re
                 await server.ask(COMPLETIONS, body)
             found.update(await figures(server.app))
 
-        simulated_server(test)
+        simulated_server(test, *models())
         return {
             key: n
             for key, n in found.items()
@@ -850,7 +850,7 @@ def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_re
         assert first[key] + second[key] == pytest.approx(times * n), key
 
 
-@on_server()
+@on_server(*models())
 async def test_a_counter_stays_where_it_is_while_nothing_happens(server: Served) -> None:
     await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
     seen = []
@@ -890,7 +890,7 @@ def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
         assert len(record.events) == 10
         assert record.num_lost > 0
 
-    simulated_server(test)
+    simulated_server(test, *models())
 
 
 # --- real models ----------------------------------------------------------------------------------

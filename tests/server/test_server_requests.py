@@ -105,8 +105,6 @@ async def test_a_field_is_the_setting_that_it_stands_for_or_has_no_effect(
     answer = await server.ask(path, {**body, **fields})
     assert answer.status == 200
     assert seen[0][0] == settings_from({"max_tokens": 8, "reuse_prefix": True, **wanted})
-    if "lookahead" in wanted:
-        assert (answer.json["usage"]["proposed_tokens"] > 0) is (wanted["lookahead"] != 0)
 
 
 @BOTH
@@ -438,7 +436,7 @@ def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, An
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.sampled_from(ASKED), st.data())
+@given(asked=st.sampled_from(ASKED), data=st.data())
 @on_server(limits=Limits(max_tokens_limit=6))
 async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(
     server: Served, asked: tuple[str, Any], data: st.DataObject
@@ -456,7 +454,7 @@ async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.binary(max_size=40) | st.text(alphabet='{}[]":,tf0-promt \\u', max_size=30).map(str.encode))
+@given(body=st.binary(max_size=40) | st.text(alphabet='{}[]":,tf0-promt \\u', max_size=30).map(str.encode))
 @on_server()
 async def test_any_bytes_are_told_what_is_wrong_with_them(server: Served, body: bytes) -> None:
     for path in (COMPLETIONS, CHAT):

@@ -68,7 +68,7 @@ def test_calls_come_apart_from_content(says: str, content: str | None, calls: An
             assert same["content"] == (content or "")
         assert server.tokenizer.told == [TOOLS, TOOLS]
 
-    serve_calls(test, says)
+    serve_calls(test, says, has_drafter=lookahead > 0)
 
 
 @on_calling_server(OSLO)
@@ -151,6 +151,7 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
     serve_calls(test, "wet", seen)
 
 
+@on_calling_server("")
 @sweep(
     ("body", "says"),
     [
@@ -165,7 +166,6 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice 'required' needs tools"),
     ],
 )
-@on_calling_server("")
 async def test_tools_that_cannot_be_are_refused_with_what_would_be_right(
     server: Served, body: dict[str, Any], says: str
 ) -> None:

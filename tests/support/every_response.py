@@ -20,6 +20,7 @@ from asgi import (
     Letters,
     Served,
     looping,
+    models,
     saying,
     simulated_server,
 )
@@ -145,7 +146,9 @@ async def failing(server: Served, seen: Seen) -> None:
 def all_seen() -> Seen:
     """Responses of each kind."""
     seen: Seen = []
-    simulated_server(lambda server: usual(server, seen), limits=Limits(max_body_bytes=2000), small="small", **KEYED)
+    simulated_server(
+        lambda server: usual(server, seen), *models(), limits=Limits(max_body_bytes=2000), small="small", **KEYED
+    )
     simulated_server(lambda server: strict(server, seen), is_strict=True)
     tokenizer = Letters(thinks=True)
     start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
