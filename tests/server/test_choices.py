@@ -529,26 +529,23 @@ def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], ex
     simulated_server(test, tokenizer=Coder(**markers))
 
 
-def test_an_editor_s_completions_are_answered_in_either_form() -> None:
+@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+async def test_an_editor_s_completions_are_answered_in_either_form(server: Served) -> None:
     """The requests of Continue's providers `mistral`, and `openai` and `vllm`, which write the markers themselves."""
     stop = ["/src/", "#- coding: utf-8", "```"]
     # They send no seed. Without one, two texts at this temperature may still differ.
     asks = {"model": "codestral-latest", "max_tokens": 6, "temperature": 0.01, "seed": 3, "stop": stop, "stream": True}
-
-    async def test(server: Served) -> None:
-        headers = {"content-type": "application/json", "x-api-key": "", "authorization": "Bearer undefined"}
-        # At the beginning of a file nothing precedes the cursor, and for nothing after it Continue sends a newline.
-        for prefix, suffix in (("def f", "return"), ("", "return"), ("def f", "n")):
-            filled = await server.ask(FIM, {**asks, "prompt": prefix, "suffix": suffix}, headers=headers)
-            chunks = [event["choices"][0] for event in filled.events]
-            assert {event["object"] for event in filled.events} == {"chat.completion.chunk"}
-            assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == filled.text
-            assert chunks[-1]["finish_reason"] == "length"
-            written = await server.ask(COMPLETIONS, {**asks, "prompt": f"P{prefix}S{suffix}M"}, headers=headers)
-            assert written.text == filled.text != ""
-            assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
-
-    simulated_server(test, tokenizer=Coder(**FAMILIES[0][0]))
+    headers = {"content-type": "application/json", "x-api-key": "", "authorization": "Bearer undefined"}
+    # At the beginning of a file nothing precedes the cursor, and for nothing after it Continue sends a newline.
+    for prefix, suffix in (("def f", "return"), ("", "return"), ("def f", "n")):
+        filled = await server.ask(FIM, {**asks, "prompt": prefix, "suffix": suffix}, headers=headers)
+        chunks = [event["choices"][0] for event in filled.events]
+        assert {event["object"] for event in filled.events} == {"chat.completion.chunk"}
+        assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == filled.text
+        assert chunks[-1]["finish_reason"] == "length"
+        written = await server.ask(COMPLETIONS, {**asks, "prompt": f"P{prefix}S{suffix}M"}, headers=headers)
+        assert written.text == filled.text != ""
+        assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
 
 
 @on_server(tokenizer=Coder(**FAMILIES[0][0]))

@@ -881,16 +881,13 @@ async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
         assert (await server.ask(f"/timelines/{gone}")).status == 404
 
 
-def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
+@on_server(*models())
+async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypatch: Any) -> None:
     monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
-
-    async def test(server: Served) -> None:
-        id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
-        _, record = server.timelines._timelines[id]
-        assert len(record.events) == 10
-        assert record.num_lost > 0
-
-    simulated_server(test, *models())
+    id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
+    _, record = server.timelines._timelines[id]
+    assert len(record.events) == 10
+    assert record.num_lost > 0
 
 
 # --- real models ----------------------------------------------------------------------------------
