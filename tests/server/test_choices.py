@@ -116,7 +116,7 @@ async def test_the_best_of_several_is_the_likeliest_and_all_are_counted(server: 
     assert best["usage"]["completion_tokens"] == 48
 
 
-@pytest.mark.parametrize("more", [{"n": 4}, {"n": 8}, {"n": 1, "best_of": 8}])
+@sweep("more", [{"n": 4}, {"n": 1, "best_of": 6}])
 @on_server()
 async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served, more: dict[str, Any]) -> None:
     prompt = "def f and g, " * 4
