@@ -509,7 +509,10 @@ def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callab
     """
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
-        def run_with_server(**given: Any) -> None:
+        names = [name for name in inspect.signature(test).parameters if name != "server"]
+
+        def run_with_server(*args: Any, **given: Any) -> None:
+            given |= dict(zip(names, args, strict=False))  # Hypothesis gives them by position
             made = [copy.deepcopy(each) if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
             simulated_server(lambda server: test(server=server, **given), *made, **options)
 

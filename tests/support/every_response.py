@@ -154,7 +154,7 @@ def all_seen() -> Seen:
     start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
     thinks = ScriptedModel(saying("<t>hm</t>yes", start))
     simulated_server(lambda server: reasoning(server, seen), thinks, tokenizer=tokenizer)
-    serve_calls(lambda server: calling(server, seen), OSLO)
+    serve_calls(lambda server: calling(server, seen), OSLO, has_drafter=True)  # which makes fewer events
     simulated_server(lambda server: busy(server, seen), ScriptedModel(looping), max_streams=1, max_waiting=0)
     for fails in ({"feed": range(8, 10_000)}, {"check": range(6, 10_000)}):
         simulated_server(lambda server: failing(server, seen), ScriptedModel(looping, fails=fails))
