@@ -26,7 +26,7 @@ from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background, in_thread
+from runtime.server.fair_threads import SHORT, Background, in_thread
 from runtime.server.limits import Limits
 from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
 from runtime.server.models.pool import ModelPool
@@ -106,8 +106,8 @@ def application(models: ModelPool, service: Service, *, background: Background =
     """
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
     context = ServerContext(models, service.limits, admission, background, service.is_strict)
-    described = description(
-        OPERATIONS, models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
+    described = partial(
+        description, OPERATIONS, models.specs[0].name, has_key=service.api_key is not None, is_strict=service.is_strict
     )
 
     by_path: dict[str, list[Operation]] = {}
@@ -115,7 +115,8 @@ def application(models: ModelPool, service: Service, *, background: Background =
         by_path.setdefault(each.path, []).append(each)
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(described)
+        # In a thread, and not when the server starts: the schemas take pydantic a while the first time.
+        return JSONResponse(await context.encoding.run(described, SHORT + 1, ""))
 
     app = Starlette(
         routes=[

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext
+from playwright.sync_api import Browser, BrowserContext, Page
 from scripted_server import ScriptedServer
 from visitors import Tab, chromium, visitor
 
@@ -18,6 +18,13 @@ Open = Callable[..., Tab]
 def started() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
+
+
+@pytest.fixture(scope="module")
+def shared_page(started: Browser) -> Iterator[Page]:
+    """A page in which tests follow one another: to make one takes the browser longer than most of them."""
+    with visitor(started) as context:
+        yield context.new_page()
 
 
 @pytest.fixture
@@ -33,7 +40,10 @@ def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
         def open_tab(context: BrowserContext | None = None, *, loaded: bool = True, **options: Any) -> Tab:
-            tab = Tab(context or stack.enter_context(visitor(started, server.url, **options)), server.url)
+            page = (context or stack.enter_context(visitor(started, **options))).new_page()
+            if context is not None:
+                stack.callback(page.close)
+            tab = Tab(page, server.url)
             tabs.append(tab)
             if loaded:
                 tab.load()
@@ -45,5 +55,10 @@ def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
 
 
 @pytest.fixture
-def tab(opened: Open) -> Tab:
-    return opened()
+def tab(shared_page: Page, server: ScriptedServer) -> Iterator[Tab]:
+    """A tab at the page, which nothing is left in of the tests before: each server is at another port."""
+    tab = Tab(shared_page, server.url)
+    tab.load()
+    yield tab
+    tab.check()
+    tab.leave()

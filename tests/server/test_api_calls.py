@@ -11,7 +11,7 @@ from asgi import COUNT_TOKENS, MESSAGES, RESPONSES, Served
 from assembled import assembled_message, assembled_response, partial, text_of_message, text_of_response
 from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
-from tool_letters import OSLO, USER, serve_calls
+from tool_letters import OSLO, USER, on_calling_server
 from tool_letters import TOOLS as TOLD
 
 from runtime.generation.token_reader import Token
@@ -140,56 +140,50 @@ def test_log_probabilities_of_a_response_are_those_of_its_text_and_not_of_its_ca
     assert "".join(part["text"] for part in found).strip() == text
 
 
-def test_a_message_calls_a_tool_and_takes_its_result() -> None:
+@on_calling_server(OSLO)
+async def test_a_message_calls_a_tool_and_takes_its_result(server: Served) -> None:
     named = WEATHER["function"]
     tools = [
         {"name": "weather", "description": named["description"], "input_schema": named["parameters"]},
         {"type": "web_search_20250305", "name": "web_search"},  # run by Anthropic's service, and left out
     ]
     asked = {"messages": [USER], "tools": tools, "max_tokens": 300}
+    message = (await server.ask(MESSAGES, asked)).json
+    streamed = assembled_message((await server.ask(MESSAGES, {**asked, "stream": True})).named_events)
+    for each in (message, streamed):
+        assert [(block["name"], block["input"]) for block in each["content"]] == [("weather", {"city": "oslo"})]
+        assert each["stop_reason"] == "tool_use"
+    assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+    counted = await server.ask(COUNT_TOKENS, asked)
+    assert counted.json["input_tokens"] == message["usage"]["input_tokens"]
+    assert server.tokenizer.told[-1] == [WEATHER]  # type: ignore[attr-defined]
+    id = message["content"][0]["id"]
+    result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
+    more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
+    assert (await server.ask(MESSAGES, {**asked, "messages": [USER, *more], "max_tokens": 4})).status == 200
+    *_, called, returned = server.tokenizer.seen[-1]
+    assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
+    assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
 
-    async def test(server: Served) -> None:
-        message = (await server.ask(MESSAGES, asked)).json
-        streamed = assembled_message((await server.ask(MESSAGES, {**asked, "stream": True})).named_events)
-        for each in (message, streamed):
-            assert [(block["name"], block["input"]) for block in each["content"]] == [("weather", {"city": "oslo"})]
-            assert each["stop_reason"] == "tool_use"
-        assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
-        counted = await server.ask(COUNT_TOKENS, asked)
-        assert counted.json["input_tokens"] == message["usage"]["input_tokens"]
-        assert server.tokenizer.told[-1] == [WEATHER]  # type: ignore[attr-defined]
-        id = message["content"][0]["id"]
-        result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
-        more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
-        assert (await server.ask(MESSAGES, {**asked, "messages": [USER, *more], "max_tokens": 4})).status == 200
+
+@on_calling_server(OSLO)
+async def test_a_response_calls_a_function_and_takes_its_output(server: Served) -> None:
+    tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
+    asked = {"input": "weather", "tools": tools, "max_output_tokens": 300}
+    response = (await server.ask(RESPONSES, asked)).json
+    streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
+    for each in (response, streamed):
+        assert [(item["name"], item["arguments"]) for item in each["output"]] == [("weather", '{"city": "oslo"}')]
+        assert (each["status"], each["tools"][0]["name"]) == ("completed", "weather")
+    assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+    id = response["output"][0]["call_id"]
+    output = {"type": "function_call_output", "call_id": id, "output": "mild"}
+    more = {"input": [output], "previous_response_id": response["id"]}
+    for body in (more, {"input": [USER, *response["output"], output]}):
+        assert (await server.ask(RESPONSES, {**asked, **body, "max_output_tokens": 4})).status == 200
         *_, called, returned = server.tokenizer.seen[-1]
         assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
         assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
-
-    serve_calls(test, OSLO)
-
-
-def test_a_response_calls_a_function_and_takes_its_output() -> None:
-    tools = [{"type": "function", **WEATHER["function"]}, {"type": "web_search"}]
-    asked = {"input": "weather", "tools": tools, "max_output_tokens": 300}
-
-    async def test(server: Served) -> None:
-        response = (await server.ask(RESPONSES, asked)).json
-        streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
-        for each in (response, streamed):
-            assert [(item["name"], item["arguments"]) for item in each["output"]] == [("weather", '{"city": "oslo"}')]
-            assert (each["status"], each["tools"][0]["name"]) == ("completed", "weather")
-        assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
-        id = response["output"][0]["call_id"]
-        output = {"type": "function_call_output", "call_id": id, "output": "mild"}
-        more = {"input": [output], "previous_response_id": response["id"]}
-        for body in (more, {"input": [USER, *response["output"], output]}):
-            assert (await server.ask(RESPONSES, {**asked, **body, "max_output_tokens": 4})).status == 200
-            *_, called, returned = server.tokenizer.seen[-1]
-            assert [(call["id"], call["function"]["name"]) for call in called["tool_calls"]] == [(id, "weather")]
-            assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
-
-    serve_calls(test, OSLO)
 
 
 @sweep(

@@ -18,7 +18,6 @@ from asgi import (
     Served,
     direct,
     looping,
-    models,
     on_server,
     simulated_server,
     watched_streams,
@@ -117,7 +116,7 @@ async def test_the_best_of_several_is_the_likeliest_and_all_are_counted(server: 
     assert best["usage"]["completion_tokens"] == 48
 
 
-@pytest.mark.parametrize("more", [{"n": 4}, {"n": 8}, {"n": 1, "best_of": 8}])
+@sweep("more", [{"n": 4}, {"n": 1, "best_of": 6}])
 @on_server()
 async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served, more: dict[str, Any]) -> None:
     prompt = "def f and g, " * 4
@@ -230,6 +229,7 @@ async def test_a_request_for_many_answers_leaves_others_their_turn(server: Serve
     assert len(seen) == 13
 
 
+@on_server()
 @sweep(
     ("path", "body"),
     [
@@ -239,7 +239,6 @@ async def test_a_request_for_many_answers_leaves_others_their_turn(server: Serve
         (COMPLETIONS, {"prompt": "abc" * 20_000, "prompt_logprobs": 20, "max_tokens": 1}),
     ],
 )
-@on_server()
 async def test_a_response_that_may_be_too_long_is_refused_before_any_model_work(
     server: Served, path: str, body: dict[str, Any]
 ) -> None:
@@ -334,10 +333,10 @@ async def test_an_echo_has_the_log_probabilities_of_the_prompt_and_of_the_answer
     assert await server.outcomes() == {"finished": 2 if max_tokens else 1}
 
 
+@on_server()
 @sweep("num_top", [0, 2])
 @sweep("max_tokens", [1, 5])
 @sweep("path", [COMPLETIONS, CHAT])
-@on_server()
 async def test_log_probabilities_of_the_prompt_are_those_of_its_score(
     server: Served, path: str, max_tokens: int, num_top: int
 ) -> None:
@@ -527,29 +526,26 @@ def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], ex
         ends = {server.tokenizer.ALPHABET.index(letter) for letter in markers if len(letter) == 1}
         assert [(prompt, set(keywords["stop_tokens"])) for prompt, keywords, _ in seen] == [(expected, {3, *ends})] * 4
 
-    simulated_server(test, *models(), tokenizer=Coder(**markers))
+    simulated_server(test, tokenizer=Coder(**markers))
 
 
-def test_an_editor_s_completions_are_answered_in_either_form() -> None:
+@on_server(tokenizer=Coder(**FAMILIES[0][0]))
+async def test_an_editor_s_completions_are_answered_in_either_form(server: Served) -> None:
     """The requests of Continue's providers `mistral`, and `openai` and `vllm`, which write the markers themselves."""
     stop = ["/src/", "#- coding: utf-8", "```"]
     # They send no seed. Without one, two texts at this temperature may still differ.
     asks = {"model": "codestral-latest", "max_tokens": 6, "temperature": 0.01, "seed": 3, "stop": stop, "stream": True}
-
-    async def test(server: Served) -> None:
-        headers = {"content-type": "application/json", "x-api-key": "", "authorization": "Bearer undefined"}
-        # At the beginning of a file nothing precedes the cursor, and for nothing after it Continue sends a newline.
-        for prefix, suffix in (("def f", "return"), ("", "return"), ("def f", "n")):
-            filled = await server.ask(FIM, {**asks, "prompt": prefix, "suffix": suffix}, headers=headers)
-            chunks = [event["choices"][0] for event in filled.events]
-            assert {event["object"] for event in filled.events} == {"chat.completion.chunk"}
-            assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == filled.text
-            assert chunks[-1]["finish_reason"] == "length"
-            written = await server.ask(COMPLETIONS, {**asks, "prompt": f"P{prefix}S{suffix}M"}, headers=headers)
-            assert written.text == filled.text != ""
-            assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
-
-    simulated_server(test, *models(), tokenizer=Coder(**FAMILIES[0][0]))
+    headers = {"content-type": "application/json", "x-api-key": "", "authorization": "Bearer undefined"}
+    # At the beginning of a file nothing precedes the cursor, and for nothing after it Continue sends a newline.
+    for prefix, suffix in (("def f", "return"), ("", "return"), ("def f", "n")):
+        filled = await server.ask(FIM, {**asks, "prompt": prefix, "suffix": suffix}, headers=headers)
+        chunks = [event["choices"][0] for event in filled.events]
+        assert {event["object"] for event in filled.events} == {"chat.completion.chunk"}
+        assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == filled.text
+        assert chunks[-1]["finish_reason"] == "length"
+        written = await server.ask(COMPLETIONS, {**asks, "prompt": f"P{prefix}S{suffix}M"}, headers=headers)
+        assert written.text == filled.text != ""
+        assert "x-outrider-ignored" not in filled.headers.keys() | written.headers.keys()
 
 
 @on_server(tokenizer=Coder(**FAMILIES[0][0]))
@@ -582,6 +578,7 @@ async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_
 # --- errors ---------------------------------------------------------------------------------------
 
 
+@on_server(tokenizer=Coder())
 @sweep(
     ("path", "body", "param", "message"),
     [
@@ -613,7 +610,6 @@ async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_
         ),
     ],
 )
-@on_server(tokenizer=Coder())
 async def test_what_cannot_be_answered_is_told_before_anything_is_generated(
     server: Served, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:

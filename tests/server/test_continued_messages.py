@@ -34,6 +34,7 @@ async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: s
     assert server.tokenizer.seen[-1] == [HELLO, BEGUN]
 
 
+@on_server()
 @sweep(
     ("last", "fields", "prompt"),
     [
@@ -54,7 +55,6 @@ async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: s
         (HELLO, {"add_generation_prompt": False}, "user:hello.user:hello."),
     ],
 )
-@on_server()
 async def test_a_request_says_whether_a_new_message_begins(
     server: Served, last: Any, fields: dict[str, Any], prompt: str
 ) -> None:
@@ -64,6 +64,7 @@ async def test_a_request_says_whether_a_new_message_begins(
     assert answer.json["usage"]["prompt_tokens"] == len(prompt)
 
 
+@on_server()
 @sweep(
     ("last", "fields", "message"),
     [
@@ -72,7 +73,6 @@ async def test_a_request_says_whether_a_new_message_begins(
         (CALLING, {}, "cannot continue a message with calls"),
     ],
 )
-@on_server()
 async def test_what_cannot_be_continued_is_refused(
     server: Served, last: Any, fields: dict[str, Any], message: str
 ) -> None:
@@ -83,8 +83,8 @@ async def test_what_cannot_be_continued_is_refused(
         assert message in answer.fault["message"]
 
 
-@sweep("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
 @on_server()
+@sweep("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
 async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(
     server: Served, content: Any
 ) -> None:

@@ -8,24 +8,28 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Page, expect
-from served_command import KEY, Server, serving
+from served_command import KEY, until
+from served_thread import num_streams, serving_in_thread
 from visitors import Tab, chromium, visitor
+
+from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.server.app import Service
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving("--api-key", KEY) as one:
-        yield one
+def url() -> Iterator[str]:
+    with serving_in_thread(DEMO_TARGET, DEMO_DRAFT, Service(api_key=KEY)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
-def tab(server: Server) -> Iterator[Tab]:
+def tab(url: str) -> Iterator[Tab]:
     """A narrow one, with the key typed in; nothing may go wrong in it, and nothing be fetched from elsewhere."""
-    with chromium() as browser, visitor(browser, server.url, viewport={"width": 320, "height": 800}) as context:
-        one = Tab(context, server.url)
-        one.page.goto(f"{server.url}docs")
+    with chromium() as browser, visitor(browser, viewport={"width": 320, "height": 800}) as context:
+        one = Tab(context.new_page(), url)
+        one.page.goto(f"{url}docs")
         expect(one["complete"]).to_be_visible()
         yield one
         one.check()
@@ -64,7 +68,7 @@ def test_a_request_that_needs_the_key_says_so_and_with_it_streams_its_answer(tab
     expect(output).to_have_text(re.compile(r"^200 text/event-stream.*data: \[DONE\]\s*$", re.DOTALL))
 
 
-def test_stop_ends_the_generation(tab: Tab, server: Server) -> None:
+def test_stop_ends_the_generation(tab: Tab, url: str) -> None:
     page = tab.page
     unfold(page, "chat")
     page.get_by_label("API key").fill(KEY)
@@ -77,4 +81,4 @@ def test_stop_ends_the_generation(tab: Tab, server: Server) -> None:
     expect(page.locator("#chat pre")).to_have_text(re.compile("data: "))
     page.locator("#chat button").click()
     expect(page.locator("#chat pre")).to_have_text(re.compile(r"\(stopped\)$"))
-    server.until_idle()
+    until(lambda: num_streams(url) == 0)

@@ -49,8 +49,8 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@BOTH
 @on_server()
+@BOTH
 async def test_a_field_that_means_nothing_is_ignored_and_named(server: Served, path: str, body: Any) -> None:
     expected = await direct(server, body, max_tokens=9)
     for fields, named in IGNORED:
@@ -102,8 +102,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@BOTH
 @on_server(is_strict=True)
+@BOTH
 async def test_a_strict_server_refuses_an_unknown_field(server: Served, path: str, body: Any) -> None:
     for fields, param, said in REFUSED:
         answer = await server.ask(path, {**body, **fields})

@@ -25,10 +25,9 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
-from assembled import body_of, text_of, text_of_message
+from assembled import adapter, body_of, text_of, text_of_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from scripted import ScriptedModel, priced
 from sweeps import sweep
 
@@ -135,7 +134,7 @@ def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
         for stream in (False, True):
             answer = await server.ask(api.path, {**api.asked, "stream": stream})
             body = body_of(answer)
-            TypeAdapter(api.kind).validate_python(body, strict=True)
+            adapter(api.kind).validate_python(body, strict=True)
             assert (answer.is_whole, text_of(answer), body["model"]) == (True, whole, "scripted")
             assert body[field] == ends[0 if at_length else 1]
             assert body["id"].startswith(api.prefix)
@@ -285,7 +284,7 @@ async def test_settings_are_given_back_with_a_response(server: Served) -> None:
 
 
 @EACH
-@on_server()
+@on_server(*models())
 async def test_fields_are_the_settings_that_they_stand_for(server: Served, api: Api) -> None:
     seen = watched_streams(server)
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "lookahead": 2}
@@ -302,6 +301,7 @@ def user(content: Any) -> dict[str, Any]:
 ANSWERED = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
 
 
+@on_server()
 @sweep(
     ("path", "conversation", "chat"),
     [
@@ -352,7 +352,6 @@ ANSWERED = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
         ),
     ],
 )
-@on_server()
 async def test_a_conversation_is_that_of_a_chat(server: Served, path: str, conversation: Any, chat: Any) -> None:
     answer = await server.ask(path, {**conversation, "max_tokens": 8, "max_output_tokens": 8})
     same = await server.ask(CHAT, {"messages": chat, "max_tokens": 8})
@@ -363,6 +362,7 @@ async def test_a_conversation_is_that_of_a_chat(server: Served, path: str, conve
 CACHED = {"type": "ephemeral", "ttl": "5m"}
 
 
+@on_server()
 @sweep(
     ("path", "asked", "by_itself"),
     [
@@ -401,7 +401,6 @@ CACHED = {"type": "ephemeral", "ttl": "5m"}
         ),
     ],
 )
-@on_server()
 async def test_what_a_client_sends_by_itself_is_not_refused(
     server: Served, path: str, asked: Any, by_itself: Any
 ) -> None:
@@ -458,6 +457,7 @@ async def test_tokens_are_counted_without_generating(server: Served) -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
+@on_server()
 @sweep(
     ("fields", "message"),
     [
@@ -470,7 +470,6 @@ async def test_tokens_are_counted_without_generating(server: Served) -> None:
         ({"seed": -7}, "seed must be at least"),
     ],
 )
-@on_server()
 async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
     server: Served, fields: Any, message: str
 ) -> None:
@@ -481,6 +480,7 @@ async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
     assert message in answer.json["error"]["message"]
 
 
+@on_server(limits=Limits(max_tokens_limit=100, max_prompt_tokens=200))
 @sweep(
     ("fields", "param", "message"),
     [
@@ -499,7 +499,6 @@ async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
         ({"input": "word " * 100}, "input", "the prompt must have at most 200 tokens"),
     ],
 )
-@on_server(limits=Limits(max_tokens_limit=100, max_prompt_tokens=200))
 async def test_a_wrong_field_of_a_response_is_named(server: Served, fields: Any, param: str, message: str) -> None:
     answer = await server.ask(RESPONSES, {**RESPONSE, **fields})
     assert answer.status in (400, 404)

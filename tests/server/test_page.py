@@ -476,7 +476,8 @@ def test_two_tabs_do_not_know_of_each_other(tab: Tab, opened: Open, server: Scri
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_a_full_house_says_when_to_try_again(tab: Tab, server: ScriptedServer) -> None:
+def test_a_full_house_says_when_to_try_again(opened: Open, server: ScriptedServer) -> None:
+    tab = opened()  # whose clock is set
     tab.page.clock.install()
     tab.ask("Once")
     # When to try again is said once.
@@ -553,7 +554,8 @@ def test_retry_asks_the_refused_prompt_as_it_was_changed_but_not_another_that_is
     assert server.next().body["prompt"] == "Once more"
 
 
-def test_a_server_that_is_there_again_is_no_longer_said_not_to_be(tab: Tab, server: ScriptedServer) -> None:
+def test_a_server_that_is_there_again_is_no_longer_said_not_to_be(opened: Open, server: ScriptedServer) -> None:
+    tab = opened()  # whose clock is set
     tab.page.clock.install()
     for path in ("**/v1/models", "**/v1/completions"):
         tab.page.route(path, lambda route: route.abort("connectionrefused"))
@@ -569,7 +571,8 @@ def test_a_server_that_is_there_again_is_no_longer_said_not_to_be(tab: Tab, serv
     expect(tab["prompt"]).to_have_value("Once")
 
 
-def test_when_to_try_again_may_be_a_date_or_not_be_known(tab: Tab, server: ScriptedServer) -> None:
+def test_when_to_try_again_may_be_a_date_or_not_be_known(opened: Open, server: ScriptedServer) -> None:
+    tab = opened()  # whose clock is set
     tab.ask("Once")
     server.next().refuse(400, "max_tokens is 0, and must be at least 1", Connection="close")
     tab.expect_failed("max_tokens is 0, and must be at least 1.")
@@ -665,7 +668,8 @@ def test_a_target_without_a_drafter_has_no_legend_of_drafts(tab: Tab, server: Sc
 
 
 @moments
-def test_silence_is_said_to_be(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
+def test_silence_is_said_to_be(opened: Open, server: ScriptedServer, under_way: Moment) -> None:
+    tab = opened()  # whose clock is set
     tab.page.clock.install()
     exchange = under_way(tab, server)
     if under_way is connecting:

@@ -13,13 +13,16 @@ from command_line import HANGS_S
 from load import exact_copy
 from playwright.sync_api import expect
 from scripted_server import POLICY
-from served_command import serving, until
+from served_command import until
+from served_thread import num_streams, serving_in_thread
 from visitors import Tab
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.server.app import Service
+from runtime.server.limits import Limits
 
-# The models take a few seconds to be there.
-pytestmark = pytest.mark.browser
+# The models and the browser take a few seconds to be there; test_page_conversation.py has a scripted server.
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PROMPT = "class Stack:\n    def __init__(self):\n"
 OTHER = "def read_config(path):\n"
@@ -47,9 +50,9 @@ class Served:
         assert found is not None
         return int(float(found[1]))
 
-    def wait_until_cancelled(self, num_cancelled: int, *, num_streams: int = 0) -> None:
-        """Wait until so many answers were cancelled in all, and no more than `num_streams` are generated."""
-        until(lambda: self.num_cancelled >= num_cancelled and self.get("health").json()["streams"] <= num_streams)
+    def wait_until_cancelled(self, num_cancelled: int, *, num_left: int = 0) -> None:
+        """Wait until so many answers were cancelled in all, and no more than `num_left` are generated."""
+        until(lambda: self.num_cancelled >= num_cancelled and num_streams(self.url) <= num_left)
         assert self.num_cancelled == num_cancelled
 
 
@@ -59,11 +62,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # is.
     folder = tmp_path_factory.mktemp("models")
     target, draft = (exact_copy(model, folder / model.name) for model in (DEMO_TARGET, DEMO_DRAFT))
-    models = ["--target", str(target), "--draft", str(draft)]
-    with serving("--max-streams", "2", "--max-waiting", "0", *models) as one:
-        yield Served(one.url)
-        one.process.terminate()
-        assert one.ends() == 0
+    service = Service(Limits(max_waiting=0, grace_s=0))
+    with serving_in_thread(target, draft, service, max_streams=2) as url:
+        yield Served(url)
 
 
 Open = Callable[..., Tab]
@@ -102,7 +103,6 @@ def check_kept(server: Served, tab: Tab, prompt: str) -> None:
     assert server.answer(prompt, max_tokens=num_tokens).startswith(kept)
 
 
-@pytest.mark.slow
 def test_an_answer_is_the_servers_text(server: Served, opened: Open) -> None:
     tab = opened(viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
     tab["settings-button"].click()
@@ -123,7 +123,6 @@ def test_an_answer_is_the_servers_text(server: Served, opened: Open) -> None:
     assert tab.sideways == 0
 
 
-@pytest.mark.slow
 def test_the_page_comes_with_its_policy_and_a_part_that_has_not_changed_is_not_sent_again(server: Served) -> None:
     for path in ("", "page/index.html", "page/app.js", "page/style.css"):
         part = server.get(path)
@@ -133,7 +132,6 @@ def test_the_page_comes_with_its_policy_and_a_part_that_has_not_changed_is_not_s
     assert (again.status_code, again.headers["Cache-Control"]) == (304, "no-cache")
 
 
-@pytest.mark.slow
 def test_the_timeline_of_an_answer_opens(opened: Open) -> None:
     tab = opened()
     writing(tab, PROMPT)
@@ -148,7 +146,7 @@ def test_whatever_ends_an_answer_in_the_page_ends_its_generation(server: Served,
     tab, before = opened(), server.num_cancelled
     writing(tab, PROMPT)
     writing(tab, OTHER)  # in its place
-    server.wait_until_cancelled(before + 1, num_streams=1)
+    server.wait_until_cancelled(before + 1, num_left=1)
     tab["stop"].click()
     assert tab["state"].get_attribute("data-state") == "stopped"
     server.wait_until_cancelled(before + 2)
@@ -162,7 +160,6 @@ def test_whatever_ends_an_answer_in_the_page_ends_its_generation(server: Served,
     server.wait_until_cancelled(before + 4)
 
 
-@pytest.mark.slow
 def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(server: Served, opened: Open) -> None:
     tab, before = opened(), server.num_cancelled
     other, third = opened(tab.page.context), opened()
@@ -175,7 +172,7 @@ def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(server: Served
     tab.expect_state("stopped")
     assert other["state"].get_attribute("data-state") == "writing"
     # The page has stopped before the server knows of it.
-    server.wait_until_cancelled(before + 1, num_streams=1)
+    server.wait_until_cancelled(before + 1, num_left=1)
     third["retry"].click()
     third.expect_state("writing")
     for one in (other, third):

@@ -36,10 +36,10 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
+from assembled import adapter
 from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 from sample_tokenizers import EMOJI_BYTES, byte_fallback, demo
 from scripted import ScriptedModel, hashed, priced
 from sweeps import sweep
@@ -87,9 +87,9 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
         chunk: Any
         one: Any
         chunk, one = (ChatChunk, ChatCompletion) if path == CHAT else (Completion, Completion)
-        TypeAdapter(one).validate_python(answer.json, strict=True)
+        adapter(one).validate_python(answer.json, strict=True)
         for event in streamed.events:
-            TypeAdapter(chunk).validate_python(event, strict=True)
+            adapter(chunk).validate_python(event, strict=True)
         if path == CHAT:
             roles = [event["choices"][0]["delta"].get("role") for event in streamed.events]
             assert roles == ["assistant"] + [None] * (len(roles) - 1)
@@ -98,7 +98,7 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
 
 
 @BOTH
-@on_server()
+@on_server(*models())
 async def test_usage_is_what_the_statistics_say(server: Served, path: str, body: Any) -> None:
     seen = watched_streams(server)
     asked = {**body, "max_tokens": 40, "lookahead": 3}
@@ -451,7 +451,7 @@ async def test_a_client_that_leaves_ends_its_generation_within_one_pass(
     assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).text
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(st.integers(0, 400), st.booleans(), st.sampled_from([0, 3, "auto"]), st.integers(0, 1000))
 def test_a_client_may_leave_at_any_time_beside_another(
     quarters: int, stream: bool, lookahead: Any, schedule: int
@@ -486,7 +486,7 @@ def test_a_client_may_leave_at_any_time_beside_another(
         ]
         assert late == []
 
-    simulated_server(test, tokenising_s=2.0, schedule=schedule)
+    simulated_server(test, *models(), tokenising_s=2.0, schedule=schedule)
 
 
 @STREAMED
@@ -614,7 +614,7 @@ async def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_h
     await rt.wait_broken()
 
 
-@on_server()
+@on_server(*models())
 async def test_a_server_without_its_drafter_stays_in_service(server: Served, monkeypatch: Any) -> None:
     assert (await server.ask("/health")).json["status"] == "ok"
     monkeypatch.setattr(runtime.Runtime, "health", lambda _: runtime.Health(target=True, draft=False))
@@ -667,7 +667,7 @@ async def test_a_stream_without_news_is_kept_alive(server: Served) -> None:
     assert len(answer.text) == 3
 
 
-@on_server()
+@on_server(*models())
 async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
     asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
     plain = await server.ask(COMPLETIONS, asked)
@@ -702,7 +702,7 @@ async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Se
     assert {"target", "draft"} == {span["actor"] for span in heard}
     assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
     assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
-    TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
+    adapter(Completion).validate_python(answer.events[0], strict=True)
 
 
 @on_server(looping)
@@ -745,7 +745,7 @@ async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again
     assert all(before != after for before, after in itertools.pairwise(states))
     rested = [i.at for i in server.simulation.instants("rest")]
     assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
-    TypeAdapter(Completion).validate_python(answer.events[0], strict=True)
+    adapter(Completion).validate_python(answer.events[0], strict=True)
 
 
 def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
@@ -773,7 +773,7 @@ async def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place
     assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
 
 
-@on_server()
+@on_server(*models())
 async def test_figures_add_up(server: Served) -> None:
     before = await figures(server.app)
     assert before["outrider_requests_total", "finished"] == 0
@@ -798,7 +798,7 @@ async def test_figures_add_up(server: Served) -> None:
     assert set(before) <= set(found)
 
 
-@on_server()
+@on_server(*models())
 async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server: Served) -> None:
     await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})] * 3)
     found = await figures(server.app)
@@ -832,7 +832,7 @@ def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_re
                 await server.ask(COMPLETIONS, body)
             found.update(await figures(server.app))
 
-        simulated_server(test)
+        simulated_server(test, *models())
         return {
             key: n
             for key, n in found.items()
@@ -850,15 +850,15 @@ def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_re
         assert first[key] + second[key] == pytest.approx(times * n), key
 
 
-@on_server()
+@on_server(*models())
 async def test_a_counter_stays_where_it_is_while_nothing_happens(server: Served) -> None:
     await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
     seen = []
-    for _ in range(100):
+    for _ in range(10):
         await trio.sleep(15 + 1 / 7)
         found = await figures(server.app)
         seen.append([found["outrider_busy_seconds_total", actor + MODEL] for actor in ("target", "draft")])
-    assert seen == seen[:1] * 100
+    assert seen == seen[:1] * 10
     assert min(seen[0]) > 0
 
 
@@ -868,26 +868,26 @@ WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_s
 
 
 @on_server(looping)
-async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(server: Served) -> None:
+async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timelines, "MAX_TIMELINES", 3)
     unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
-    told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(timelines.MAX_TIMELINES + 2)]
+    told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(5)]
     assert len(set(told)) == len(told)
     assert list(server.timelines._timelines) == told[2:]
-    assert len(server.timelines._by_session) == timelines.MAX_TIMELINES
+    assert len(server.timelines._by_session) == 3
     for gone in (unwatched.events[0]["id"], told[0], told[1]):
         assert (await server.ask(f"/timelines/{gone}")).status == 404
 
 
-def test_of_an_answer_only_so_much_is_remembered(monkeypatch: Any) -> None:
+@on_server(*models())
+async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypatch: Any) -> None:
     monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
-
-    async def test(server: Served) -> None:
-        id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
-        _, record = server.timelines._timelines[id]
-        assert len(record.events) == 10
-        assert record.num_lost > 0
-
-    simulated_server(test)
+    id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
+    _, record = server.timelines._timelines[id]
+    assert len(record.events) == 10
+    assert record.num_lost > 0
 
 
 # --- real models ----------------------------------------------------------------------------------

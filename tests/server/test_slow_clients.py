@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from asgi import DEF, Served, looping, simulated_server, watched_streams
+from asgi import DEF, Served, looping, on_server, watched_streams
 from raw_http import HEAD_END, request
-from scripted import ScriptedModel, priced
+from scripted import priced
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -85,21 +85,18 @@ async def read_by(app: Any, body: Any, *, rate: float) -> Reader:
     return reader
 
 
-def with_slow_clients(test: Any) -> None:
-    """Run a test with a server that has little patience."""
-    simulated_server(test, ScriptedModel(looping), limits=Limits(stalled_s=STALLED_S), price=FAST)
+# A server that has little patience.
+impatient = on_server(looping, limits=Limits(stalled_s=STALLED_S), price=FAST)
 
 
 @pytest.mark.slow
-def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly() -> None:
-    async def test(server: Served) -> None:
-        expected = (await server.ask("/v1/completions", ASKED)).json["choices"]
-        head, _, body = (await read_by(server.app, ASKED, rate=RATE)).heard.partition(HEAD_END)
-        assert len(body) > 5 * RATE * STALLED_S
-        assert b"content-length: %d\r\n" % len(body) in head
-        assert json.loads(body)["choices"] == expected
-
-    with_slow_clients(test)
+@impatient
+async def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly(server: Served) -> None:
+    expected = (await server.ask("/v1/completions", ASKED)).json["choices"]
+    head, _, body = (await read_by(server.app, ASKED, rate=RATE)).heard.partition(HEAD_END)
+    assert len(body) > 5 * RATE * STALLED_S
+    assert b"content-length: %d\r\n" % len(body) in head
+    assert json.loads(body)["choices"] == expected
 
 
 async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clock: Any) -> None:
@@ -113,63 +110,54 @@ async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_who_reads_nothing_is_cut_off_when_its_time_is_over(stream: bool) -> None:
-    async def test(server: Served) -> None:
-        reader = await read_by(server.app, {**ASKED, "stream": stream}, rate=0)
-        assert reader.heard == b""
-        assert reader.gone_at - reader.began_at == STALLED_S
+@impatient
+async def test_who_reads_nothing_is_cut_off_when_its_time_is_over(server: Served, stream: bool) -> None:
+    reader = await read_by(server.app, {**ASKED, "stream": stream}, rate=0)
+    assert reader.heard == b""
+    assert reader.gone_at - reader.began_at == STALLED_S
+    assert server.simulation.runtime.num_streams == 0
+
+
+@impatient
+async def test_clients_that_read_nothing_do_not_keep_the_places_of_others(server: Served) -> None:
+    async with trio.open_nursery() as nursery:
+        for _ in range(4):
+            nursery.start_soon(partial(read_by, server.app, {**DEF, "max_tokens": 200, "stream": True}, rate=0))
+        await trio.testing.wait_all_tasks_blocked()
+        answer = await server.ask("/v1/completions", {**DEF, "max_tokens": 4})
+        assert answer.status == 200
+        assert trio.current_time() < STALLED_S
         assert server.simulation.runtime.num_streams == 0
 
-    with_slow_clients(test)
 
-
-def test_clients_that_read_nothing_do_not_keep_the_places_of_others() -> None:
-    async def test(server: Served) -> None:
-        async with trio.open_nursery() as nursery:
-            for _ in range(4):
-                nursery.start_soon(partial(read_by, server.app, {**DEF, "max_tokens": 200, "stream": True}, rate=0))
-            await trio.testing.wait_all_tasks_blocked()
-            answer = await server.ask("/v1/completions", {**DEF, "max_tokens": 4})
-            assert answer.status == 200
-            assert trio.current_time() < STALLED_S
-            assert server.simulation.runtime.num_streams == 0
-
-    with_slow_clients(test)
-
-
-def test_what_waits_for_a_client_that_reads_slowly_is_bounded() -> None:
+@impatient
+async def test_what_waits_for_a_client_that_reads_slowly_is_bounded(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_logprobs, max_buffered = 7, 100
+    monkeypatch.setattr(sending, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
     asked = {**DEF, "max_tokens": 300, "logprobs": num_logprobs, "stream": True}
-
-    async def test(server: Served) -> None:
-        streams = watched_streams(server)
-        async with server.exchange("/v1/completions", asked) as client:
-            client.is_stalled = True
-            await trio.testing.wait_all_tasks_blocked()
-            [(_, stream)] = streams
-            await trio.sleep(STALLED_S / 2)
-            # Beside those that wait, one waits for room.
-            assert stream.statistics().generated_tokens == max_buffered + 1
-            client.leave()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sending, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
-        with_slow_clients(test)
+    streams = watched_streams(server)
+    async with server.exchange("/v1/completions", asked) as client:
+        client.is_stalled = True
+        await trio.testing.wait_all_tasks_blocked()
+        [(_, stream)] = streams
+        await trio.sleep(STALLED_S / 2)
+        # Beside those that wait, one waits for room.
+        assert stream.statistics().generated_tokens == max_buffered + 1
+        client.leave()
 
 
-def test_what_has_waited_for_a_client_comes_whole_and_in_pieces() -> None:
-    asked = {**DEF, "max_tokens": 1500, "logprobs": 7, "stream": True}
-
-    async def test(server: Served) -> None:
-        expected = (await server.ask("/v1/completions", {**asked, "stream": False})).json["choices"][0]
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        reader = await read_by(server.app, {**asked, "stream_options": options}, rate=RATE)
-        *chunks, last = [json.loads(data) for data in re.findall(rb"data: ({.*})\n", reader.heard)]
-        choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        assert "".join(choice["text"] for choice in choices) == expected["text"]
-        named = [len((choice["logprobs"] or {"tokens": ()})["tokens"]) for choice in choices]
-        assert max(named) == 64
-        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(accumulate(named))
-        assert last["usage"]["completion_tokens"] == 1500
-
-    with_slow_clients(test)
+@impatient
+async def test_what_has_waited_for_a_client_comes_whole_and_in_pieces(server: Served) -> None:
+    asked = {**DEF, "max_tokens": 500, "logprobs": 7, "stream": True}
+    expected = (await server.ask("/v1/completions", {**asked, "stream": False})).json["choices"][0]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reader = await read_by(server.app, {**asked, "stream_options": options}, rate=RATE)
+    *chunks, last = [json.loads(data) for data in re.findall(rb"data: ({.*})\n", reader.heard)]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == expected["text"]
+    named = [len((choice["logprobs"] or {"tokens": ()})["tokens"]) for choice in choices]
+    assert max(named) == 64
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(accumulate(named))
+    assert last["usage"]["completion_tokens"] == 500

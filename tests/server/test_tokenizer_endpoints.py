@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asgi import HELLO, MODEL, Letters, Served, looping, on_server, simulated_server
+from asgi import HELLO, MODEL, Letters, Served, looping, on_server
 from scripted import ScriptedModel
 from tool_letters import TOOLS, on_calling_server
 
@@ -63,17 +63,16 @@ async def test_a_chat_as_tokens_and_the_tokens_as_texts(server: Served) -> None:
     assert server.simulation.target_worker.handed == []
 
 
-def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one() -> None:
-    class WithBeginOfText(WithSpecialTokens):
-        bos_token = "A"
+class WithBeginOfText(WithSpecialTokens):
+    bos_token = "A"
 
-    async def test(server: Served) -> None:
-        for text in ("def f", "Adef f"):
-            assert (await server.ask("/tokenize", {"prompt": text})).json["tokens"] == MARKED
-            answer = await server.ask("/v1/completions", {"prompt": text, "max_tokens": 1})
-            assert answer.json["usage"]["prompt_tokens"] == len(MARKED)
 
-    simulated_server(test, tokenizer=WithBeginOfText())
+@on_server(tokenizer=WithBeginOfText())
+async def test_a_text_that_begins_with_the_begin_of_text_token_gets_no_second_one(server: Served) -> None:
+    for text in ("def f", "Adef f"):
+        assert (await server.ask("/tokenize", {"prompt": text})).json["tokens"] == MARKED
+        answer = await server.ask("/v1/completions", {"prompt": text, "max_tokens": 1})
+        assert answer.json["usage"]["prompt_tokens"] == len(MARKED)
 
 
 @on_server(ScriptedModel(looping, context_length=40))

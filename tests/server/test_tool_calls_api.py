@@ -68,7 +68,7 @@ def test_calls_come_apart_from_content(says: str, content: str | None, calls: An
             assert same["content"] == (content or "")
         assert server.tokenizer.told == [TOOLS, TOOLS]
 
-    serve_calls(test, says)
+    serve_calls(test, says, has_drafter=lookahead > 0)
 
 
 @on_calling_server(OSLO)
@@ -99,23 +99,20 @@ async def test_without_tools_nothing_is_told_apart(server: Served, body: dict[st
     assert server.tokenizer.told == [None]
 
 
-def test_the_older_form_of_tools_is_answered_in_it() -> None:
+@on_calling_server(OSLO)
+async def test_the_older_form_of_tools_is_answered_in_it(server: Served) -> None:
     asked: dict[str, Any] = {"messages": [USER], "functions": [each["function"] for each in TOOLS], "max_tokens": 300}
-
-    async def test(server: Served) -> None:
-        choice = (await server.ask(CHAT, asked)).json["choices"][0]
-        assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "oslo"}'}
-        assert "tool_calls" not in choice["message"]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "function_call")
-        streamed = await server.ask(CHAT, {**asked, "stream": True})
-        choices = [choice for event in streamed.events for choice in event["choices"]]
-        parts = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
-        assert [part["name"] for part in parts if "name" in part] == ["weather"]
-        assert "".join(part["arguments"] for part in parts) == '{"city": "oslo"}'
-        assert choices[-1]["finish_reason"] == "function_call"
-        assert server.tokenizer.told == [TOOLS, TOOLS]
-
-    serve_calls(test, OSLO)
+    choice = (await server.ask(CHAT, asked)).json["choices"][0]
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "oslo"}'}
+    assert "tool_calls" not in choice["message"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "function_call")
+    streamed = await server.ask(CHAT, {**asked, "stream": True})
+    choices = [choice for event in streamed.events for choice in event["choices"]]
+    parts = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
+    assert [part["name"] for part in parts if "name" in part] == ["weather"]
+    assert "".join(part["arguments"] for part in parts) == '{"city": "oslo"}'
+    assert choices[-1]["finish_reason"] == "function_call"
+    assert server.tokenizer.told == [TOOLS, TOOLS]
 
 
 def test_calls_and_results_of_the_past_reach_the_template() -> None:
@@ -151,6 +148,7 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
     serve_calls(test, "wet", seen)
 
 
+@on_calling_server("")
 @sweep(
     ("body", "says"),
     [
@@ -165,7 +163,6 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice 'required' needs tools"),
     ],
 )
-@on_calling_server("")
 async def test_tools_that_cannot_be_are_refused_with_what_would_be_right(
     server: Served, body: dict[str, Any], says: str
 ) -> None:

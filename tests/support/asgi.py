@@ -444,7 +444,12 @@ STREAMED = sweep("stream", [False, True])
 
 def looping(history: Sequence[int]) -> Sequence[float]:
     """A script that depends on the last token only, so that texts repeat themselves, and that never ends a text."""
-    logits = list(hashed("loop", 4.0)(history[-1:]))
+    return _after(history[-1])
+
+
+@functools.cache
+def _after(token: int) -> Sequence[float]:
+    logits = list(hashed("loop", 4.0)([token]))
     logits[Letters.ALPHABET.index("\n")] = -5.0
     return logits
 
@@ -486,7 +491,7 @@ def models(script: Script = looping) -> tuple[ScriptedModel, ScriptedModel]:
 
 def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedModel, **options: Any) -> None:
     async def main() -> None:
-        async with served(*(pair or models()), **options) as server:
+        async with served(*(pair or [ScriptedModel(looping)]), **options) as server:
             await test(server)
 
     run(main)
@@ -495,15 +500,21 @@ def simulated_server(test: Callable[[Served], Awaitable[None]], *pair: ScriptedM
 def on_server(*pair: Script | ScriptedModel, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a test of an async function whose argument `server` is a server of its own, see `served`.
 
+    Above a `sweep`, all cases share the server; below it, each has its own.
+
     Args:
-        pair: the models, or their scripts; by default `models()`. Each run of the test has models of its own.
+        pair: the models, or their scripts; by default a target without a drafter, whose texts take a fourth of the
+            time. Each run of the test has models of its own.
         **options: see `served`.
     """
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        names = [name for name in inspect.signature(test).parameters if name != "server"]
+
         def run_with_server(*args: Any, **given: Any) -> None:
+            given |= dict(zip(names, args, strict=False))  # Hypothesis gives them by position
             made = [copy.deepcopy(each) if isinstance(each, ScriptedModel) else ScriptedModel(each) for each in pair]
-            simulated_server(lambda server: test(server, *args, **given), *made, **options)
+            simulated_server(lambda server: test(server=server, **given), *made, **options)
 
         return with_parameters_of(test, run_with_server)
 

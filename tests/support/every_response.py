@@ -20,6 +20,7 @@ from asgi import (
     Letters,
     Served,
     looping,
+    models,
     saying,
     simulated_server,
 )
@@ -145,13 +146,15 @@ async def failing(server: Served, seen: Seen) -> None:
 def all_seen() -> Seen:
     """Responses of each kind."""
     seen: Seen = []
-    simulated_server(lambda server: usual(server, seen), limits=Limits(max_body_bytes=2000), small="small", **KEYED)
+    simulated_server(
+        lambda server: usual(server, seen), *models(), limits=Limits(max_body_bytes=2000), small="small", **KEYED
+    )
     simulated_server(lambda server: strict(server, seen), is_strict=True)
     tokenizer = Letters(thinks=True)
     start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))
     thinks = ScriptedModel(saying("<t>hm</t>yes", start))
     simulated_server(lambda server: reasoning(server, seen), thinks, tokenizer=tokenizer)
-    serve_calls(lambda server: calling(server, seen), OSLO)
+    serve_calls(lambda server: calling(server, seen), OSLO, has_drafter=True)  # which makes fewer events
     simulated_server(lambda server: busy(server, seen), ScriptedModel(looping), max_streams=1, max_waiting=0)
     for fails in ({"feed": range(8, 10_000)}, {"check": range(6, 10_000)}):
         simulated_server(lambda server: failing(server, seen), ScriptedModel(looping, fails=fails))

@@ -149,6 +149,10 @@ class Exchange:
         self._handler.connection.shutdown(socket.SHUT_RDWR)
 
 
+# Ports of servers before, for which a browser may have kept something.
+_used_ports: set[int] = set()
+
+
 class ScriptedServer:
     """A server that serves the page and hands completion requests to a test."""
 
@@ -173,6 +177,10 @@ class ScriptedServer:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        while self._server.server_port in _used_ports:
+            self._server.server_close()
+            self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        _used_ports.add(self._server.server_port)
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
 
     def next(self) -> Exchange:
@@ -222,6 +230,7 @@ class ScriptedServer:
         handler.send_header("Content-Length", str(len(body)))
         handler.send_header("Content-Security-Policy", POLICY)
         handler.send_header("Cache-Control", "no-store")
+        handler.send_header("Connection", "close")
         handler.end_headers()
         handler.wfile.write(body)
 

@@ -34,14 +34,16 @@ class ToolLetters(Letters):
         return super().apply_chat_template(messages, **options)
 
 
-def serve_calls(test: Any, says: str, messages: Sequence[Any] = (USER,), **options: Any) -> None:
-    """Run a test with a server whose model says a text to these messages."""
+def serve_calls(
+    test: Any, says: str, messages: Sequence[Any] = (USER,), *, has_drafter: bool = False, **options: Any
+) -> None:
+    """Run a test with a server whose model says a text to these messages; options as of `ToolLetters`."""
     tokenizer = ToolLetters(**options)
     start = len(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
     tokenizer.seen.clear()
     tokenizer.told.clear()
     script = saying(says, start, tokenizer)
-    simulated_server(test, ScriptedModel(script), ScriptedModel(script), tokenizer=tokenizer)
+    simulated_server(test, *(ScriptedModel(script) for _ in range(1 + has_drafter)), tokenizer=tokenizer)
 
 
 def on_calling_server(says: str, messages: Sequence[Any] = (USER,), **options: Any) -> Callable[[Any], Any]:
@@ -49,7 +51,7 @@ def on_calling_server(says: str, messages: Sequence[Any] = (USER,), **options: A
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         def run_with_server(**given: Any) -> None:
-            serve_calls(lambda server: test(server, **given), says, messages, **options)
+            serve_calls(lambda server: test(server=server, **given), says, messages, **options)
 
         return with_parameters_of(test, run_with_server)
 

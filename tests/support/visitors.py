@@ -32,15 +32,19 @@ def chromium() -> Iterator[Browser]:
 class Tab:
     """A browser tab with the page, and the browser's messages about failed requests, some of which may be expected."""
 
-    def __init__(self, context: BrowserContext, url: str) -> None:
-        self.page: Page = context.new_page()
+    def __init__(self, page: Page, url: str) -> None:
+        self.page = page
         self.page.set_default_timeout(HANGS_MS)
         self.url = url
         self.failed_requests: list[str] = []
         self._wrong: list[str] = []
-        self.page.on("console", self._hear)
-        self.page.on("pageerror", lambda error: self._wrong.append(str(error)))
-        self.page.on("request", self._see)
+        self._listeners: dict[Any, Any] = {
+            "console": self._hear,
+            "pageerror": lambda error: self._wrong.append(str(error)),
+            "request": self._see,
+        }
+        for event, listener in self._listeners.items():
+            self.page.on(event, listener)
 
     def _hear(self, message: ConsoleMessage) -> None:
         if message.type != "error":
@@ -56,6 +60,13 @@ class Tab:
 
     def check(self) -> None:
         assert self._wrong == []
+
+    def leave(self) -> None:
+        """Leave the page, for the next test."""
+        for event, listener in self._listeners.items():
+            self.page.remove_listener(event, listener)
+        self.page.unroute_all()
+        self.page.goto("about:blank")
 
     # --- what the page shows ----------------------------------------------------------------------
 
@@ -115,9 +126,9 @@ class Tab:
 
 
 @contextlib.contextmanager
-def visitor(chromium: Browser, url: str, **options: Any) -> Iterator[BrowserContext]:
+def visitor(chromium: Browser, **options: Any) -> Iterator[BrowserContext]:
     """A user with a browser context of their own; options as in `Browser.new_context`."""
-    context = chromium.new_context(base_url=url, **options)
+    context = chromium.new_context(**options)
     try:
         yield context
     finally:

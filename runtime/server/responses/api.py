@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import typing
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -12,7 +12,7 @@ from runtime.server.answers.endpoint import Endpoint
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import Events, Operation
-from runtime.server.responses.bodies import DeletedResponse, ResponseBody, ResponsesEvent
+from runtime.server.responses.bodies import EVENTS, DeletedResponse, ResponseBody
 from runtime.server.responses.requests import ResponsesRequest, parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore
@@ -24,7 +24,7 @@ def _store(context: ServerContext) -> ResponseStore:
     )
 
 
-def _endpoint(context: ServerContext) -> Endpoint[typing.Any]:
+def _endpoint(context: ServerContext) -> Endpoint[Any]:
     store = _store(context)
     parse, serializer = partial(parse_response_request, store=store), partial(ResponseSerializer, store=store)
     return Endpoint(context, parse, serializer, lambda body: body.chat)
@@ -55,7 +55,7 @@ OPERATIONS = (
         "POST",
         ResponsesRequest,
         {"input": "def quicksort(items):", "max_output_tokens": 32, "stream": True},
-        Events(typing.get_args(ResponsesEvent), are_named=True),
+        Events(EVENTS, are_named=True),
     ),
     Operation(
         "/v1/responses/{id}",

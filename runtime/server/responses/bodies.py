@@ -146,87 +146,48 @@ class DeletedResponse(TypedDict):
 # --- events ---------------------------------------------------------------------------------------
 
 
-class _Numbered(TypedDict):
-    sequence_number: int
+def _event(name: str, about: str, /, *types: str, **fields: Any) -> Any:
+    """The type of numbered events of some types, with further fields."""
+    make: Any = TypedDict
+    made = make(name, {"sequence_number": int, "type": Literal[tuple(f"response.{type}" for type in types)], **fields})
+    made.__doc__ = about
+    return made
 
 
-class _OfItem(_Numbered):
-    item_id: str
-    output_index: int
+_ITEM: dict[str, Any] = {"item_id": str, "output_index": int}
+_PART: dict[str, Any] = {**_ITEM, "content_index": int}
+_TEXT: dict[str, Any] = {**_PART, "logprobs": list[TokenLogprob]}
+_WHOLE = ("created", "in_progress", "completed", "incomplete", "failed")
 
-
-class _OfPart(_OfItem):
-    content_index: int
-
-
-class ResponseEvent(_Numbered):
-    """The response as it is: at the beginning, and at its end."""
-
-    type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
-    ]
-    response: ResponseBody
-
-
-class ItemEvent(_Numbered):
-    """An item of the output begins, or is complete."""
-
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(_OfPart):
-    """A part of an item's content begins, or is complete."""
-
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText | ReasoningContent
-
-
-class TextDelta(_OfPart):
-    """Further text of the answer."""
-
-    type: Literal["response.output_text.delta"]
-    delta: str
-    logprobs: list[TokenLogprob]
-
-
-class TextDone(_OfPart):
-    """The whole text of the answer."""
-
-    type: Literal["response.output_text.done"]
-    text: str
-    logprobs: list[TokenLogprob]
-
-
-class ReasoningDelta(_OfPart):
-    """Further text of the reasoning."""
-
-    type: Literal["response.reasoning_text.delta"]
-    delta: str
-
-
-class ReasoningDone(_OfPart):
-    """The whole text of the reasoning."""
-
-    type: Literal["response.reasoning_text.done"]
-    text: str
-
-
-class ArgumentsDelta(_OfItem):
-    """Further text of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.delta"]
-    delta: str
-
-
-class ArgumentsDone(_OfItem):
-    """The whole text of a call's arguments."""
-
-    type: Literal["response.function_call_arguments.done"]
-    name: str
-    arguments: str
-
-
-_TextEvent = TextDelta | TextDone | ReasoningDelta | ReasoningDone
-ResponsesEvent = ResponseEvent | ItemEvent | PartEvent | _TextEvent | ArgumentsDelta | ArgumentsDone
+EVENTS: tuple[Any, ...] = (
+    _event("ResponseEvent", "The response as it is: at the beginning, and at its end.", *_WHOLE, response=ResponseBody),
+    _event(
+        "ItemEvent",
+        "An item of the output begins, or is complete.",
+        *("output_item.added", "output_item.done"),
+        output_index=int,
+        item=OutputItem,
+    ),
+    _event(
+        "PartEvent",
+        "A part of an item's content begins, or is complete.",
+        *("content_part.added", "content_part.done"),
+        **_PART,
+        part=OutputText | ReasoningContent,
+    ),
+    _event("TextDelta", "Further text of the answer.", "output_text.delta", **_TEXT, delta=str),
+    _event("TextDone", "The whole text of the answer.", "output_text.done", **_TEXT, text=str),
+    _event("ReasoningDelta", "Further text of the reasoning.", "reasoning_text.delta", **_PART, delta=str),
+    _event("ReasoningDone", "The whole text of the reasoning.", "reasoning_text.done", **_PART, text=str),
+    _event(
+        "ArgumentsDelta", "Further text of a call's arguments.", "function_call_arguments.delta", **_ITEM, delta=str
+    ),
+    _event(
+        "ArgumentsDone",
+        "The whole text of a call's arguments.",
+        "function_call_arguments.done",
+        **_ITEM,
+        name=str,
+        arguments=str,
+    ),
+)
