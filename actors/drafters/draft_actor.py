@@ -490,9 +490,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _stays_for_copies(self, session: DraftSession) -> bool:
         # Passes of several texts without proposals are started ahead, which one text that may have some prevents.
-        if self.prices.num_texts > 1:
-            return session.has_worthwhile_copy(self.worker.clock())
-        return session.num_idle_rounds <= MAX_IDLE_ROUNDS
+        max_idle_rounds = 2 * MAX_IDLE_ROUNDS // max(2, self.prices.num_texts)
+        return session.num_idle_rounds <= max_idle_rounds or session.has_worthwhile_copy(self.worker.clock())
 
     def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()

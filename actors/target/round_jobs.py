@@ -116,6 +116,7 @@ class RoundJobs:
         self._last_plain: tuple[float, float] | None = None
         # When the last pass ended, if it was over proposals.
         self._pass_ended_s: float | None = None
+        self._pass_ended_busy_s = 0.0
 
     @property
     def most_rounds(self) -> int:
@@ -179,10 +180,11 @@ class RoundJobs:
             self._failed(parts, error)
         else:
             if only_copies and self._pass_ended_s is not None:
-                # Not much of it, if something else was done meanwhile.
-                self._prices.observe_gap(min(job.seconds, job.began - self._pass_ended_s))
+                # Without the time that went into other jobs, as into prompts.
+                other_s = self._worker.busy_seconds - job.seconds - self._pass_ended_busy_s
+                self._prices.observe_gap(max(0.0, min(job.seconds, job.began - self._pass_ended_s - other_s)))
             self._judged(parts, job)
-            self._pass_ended_s = job.ended
+            self._pass_ended_s, self._pass_ended_busy_s = job.ended, self._worker.busy_seconds
         finally:
             self._end_job(sessions)
 
