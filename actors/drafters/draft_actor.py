@@ -19,7 +19,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import MAX_IDLE_ROUNDS, Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
@@ -482,16 +482,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         rests = session.only_copies or session.policy.should_rest()
         if isinstance(session.policy, AutoPolicy):
             session.policy.only_copies = rests
-        session.only_copies = rests and self._stays_for_copies(session)
+        session.only_copies = rests and (
+            session.num_idle_rounds <= self._max_idle_rounds or session.has_worthwhile_copy(self.worker.clock())
+        )
         if rests and not session.only_copies:
             self._rest(session)
         else:
             self._propose(session)
-
-    def _stays_for_copies(self, session: DraftSession) -> bool:
-        # Passes of several texts without proposals are started ahead, which one text that may have some prevents.
-        max_idle_rounds = 2 * MAX_IDLE_ROUNDS // max(2, self.prices.num_texts)
-        return session.num_idle_rounds <= max_idle_rounds or session.has_worthwhile_copy(self.worker.clock())
 
     def _propose(self, session: DraftSession, *, is_due: bool = False) -> None:
         now_s = self.worker.clock()

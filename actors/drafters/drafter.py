@@ -423,6 +423,11 @@ class Drafter(Actor[S]):
             if not was_resting:
                 self._note(session, "rest", num_tokens=num_rounds)
 
+    @property
+    def _max_idle_rounds(self) -> int:
+        """`MAX_IDLE_ROUNDS`, and fewer where several texts share passes: all of them wait for the one that is awake."""
+        return 2 * MAX_IDLE_ROUNDS // max(2, self.prices.num_texts)
+
     def _follow(self, session: S, message: Verdict | Rested) -> Commit | None:
         """Commit what the target has committed. None if the message was stale, and nothing changed."""
         state, start, proposal = session.state, session.state.next_position, session.state.outstanding

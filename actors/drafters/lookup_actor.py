@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from actors.actor import Mailbox
 from actors.drafters.drafter import (
-    MAX_IDLE_ROUNDS,
     Drafter,
     DrafterSession,
     FromTarget,
@@ -14,7 +13,7 @@ from actors.drafters.drafter import (
     policy_by_settings,
 )
 from actors.session import Session
-from protocol.auto_policy import MANY_TEXTS, AutoPolicy
+from protocol.auto_policy import AutoPolicy
 from protocol.draft_plan import Need
 from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Node
@@ -117,9 +116,8 @@ class LookupActor(Drafter[LookupSession]):
     def _answer(self, session: LookupSession) -> None:
         """Propose the found tokens; or rest, if nothing has been found for a while."""
         nodes = session.worth_proposing(self._clock())
-        # Sooner where more than a few texts share passes, since each of them waits.
-        max_idle_rounds = MAX_IDLE_ROUNDS * MANY_TEXTS // max(MANY_TEXTS, self.prices.num_texts)
-        if not nodes and isinstance(session.policy, AutoPolicy) and session.num_idle_rounds >= max_idle_rounds:
+        is_idle = not nodes and session.num_idle_rounds >= self._max_idle_rounds
+        if is_idle and isinstance(session.policy, AutoPolicy):
             self._rest(session)
         elif session.state.phase is SessionPhase.PROPOSING:
             self._send_proposal(session, session.proposal(nodes))
